@@ -1,0 +1,49 @@
+"""selfspec: one Hugging Face causal LM drafts with its first layers and verifies with the rest. No token changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from selfspec.api import Target
+    from selfspec.decoding.engine import Engine, Round, RowResult
+    from selfspec.decoding.request import Completion, Request
+    from selfspec.decoding.stats import SpecStats
+    from selfspec.errors import CacheFullError, UnsupportedModelError
+    from selfspec.hub import load
+
+__version__ = "0.1.0"
+__all__ = [
+    "CacheFullError",
+    "Completion",
+    "Engine",
+    "Request",
+    "Round",
+    "RowResult",
+    "SpecStats",
+    "Target",
+    "UnsupportedModelError",
+    "load",
+]
+
+_HOMES = {
+    "CacheFullError": "selfspec.errors",
+    "Completion": "selfspec.decoding.request",
+    "Engine": "selfspec.decoding.engine",
+    "Request": "selfspec.decoding.request",
+    "Round": "selfspec.decoding.engine",
+    "RowResult": "selfspec.decoding.engine",
+    "SpecStats": "selfspec.decoding.stats",
+    "Target": "selfspec.api",
+    "UnsupportedModelError": "selfspec.errors",
+    "load": "selfspec.hub",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import selfspec` costs nothing, torch and transformers come with the first name used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'selfspec' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

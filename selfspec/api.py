@@ -1,0 +1,146 @@
+"""`Target`: a loaded model that drafts and verifies itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict, Unpack
+
+from torch import nn
+
+from selfspec.control.plan import Policy
+from selfspec.decoding.engine import Engine, Round
+from selfspec.decoding.request import Completion, Criterion, Processor, Request, make_request
+from selfspec.target.selfcheck import self_check
+from selfspec.target.stack import Stack
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+class Options(TypedDict, total=False):
+    """How to continue a prompt; every row of a call shares them, and `seed` and `max_new_tokens` may also be one per prompt."""
+
+    max_new_tokens: int | Sequence[int]  # default 128
+    temperature: float  # default 0: greedy
+    top_k: int  # default 0: all tokens
+    top_p: float  # default 1: all tokens
+    min_p: float  # default 0: all tokens
+    seed: int | Sequence[int]  # default 0; a row's output depends on its prompt and its own seed alone
+    stop: str | Sequence[str] | None  # texts that end the output; they are not part of it
+    logits_processor: Processor | Sequence[Processor] | None
+    stopping_criteria: Criterion | Sequence[Criterion] | None
+
+
+class Target:
+    """A causal LM with its tokenizer: the only judge of what is right, and its own drafter.
+
+    Args:
+        model: any transformers causal LM, with PEFT adapters or without. It is never changed; its weights are shared.
+        tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
+        check: run the self-check, which compares the split model with the whole one (a few short forwards).
+
+    Raises:
+        UnsupportedModelError: the model cannot be split, with the reason.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, *, check: bool = True) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.stack = Stack(model)
+        self.split_error = self_check(self.stack) if check else None
+        """Largest logit difference between split and whole model, in standard deviations of the logits."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-text tokens: the generation config's, else the config's, else the tokenizer's."""
+        for holder in (self._generation_config, self.stack.config, self.tokenizer):
+            ids = getattr(holder, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+    @property
+    def default_exit_layer(self) -> int | None:
+        """The exit layer stored with the model (`exit_layer` in generation_config.json), if there is one."""
+        return getattr(self._generation_config, "exit_layer", None)
+
+    @property
+    def default_num_draft_tokens(self) -> int | None:
+        """The draft length stored with the model (`num_draft_tokens` in generation_config.json), if there is one."""
+        return getattr(self._generation_config, "num_draft_tokens", None)
+
+    @property
+    def _generation_config(self) -> Any:
+        return getattr(self.stack.model, "generation_config", None)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        policy: str | Policy = "fixed",
+        exit_layer: int | None = None,
+        num_draft_tokens: int | None = None,
+        max_batch_size: int = 8,
+        **options: Unpack[Options],
+    ) -> list[Completion]:
+        """Continue every prompt; the tokens are those of plain decoding, whatever the policy.
+
+        Args:
+            prompts: a text, a list of texts, or a list of token-id lists.
+            exit_layer: layers the draft runs, 1..num_layers - 1; default: stored with the model, else a quarter.
+            num_draft_tokens: tokens drafted per round; default: stored with the model, else 4.
+            max_batch_size: rows decoded together; the others wait and join as rows end.
+
+        Raises:
+            ValueError: an empty or too long prompt, or an option out of range.
+        """
+        settings = {"policy": policy, "exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
+        rounds = self.stream(prompts, max_batch_size=max_batch_size, **settings, **options)  # type: ignore[arg-type]
+        done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
+        return sorted(done, key=lambda completion: completion.request_id)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        *,
+        policy: str | Policy = "fixed",
+        exit_layer: int | None = None,
+        num_draft_tokens: int | None = None,
+        max_batch_size: int = 8,
+        **options: Unpack[Options],
+    ) -> Iterator[Round]:
+        """Like `generate`, but yields every round as it ends; a row's `request_id` is its prompt's index.
+
+        Arguments are checked at the call, before the first round is asked for.
+        """
+        requests = self._requests(prompts, dict(options))
+        batch = max(1, min(max_batch_size, len(requests)))
+        limit = self.stack.context_limit
+        longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
+        engine = Engine(
+            self,
+            policy=policy,
+            exit_layer=exit_layer,
+            num_draft_tokens=num_draft_tokens,
+            max_batch_size=max_batch_size if max_batch_size < 1 else batch,
+            max_cached_tokens=batch * longest,
+        )
+        for request in requests:
+            engine.submit(request)
+        return engine.run()
+
+    def _requests(self, prompts: Prompts, options: dict[str, Any]) -> list[Request]:
+        several: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
+        if several and isinstance(several[0], int):
+            raise ValueError("prompts must be a text, a list of texts or a list of token-id lists, got one list of ids")
+        for name in ("seed", "max_new_tokens"):
+            given = options.get(name)
+            if isinstance(given, Sequence) and len(given) != len(several):
+                raise ValueError(f"{name} must be one number or one per prompt ({len(several)}), got {len(given)}")
+        made = []
+        for i, prompt in enumerate(several):
+            own = {name: value[i] if _per_prompt(name, value) else value for name, value in options.items()}
+            made.append(make_request(prompt, self.tokenizer, **own))
+        return made
+
+
+def _per_prompt(name: str, value: Any) -> bool:
+    return name in ("seed", "max_new_tokens") and isinstance(value, Sequence)

@@ -1,0 +1,1 @@
+"""What to do next: plans, and the policies that choose them."""

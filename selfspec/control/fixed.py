@@ -1,0 +1,35 @@
+"""The two policies that learn nothing: plain decoding, and one exit layer with one draft length (arXiv 2404.16710)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selfspec.control.plan import Plan, RowOutcome, RowState
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Every token by the whole model."""
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        return Plan(None, (0,) * len(rows))
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use."""
+
+    exit_layer: int
+    num_draft_tokens: int
+    min_confidence: float = 0.0
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)
+        return Plan(self.exit_layer if any(lengths) else None, lengths, self.min_confidence)
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        pass

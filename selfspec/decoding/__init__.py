@@ -1,0 +1,1 @@
+"""Rounds: plan, draft, verify, accept, observe."""

@@ -1,0 +1,234 @@
+"""`Engine`: rows join and leave between rounds; `step` is prefill, plan, round, accept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from selfspec.control.plan import Plan, Policy, RowOutcome
+from selfspec.control.policies import make_policy
+from selfspec.decoding.request import Completion, Request, make_request
+from selfspec.decoding.rounds import Seconds, Verdict, decode_round
+from selfspec.decoding.row import Row
+from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
+from selfspec.errors import CacheFullError
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.stack import Stack
+
+DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
+CUDA_PAGE_SIZE = 64
+
+
+class Decodable(Protocol):
+    """What an engine needs of a target."""
+
+    @property
+    def stack(self) -> Stack: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def default_exit_layer(self) -> int | None: ...
+    @property
+    def default_num_draft_tokens(self) -> int | None: ...
+
+
+class RowResult(NamedTuple):
+    """What one row got out of a round."""
+
+    request_id: int
+    tokens: list[int]  # kept tokens: accepted drafts, then the target's own next token unless the row ended before it
+    text: str  # text that became certain
+    drafted: list[int]  # everything drafted, rejected tokens included
+    num_accepted: int  # drafted tokens among `tokens`
+    completion: Completion | None  # once the row has ended
+
+
+class Round(NamedTuple):
+    """One round of the engine; rows that only prefilled are not in it."""
+
+    rows: list[RowResult]
+    plan: Plan | None  # None when no row was ready to decode
+    seconds: Seconds
+
+
+class Engine:
+    """Decodes requests in a running batch whose rows join and leave between rounds.
+
+    Args:
+        target: what `selfspec.load` returns.
+        policy: a name, or an object with `plan` and `observe`.
+        max_batch_size: rows decoded together; more wait their turn.
+        max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row takes
+            pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
+        page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64 on CUDA.
+        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
+    """
+
+    def __init__(
+        self,
+        target: Decodable,
+        *,
+        policy: str | Policy = "fixed",
+        exit_layer: int | None = None,
+        num_draft_tokens: int | None = None,
+        max_batch_size: int = 8,
+        max_cached_tokens: int | None = None,
+        page_size: int | None = None,
+        prefill_chunk: int = 512,
+    ) -> None:
+        for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.target, self.stack = target, target.stack
+        if max_cached_tokens is None:
+            max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
+        if page_size is None:
+            share = max(1, max_cached_tokens // max_batch_size)
+            page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
+        if max_cached_tokens < page_size:
+            raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
+        exit_layer = target.default_exit_layer if exit_layer is None else exit_layer
+        num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        self.policy = make_policy(policy, self.stack.num_layers, exit_layer, num_draft_tokens)
+        self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
+        self.cache = PagedCache(max_cached_tokens // page_size, page_size)
+        self.rows: list[Row] = []
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._cancelled: set[int] = set()
+        self._next_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows or self._waiting)
+
+    def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
+        """Queue a prompt; returns its request id. Options are those of `Target.generate`.
+
+        Raises:
+            ValueError: the prompt is empty or longer than the context, or an option is out of range.
+            CacheFullError: the request could never fit into `max_cached_tokens`.
+        """
+        request = prompt if isinstance(prompt, Request) else make_request(prompt, self.target.tokenizer, **options)
+        limit = self.stack.context_limit
+        if len(request.prompt) >= limit:
+            raise ValueError(
+                f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; shorten it by at least "
+                f"{len(request.prompt) - limit + 1}"
+            )
+        need, room = self._num_cached_at_end(request), self.cache.num_pages * self.cache.page_size
+        if self.cache.pages_for(need) > self.cache.num_pages:
+            raise CacheFullError(
+                f"a request of {need} tokens (prompt and output) exceeds the engine's {room} cached tokens; "
+                "raise max_cached_tokens or lower max_new_tokens"
+            )
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        self._waiting.append((request_id, request))
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request; its pages are free from the next step on. Finished or unknown requests are left alone."""
+        if any(row.request_id == request_id for row in self.rows) or any(r == request_id for r, _ in self._waiting):
+            self._cancelled.add(request_id)
+
+    def step(self) -> Round:
+        """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the rows that are ready."""
+        seconds = Seconds()
+        with torch.inference_mode():
+            ended = self._drop_cancelled()
+            self._admit()
+            self._prefill()
+            seconds.lap("prefill")
+            ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
+            if not ready:
+                return Round(ended, None, seconds)
+            plan = self.policy.plan([row.state for row in ready])
+            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
+        results = [self._apply(row, verdict) for row, verdict in zip(ready, verdicts, strict=True)]
+        self.rows = [row for row in self.rows if row.finish_reason is None]
+        outcomes = [RowOutcome(r.request_id, len(r.drafted), r.num_accepted) for r in results]
+        self.policy.observe(plan, outcomes)
+        seconds.lap("rest")
+        return Round(ended + results, plan, seconds)
+
+    def run(self) -> Iterator[Round]:
+        """Rounds until nothing is left to do."""
+        while self.has_work:
+            yield self.step()
+
+    def _max_new_tokens(self, request: Request) -> int:
+        return min(request.max_new_tokens, self.stack.context_limit - len(request.prompt))
+
+    def _num_cached_at_end(self, request: Request) -> int:
+        return len(request.prompt) + self._max_new_tokens(request) - 1
+
+    def _admit(self) -> None:
+        while self._waiting and len(self.rows) < self.max_batch_size:
+            request_id, request = self._waiting[0]
+            pages = self.cache.reserve(self._num_cached_at_end(request))
+            if pages is None:
+                return
+            self._waiting.popleft()
+            self.rows.append(Row(request_id, request, self._stopper(request), pages, list(request.prompt)))
+
+    def _stopper(self, request: Request) -> Stopper:
+        eos = self.target.eos_token_ids if request.eos is None else request.eos
+        tokenizer: Tokenizer | None = self.target.tokenizer
+        text = None if tokenizer is None else TextStream(tokenizer, request.prompt, request.stop)
+        return Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
+
+    def _prefill(self) -> None:
+        """Write keys and values of prompt tokens, all but each prompt's last, which the first round feeds."""
+        budget, spans, tokens, fed = self.prefill_chunk, [], [], []
+        for row in self.rows:
+            count = min(len(row.content) - 1 - row.num_cached, budget)
+            if count > 0:
+                spans.append(Span(row.pages, row.num_cached, count))
+                tokens += row.content[row.num_cached : row.num_cached + count]
+                fed.append((row, count))
+                budget -= count
+        if not spans:
+            return
+        packed = PackedRows(self.cache, spans, self.stack.device)
+        self.stack.run(packed, 0, self.stack.num_layers, torch.tensor(tokens, device=self.stack.device))
+        for row, count in fed:
+            row.num_cached += count
+
+    def _apply(self, row: Row, verdict: Verdict) -> RowResult:
+        emitted = len(row.content) - row.num_prompt_tokens
+        kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
+        accepted, drafted = min(verdict.accepted, kept), len(verdict.drafted)
+        row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
+        row.stats.add_round(drafted, accepted, kept)
+        row.finish_reason = reason
+        return RowResult(row.request_id, verdict.block[:kept], text, verdict.drafted, accepted, self._ended(row))
+
+    def _ended(self, row: Row) -> Completion | None:
+        if row.finish_reason is None:
+            return None
+        self.cache.release(row.pages)
+        return row.completion()
+
+    def _drop_cancelled(self) -> list[RowResult]:
+        ended = []
+        for row in self.rows:
+            if row.request_id in self._cancelled:
+                row.finish_reason = "cancelled"
+                ended.append(RowResult(row.request_id, [], "", [], 0, self._ended(row)))
+        for request_id, request in self._waiting:
+            if request_id in self._cancelled:
+                row = Row(request_id, request, self._stopper(request), [], list(request.prompt))
+                row.finish_reason = "cancelled"
+                ended.append(RowResult(request_id, [], "", [], 0, row.completion()))
+        self.rows = [row for row in self.rows if row.finish_reason is None]
+        self._waiting = deque(pair for pair in self._waiting if pair[0] not in self._cancelled)
+        self._cancelled.clear()
+        return ended

@@ -1,0 +1,104 @@
+"""Picks: the token a row takes at a position, as a deterministic function of (processed logits, seed, position).
+
+Greedy is argmax; sampling is argmax(logits / temperature + Gumbel noise). Plain decoding, drafts and verification all pick
+here, with the same processors, filters and noise: a drafted token is accepted iff it is the target's own pick, and the
+output is plain decoding's, token for token, at any temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from selfspec.kernels.gumbel import gumbel
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a row picks: the field's usual names, applied in transformers' order (temperature, top-k, top-p, min-p)."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of likeliest tokens with this probability
+    min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1] (1 keeps all tokens), got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1] (0 keeps all tokens), got {self.min_p}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
+
+    @property
+    def filters(self) -> tuple[float, int, float, float]:
+        return (self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@lru_cache(maxsize=64)
+def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Any, ...]:
+    made: list[Any] = []
+    if temperature != 1:
+        made.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        made.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        made.append(TopPLogitsWarper(top_p))
+    if min_p:
+        made.append(MinPLogitsWarper(min_p))
+    return tuple(made)
+
+
+def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Scores `[N, vocab]` whose softmax is the distribution a row samples from; the logits themselves when greedy."""
+    if sampling.temperature == 0:
+        return logits
+    for warp in _warpers(*sampling.filters):
+        logits = warp(None, logits)
+    return logits
+
+
+def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Pick one token per packed position.
+
+    Args:
+        logits: fp32 `[N, vocab]`, after any logits processor.
+        samplings: how each of the N positions' rows picks.
+        positions: int64 `[N]`, the index in its row's content of the token to be picked.
+
+    Returns:
+        int64 `[N]`.
+    """
+    kinds = {s.filters for s in samplings}
+    if len(kinds) == 1:
+        return _pick_alike(logits, samplings, positions)
+    out = logits.new_empty(len(samplings), dtype=torch.int64)
+    for kind in kinds:
+        members = [i for i, s in enumerate(samplings) if s.filters == kind]
+        index = torch.tensor(members, device=logits.device)
+        out[index] = _pick_alike(logits[index], [samplings[i] for i in members], positions[index])
+    return out
+
+
+def _pick_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+    if samplings[0].temperature == 0:
+        return logits.argmax(-1)
+    seeds = torch.tensor([s.seed for s in samplings], device=logits.device)
+    return (filtered(logits, samplings[0]) + gumbel(seeds, positions, logits.shape[1])).argmax(-1)

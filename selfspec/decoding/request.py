@@ -1,0 +1,103 @@
+"""`Request`, what a caller asks for, and `Completion`, what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.decoding.pick import Sampling
+from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.stopping import Criterion, FinishReason
+
+Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Args:
+        logits_processor: pure functions of the prefix, as transformers' are; asked once per position, with its own prefix.
+        stopping_criteria: asked after every kept token, with `input_ids [1, length]`; the scores argument is None.
+        keep_logits: keep every new token's logits `[vocab]` in `Completion.logits`, before processors, and in
+            `Completion.scores`, after processors and filters.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[str] = ()
+    eos: frozenset[int] | None = None  # None: the model's own
+    logits_processor: Sequence[Processor] = ()
+    stopping_criteria: Sequence[Criterion] = ()
+    keep_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. `tokens` hold the end-of-text token if there is one; `text` holds no stop string."""
+
+    request_id: int
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason  # "eos", "stop" (a stop string or criterion), "length", "cancelled"
+    stats: SpecStats
+    seed: int
+    logits: list[Tensor] | None = None
+    scores: list[Tensor] | None = None
+
+
+def make_request(
+    prompt: str | Sequence[int],
+    tokenizer: Any = None,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop: str | Sequence[str] | None = None,
+    logits_processor: Processor | Sequence[Processor] | None = None,
+    stopping_criteria: Criterion | Sequence[Criterion] | None = None,
+    keep_logits: bool = False,
+) -> Request:
+    """A request from a text or token ids and the options of `Target.generate`, checked.
+
+    Raises:
+        ValueError: an empty prompt, an option out of range, or text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("prompt is text but the target has no tokenizer; pass token ids, or load with tokenizer=...")
+        ids = [int(i) for i in tokenizer(prompt)["input_ids"]]
+    else:
+        ids = [int(i) for i in prompt]
+    if not ids:
+        raise ValueError("prompt is empty; give at least one token to continue")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if any(not text for text in stops):
+        raise ValueError("stop must hold non-empty texts, got ''")
+    if stops and tokenizer is None:
+        raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    return Request(
+        ids,
+        max_new_tokens,
+        sampling,
+        stops,
+        logits_processor=_several(logits_processor),
+        stopping_criteria=_several(stopping_criteria),
+        keep_logits=keep_logits,
+    )
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (given,)

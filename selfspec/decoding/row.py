@@ -1,0 +1,60 @@
+"""`Row`: the one mutable record of a sequence that is being decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from selfspec.control.plan import RowState
+from selfspec.decoding.request import Completion, Request
+from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.stopping import FinishReason, Stopper
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sequence in the running batch. Valid keys and values: all of its content but the last token."""
+
+    request_id: int
+    request: Request
+    stopper: Stopper
+    pages: list[int]
+    content: list[int]  # prompt and output
+    num_cached: int = 0  # tokens with keys and values; content - 1 whenever a round begins
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stats: SpecStats = field(default_factory=SpecStats)
+    logits: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.content[self.num_prompt_tokens :]
+
+    @property
+    def room(self) -> int:
+        return self.stopper.max_new_tokens - (len(self.content) - self.num_prompt_tokens)
+
+    @property
+    def state(self) -> RowState:
+        return RowState(self.request_id, len(self.content), self.room)
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        seed = self.request.sampling.seed
+        scores = (self.logits, self.scores) if self.request.keep_logits else (None, None)
+        return Completion(self.request_id, self.tokens, self.text, self.finish_reason, self.stats, seed, *scores)
+
+    def keep(self, tokens: list[int], text: str, logits: Tensor | None, scores: Tensor | None) -> None:
+        """Take a round's kept tokens; keys and values beyond the new content are left to be overwritten."""
+        self.content += tokens
+        self.num_cached = len(self.content) - 1
+        self.text += text
+        if logits is not None and scores is not None:
+            self.logits += logits[: len(tokens)]
+            self.scores += scores[: len(tokens)]

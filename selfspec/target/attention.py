@@ -1,0 +1,217 @@
+"""Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device.
+
+Registered with transformers under a name that has no mask function, so the model builds no mask of its own. A query sees
+exactly its row's content up to itself, through the layer's sliding window or chunk if it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.target.cache import PackedRows, PagedCache, Span
+
+NAME = "selfspec"
+SHORT = 32  # rows with at most this many new tokens share one padded call; longer ones (prefill) go alone
+
+
+class Reach(NamedTuple):
+    """How far back a layer looks: the last `window` tokens, or the tokens of the same `chunk`; None is no bound."""
+
+    window: int | None
+    chunk: int | None
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows that one attention call serves; R rows (or idle pages between them), n queries each after padding."""
+
+    positions: Tensor  # [R, n] position of each query; padding repeats a real one
+    limit: int  # keys [0, limit) are read
+    pages: slice | Tensor  # consecutive pages, one per row; or [R, pages per row]
+    take: Tensor | None  # [R * n] index of each query in the packed call; None: the call's own order
+    give: tuple[Tensor, Tensor] | None  # (index in the packed call, index in R * n) of the real queries
+    single: bool  # one row and one query: nothing to mask but a lower bound
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, heads, N, head_dim]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed: PackedRows | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for `transformers.AttentionInterface`: returns `[1, N, heads, head_dim]` and no weights."""
+    rows: PackedRows = packed if packed is not None else key.packed  # type: ignore[attr-defined]
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = rows.cache.layer(layer_idx, key, value)
+    reach = Reach(sliding_window, _chunk_size(module, layer_idx))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    groups = rows.plans.get("groups")
+    if groups is None:
+        groups = rows.plans["groups"] = plan_groups(rows)
+    queries, out = query[0], None
+    for number, group in enumerate(groups):
+        taken = queries if group.take is None else queries[:, group.take]
+        k, v = _read(keys, group), _read(values, group)
+        result = _attend_group(rows, number, group, reach, taken, k, v, scale, softcap, s_aux)
+        if group.give is None:
+            return result[None], None
+        if out is None:
+            out = result.new_empty(rows.num_tokens, *result.shape[1:])
+        out[group.give[0]] = result[group.give[1]]
+    assert out is not None
+    return out[None], None
+
+
+def _attend_group(
+    rows: PackedRows,
+    number: int,
+    group: Group,
+    reach: Reach,
+    queries: Tensor,  # [heads, R * n, head_dim]
+    keys: Tensor,  # [R, kv_heads, limit, head_dim]
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [heads]
+) -> Tensor:  # [R * n, heads, head_dim]
+    heads, kv_heads = queries.shape[0], keys.shape[1]
+    count, n = group.positions.shape
+    plain = softcap is None and sinks is None
+    # Few queries: the heads that share a key head are folded into the query axis, so keys are never repeated.
+    share = heads // kv_heads if n <= SHORT or not plain else 1
+    if group.single and reach == (None, None):
+        mask = None
+    else:
+        known = (number, reach, queries.dtype, share)
+        mask = rows.plans.get(known)
+        if mask is None:
+            mask = rows.plans[known] = _mask(group, reach, queries.dtype).repeat(1, 1, share, 1)
+    q = queries.view(heads // share, share, count, n, -1).permute(2, 0, 1, 3, 4).reshape(count, heads // share, share * n, -1)
+    if plain:
+        gqa = q.shape[1] != kv_heads
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    else:
+        out = _weigh(q, keys, values, mask, scale, softcap, sinks)
+    out = out.view(count, heads // share, share, n, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(count * n, heads, -1)
+
+
+def _weigh(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention spelt out, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
+    scores = (q @ k.transpose(2, 3)) * scale  # [R, kv_heads, share * n, limit]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    scores = scores.float()
+    if sinks is not None:
+        share_n, kv_heads = q.shape[2], q.shape[1]
+        column = sinks.float().view(kv_heads, -1).repeat_interleave(share_n // (sinks.numel() // kv_heads), 1)
+        scores = torch.cat([scores, column[None, :, :, None].expand(scores.shape[0], -1, -1, 1)], -1)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(v.dtype) @ v
+
+
+def _mask(group: Group, reach: Reach, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[R, 1, n, limit]`: 0 where a query may look, -inf elsewhere."""
+    at = group.positions[:, None, :, None]
+    keys = torch.arange(group.limit, device=at.device)
+    seen = keys <= at
+    if reach.window is not None:
+        seen &= at - keys < reach.window
+    if reach.chunk is not None:
+        seen &= keys // reach.chunk == at // reach.chunk
+    return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(~seen, float("-inf"))
+
+
+def _read(pages: Tensor, group: Group) -> Tensor:
+    """`[R, kv_heads, limit, head_dim]`: a view where every row is one page and pages are neighbours, else a gather."""
+    part = pages[group.pages]
+    if part.dim() == 5:  # [R, pages per row, page_size, kv_heads, head_dim]
+        part = part.flatten(1, 2)
+    return part[:, : group.limit].transpose(1, 2)
+
+
+def _chunk_size(module: torch.nn.Module, layer_idx: int) -> int | None:
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[layer_idx] == "chunked_attention":
+        return int(config.attention_chunk_size)  # type: ignore[union-attr]
+    return None
+
+
+def plan_groups(rows: PackedRows) -> list[Group]:
+    """Which rows share a call: all the short ones, padded to the longest; each long one alone."""
+    starts, first = [], 0
+    for span in rows.spans:
+        starts.append(first)
+        first += span.length
+    short = [i for i, span in enumerate(rows.spans) if span.length <= SHORT]
+    long = [i for i, span in enumerate(rows.spans) if span.length > SHORT]
+    if len(rows.spans) == 1:
+        return [_lone_group(rows, rows.spans[0])]
+    groups = [_padded_group(rows, [i], starts) for i in long]
+    return ([_padded_group(rows, short, starts)] if short else []) + groups
+
+
+def _lone_group(rows: PackedRows, span: Span) -> Group:
+    limit = span.start + span.length
+    pages = _page_index(rows.cache, [span.pages], limit, rows.device)
+    return Group(rows.positions, limit, pages, None, None, span.length == 1)
+
+
+def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int]) -> Group:
+    spans = {rows.spans[i].pages[0]: i for i in members}
+    width = max(rows.spans[i].length for i in members)
+    limit = max(rows.spans[i].start + rows.spans[i].length for i in members)
+    low, high = min(spans), max(spans)
+    one_page = all(len(rows.spans[i].pages) == 1 for i in members)
+    if one_page and high - low < 2 * len(members):  # neighbours, perhaps with an idle page between: no gather
+        order: list[int | None] = [spans.get(page) for page in range(low, high + 1)]
+        pages: slice | Tensor = slice(low, high + 1)
+    else:
+        order = list(members)
+        pages = _page_index(rows.cache, [rows.spans[i].pages for i in members], limit, rows.device)
+    take, positions, real, padded = [], [], [], []
+    for line, i in enumerate(order):
+        if i is None:  # an idle page: its query looks at its first slot and is thrown away
+            take += [0] * width
+            positions.append([0] * width)
+            continue
+        span = rows.spans[i]
+        offsets = [min(j, span.length - 1) for j in range(width)]
+        take += [starts[i] + j for j in offsets]
+        positions.append([span.start + j for j in offsets])
+        real += range(starts[i], starts[i] + span.length)
+        padded += range(line * width, line * width + span.length)
+    as_is = take == list(range(rows.num_tokens))
+    index = None if as_is else torch.tensor(take, device=rows.device)
+    give = None if as_is else (torch.tensor(real, device=rows.device), torch.tensor(padded, device=rows.device))
+    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, give, False)
+
+
+def _page_index(
+    cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device
+) -> slice | Tensor:
+    if len(tables) == 1 and len(tables[0]) == 1:
+        return slice(tables[0][0], tables[0][0] + 1)
+    need = cache.pages_for(limit)
+    table = [[*pages[:need], *[pages[0]] * (need - len(pages))] for pages in tables]
+    return torch.tensor(table, device=device)

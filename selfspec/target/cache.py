@@ -1,0 +1,104 @@
+"""Keys and values in pages, written by position.
+
+A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is ever cropped or
+moved: rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """The new tokens of one row in a packed call."""
+
+    pages: Sequence[int]  # every page of the row, in order of position
+    start: int  # position of the first new token in the row's content
+    length: int  # number of new tokens, at least 1
+
+
+class PagedCache:
+    """Storage for every layer, `[num_pages, page_size, kv_heads, head_dim]`, made when a layer first writes.
+
+    Zero-filled, so that a slot that no token has written yet is finite and can be masked.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages))
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def reserve(self, num_tokens: int) -> list[int] | None:
+        """Take the lowest free pages that hold `num_tokens`; None when there are too few."""
+        count = self.pages_for(num_tokens)
+        if count > len(self._free):
+            return None
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            assert page not in self._free, f"page {page} was released twice"
+            heapq.heappush(self._free, page)
+
+    def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Storage of one layer; `key` and `value` (`[1, kv_heads, N, head_dim]`) give shape, dtype and device at first use."""
+        if layer_idx not in self._keys:
+            room = (self.num_pages, self.page_size)
+            self._keys[layer_idx] = key.new_zeros(*room, key.shape[1], key.shape[3])
+            self._values[layer_idx] = value.new_zeros(*room, value.shape[1], value.shape[3])
+        return self._keys[layer_idx], self._values[layer_idx]
+
+    def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        return keys[list(pages)].flatten(0, 1)[:length], values[list(pages)].flatten(0, 1)[:length]
+
+
+class PackedRows:
+    """One packed call: whose tokens it holds, where they stand, and where their keys and values go.
+
+    It travels as the `past_key_values` of the model's own forward (which calls `update`) and as its keyword `packed`.
+    """
+
+    def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
+        self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
+        flat = [p for _, start, length in spans for p in range(start, start + length)]
+        self.positions = torch.tensor([flat], device=device)  # [1, N]
+        self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
+        size = cache.page_size
+        if len(spans) == 1 and len(spans[0].pages) == 1:
+            first = spans[0].pages[0] * size + spans[0].start
+            self._slots: slice | Tensor = slice(first, first + spans[0].length)
+        else:
+            slots = [pages[p // size] * size + p % size for pages, at, n in spans for p in range(at, at + n)]
+            self._slots = torch.tensor(slots, device=device)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[1]
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[1, kv_heads, N, head_dim]` at the tokens' positions; the attention function reads from the pages."""
+        keys, values = self.cache.layer(layer_idx, key, value)
+        keys.flatten(0, 1)[self._slots] = key[0].transpose(0, 1)
+        values.flatten(0, 1)[self._slots] = value[0].transpose(0, 1)
+        key.packed = self  # type: ignore[attr-defined]  # some decoder layers do not hand keywords on to their attention
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0

@@ -1,0 +1,78 @@
+"""`Stack`: any run of a model's layers over packed rows, and the model's own head after any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from selfspec.target import attention
+from selfspec.target.cache import PackedRows
+from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
+
+AttentionInterface.register(attention.NAME, attention.attend)  # no mask function: transformers then builds no mask
+
+
+class Stack:
+    """A causal LM opened up at its layers. The model it is made from is never touched; its weights are shared.
+
+    Raises:
+        UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = unwrap(model)
+        self.family = family_of(self.model)
+        self._twin: Any = make_twin(self.model)
+        self._twin.set_attn_implementation(attention.NAME)
+        self._base: Any = base_of(self._twin, self.family)
+        self._head = head_view(self._twin, self.family)
+        self._views: dict[tuple[int, int], nn.Module] = {}
+        self.config: Any = self._twin.config
+        self.num_layers = len(getattr(self._base, self.family.layers))
+        embedding = self._twin.get_input_embeddings().weight
+        self.device: torch.device = embedding.device
+        self.dtype: torch.dtype = embedding.dtype
+
+    @property
+    def context_limit(self) -> int:
+        """Most tokens a row may hold: what the positions allow without rescaling rotary frequencies.
+
+        Frequencies that depend on the longest row of a call (`dynamic`, `longrope`) would make a row's output depend on its
+        neighbours, so such models are held to the length they were first trained at.
+        """
+        limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
+        return limit
+
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor) -> Tensor:
+        """Run layers [start, stop) on N packed tokens, writing their keys and values.
+
+        Args:
+            given: token ids `[N]` (int64) when start is 0, else the hidden states `[N, hidden_size]` after layer `start`.
+
+        Returns:
+            Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
+        """
+        view = self._views.get((start, stop))
+        if view is None:
+            assert 0 <= start < stop <= self.num_layers, f"no layers [{start}, {stop}) among {self.num_layers}"
+            view = self._views[start, stop] = layer_view(self._base, self.family, start, stop)
+        key = "input_ids" if start == 0 else "inputs_embeds"
+        call = {key: given[None], "position_ids": rows.positions, "past_key_values": rows, "use_cache": True}
+        return view(**call, packed=rows).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor, exit_layer: int | None = None) -> Tensor:
+        """Logits `[N, vocab]` in fp32 from hidden states `[N, hidden_size]`, through the whole model's own head.
+
+        Args:
+            exit_layer: the number of layers the hidden states have been through, when they still lack the final norm.
+        """
+        if exit_layer is not None and exit_layer < self.num_layers:
+            norm = getattr(self._base, self.family.norm, None)
+            hidden = hidden if norm is None else norm(hidden)
+        return self._head(inputs_embeds=hidden[None]).logits[0].float()  # type: ignore[no-any-return]
