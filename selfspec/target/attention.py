@@ -55,24 +55,38 @@ def attend(
     """Attention function for `transformers.AttentionInterface`: returns `[1, N, heads, head_dim]` and no weights."""
     rows: PackedRows = packed if packed is not None else key.packed  # type: ignore[attr-defined]
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = rows.cache.layer(layer_idx, key, value)
+    keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = Reach(sliding_window, _chunk_size(module, layer_idx))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    groups = rows.plans.get("groups")
+    return attend_rows(rows, query[0], keys, values, reach, scale, softcap, s_aux)[None], None
+
+
+def attend_rows(
+    rows: PackedRows,
+    queries: Tensor,  # [heads, N, head_dim]
+    keys: Tensor,  # the layer's storage, [pages, page_size, kv_heads, head_dim], new tokens written
+    values: Tensor,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
+) -> Tensor:  # [N, heads, head_dim]
+    """Attention of every packed token over its own row's content up to itself."""
+    groups: list[Group] | None = rows.plans.get("groups")
     if groups is None:
         groups = rows.plans["groups"] = plan_groups(rows)
-    queries, out = query[0], None
+    out = None
     for number, group in enumerate(groups):
         taken = queries if group.take is None else queries[:, group.take]
         k, v = _read(keys, group), _read(values, group)
-        result = _attend_group(rows, number, group, reach, taken, k, v, scale, softcap, s_aux)
+        result = _attend_group(rows, number, group, reach, taken, k, v, scale, softcap, sinks)
         if group.give is None:
-            return result[None], None
+            return result
         if out is None:
             out = result.new_empty(rows.num_tokens, *result.shape[1:])
         out[group.give[0]] = result[group.give[1]]
     assert out is not None
-    return out[None], None
+    return out
 
 
 def _attend_group(

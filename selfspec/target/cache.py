@@ -33,8 +33,7 @@ class PagedCache:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_free_pages(self) -> int:
@@ -56,16 +55,17 @@ class PagedCache:
             heapq.heappush(self._free, page)
 
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Storage of one layer; `key` and `value` (`[1, kv_heads, N, head_dim]`) give shape, dtype and device at first use."""
-        if layer_idx not in self._keys:
+        """Storage of one layer; `key` and `value` (`[N, kv_heads, head_dim]`) give shape, dtype and device at first use."""
+        known = self._layers.get(layer_idx)
+        if known is None:
             room = (self.num_pages, self.page_size)
-            self._keys[layer_idx] = key.new_zeros(*room, key.shape[1], key.shape[3])
-            self._values[layer_idx] = value.new_zeros(*room, value.shape[1], value.shape[3])
-        return self._keys[layer_idx], self._values[layer_idx]
+            known = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
+            self._layers[layer_idx] = known
+        return known
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys, values = self._layers[layer_idx]
         return keys[list(pages)].flatten(0, 1)[:length], values[list(pages)].flatten(0, 1)[:length]
 
 
@@ -93,12 +93,17 @@ class PackedRows:
         return self.positions.shape[1]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[1, kv_heads, N, head_dim]` at the tokens' positions; the attention function reads from the pages."""
-        keys, values = self.cache.layer(layer_idx, key, value)
-        keys.flatten(0, 1)[self._slots] = key[0].transpose(0, 1)
-        values.flatten(0, 1)[self._slots] = value[0].transpose(0, 1)
+        """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages instead."""
+        self.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
         key.packed = self  # type: ignore[attr-defined]  # some decoder layers do not hand keywords on to their attention
         return key, value
+
+    def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store `[N, kv_heads, head_dim]` at the tokens' positions; returns the layer's pages."""
+        keys, values = self.cache.layer(layer_idx, key, value)
+        keys.flatten(0, 1)[self._slots] = key
+        values.flatten(0, 1)[self._slots] = value
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 
 from selfspec.target import attention
 from selfspec.target.cache import PackedRows
+from selfspec.target.lean import LeanBody
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
 AttentionInterface.register(attention.NAME, attention.attend)  # no mask function: transformers then builds no mask
@@ -32,6 +33,8 @@ class Stack:
         self._views: dict[tuple[int, int], nn.Module] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
+        self.lean = LeanBody.of(self._twin)
+        """The same layers with less overhead, where the family is a plain Llama-shaped one; None falls back to the views."""
         embedding = self._twin.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
@@ -58,6 +61,8 @@ class Stack:
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
         """
+        if self.lean is not None:
+            return self.lean.run(rows, start, stop, given)
         view = self._views.get((start, stop))
         if view is None:
             assert 0 <= start < stop <= self.num_layers, f"no layers [{start}, {stop}) among {self.num_layers}"
@@ -72,6 +77,8 @@ class Stack:
         Args:
             exit_layer: the number of layers the hidden states have been through, when they still lack the final norm.
         """
+        if self.lean is not None:
+            return self.lean.logits(hidden, normed=exit_layer is None or exit_layer == self.num_layers)
         if exit_layer is not None and exit_layer < self.num_layers:
             norm = getattr(self._base, self.family.norm, None)
             hidden = hidden if norm is None else norm(hidden)

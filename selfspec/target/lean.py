@@ -1,0 +1,182 @@
+"""A lean body for Llama-shaped models: the same layers as the model's own forward, without its per-call overhead.
+
+One decoded token of a small model costs the model's own forward more in Python and small kernels than in arithmetic. This
+body runs the same products on the same weights in fewer steps. It is built only for layers known to be of this shape, and
+used only after the self-check has found it equal to the whole model; the views are the reference everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.target.attention import Reach, attend_rows
+from selfspec.target.cache import PackedRows
+
+# Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
+LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+
+
+class Linear(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+class Layer(NamedTuple):
+    """One decoder layer's weights, shared with the model."""
+
+    index: int
+    reach: Reach
+    scale: float
+    norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: Linear
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Any
+
+
+class LeanBody:
+    """Layers, embedding and head of one model; the same interface as `Stack.run` and `Stack.logits`."""
+
+    def __init__(self, model: Any) -> None:
+        base = model.model
+        self.head_dim: int = base.layers[0].self_attn.head_dim
+        self.embedding: Tensor = base.embed_tokens.weight
+        self.layers = [_layer(layer) for layer in base.layers]
+        self.norm = _norm(base.norm)
+        self.head = _linear(model.lm_head)
+        self._rotary = base.rotary_emb
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> LeanBody | None:
+        """The lean body of a causal LM, or None when any part of it is not of the plain Llama shape (LoRA, hooks, ...)."""
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        if type(model).__name__ not in LLAMA_SHAPED or rope.get("rope_type", "default") not in STATIC_ROPE:
+            return None
+        parts = [m for m in model.modules() if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
+        plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding
+        hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
+        try:
+            return cls(model) if plain and not hooked else None
+        except AttributeError:  # a part is missing or of another kind
+            return None
+
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor) -> Tensor:
+        """See `Stack.run`."""
+        x = F.embedding(given, self.embedding) if start == 0 else given  # [N, hidden_size]
+        cos, sin = self._rope(rows)
+        for layer in self.layers[start:stop]:
+            x = self._block(layer, x, cos, sin, rows)
+        return _rms(x, self.norm) if stop == len(self.layers) else x
+
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
+        """See `Stack.logits`."""
+        return F.linear(hidden if normed else _rms(hidden, self.norm), *self.head).float()
+
+    def _block(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, rows: PackedRows) -> Tensor:
+        n, d = x.shape[0], self.head_dim
+        h = _rms(x, layer.norm)
+        q, k = F.linear(h, *layer.q).view(n, -1, d), F.linear(h, *layer.k).view(n, -1, d)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = _rms(q, layer.q_norm), _rms(k, layer.k_norm)
+        v = F.linear(h, *layer.v).view(n, -1, d)
+        heads = q.shape[1]
+        qk = _rotate(torch.cat((q, k), 1), cos, sin)
+        keys, values = rows.write(layer.index, qk[:, heads:], v)
+        out = attend_rows(rows, qk[:, :heads].transpose(0, 1), keys, values, layer.reach, layer.scale)
+        x = _add_linear(x, out.reshape(n, -1), layer.o)
+        h = _rms(x, layer.mlp_norm)
+        gated = layer.activation(F.linear(h, *layer.gate)).mul_(F.linear(h, *layer.up))
+        return _add_linear(x, gated, layer.down)
+
+    def _rope(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """cos and signed sin `[N, 1, head_dim]` at the call's positions, from a table that grows by doubling."""
+        known = rows.plans.get("rope")
+        if known is None:
+            last = max(span.start + span.length for span in rows.spans)
+            if self._tables is None or last > self._tables[0].shape[0]:
+                self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
+            at = rows.positions[0]
+            known = rows.plans["rope"] = (self._tables[0][at], self._tables[1][at])
+        return known  # type: ignore[no-any-return]
+
+    def _make_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(length, device=self.embedding.device)[None]
+        cos, sin = self._rotary(self.embedding[:1, None], position_ids=positions)  # [1, length, head_dim]
+        sign = torch.ones_like(sin[0, :1])
+        sign[:, : self.head_dim // 2] = -1
+        return cos[0][:, None], (sin[0] * sign)[:, None]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `[N, heads, head_dim]`; `sin` carries the sign of the rotated half."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+def _rms(x: Tensor, norm: Norm) -> Tensor:
+    if x.dtype.itemsize >= 4:
+        return F.rms_norm(x, x.shape[-1:], *norm)
+    wide = x.float()  # half precision: normed in fp32 and rounded before the weight, as the models themselves do
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * wide.to(x.dtype)
+
+
+def _add_linear(x: Tensor, h: Tensor, linear: Linear) -> Tensor:
+    if linear.bias is None:
+        return torch.addmm(x, h, linear.weight.t())
+    return x + F.linear(h, *linear)
+
+
+def _linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight, module.bias)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))
+
+
+def _layer(layer: Any) -> Layer:
+    attn, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        index=attn.layer_idx,
+        reach=Reach(_window(attn), None),
+        scale=float(attn.scaling),
+        norm=_norm(layer.input_layernorm),
+        q=_linear(attn.q_proj),
+        k=_linear(attn.k_proj),
+        v=_linear(attn.v_proj),
+        q_norm=_norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
+        k_norm=_norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
+        o=_linear(attn.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        activation=mlp.act_fn,
+    )
+
+
+def _window(attn: Any) -> int | None:
+    """The sliding window, where the family's attention hands it on: per layer in Qwen, for all layers in Mistral."""
+    if hasattr(attn, "sliding_window"):
+        return attn.sliding_window  # type: ignore[no-any-return]
+    return getattr(attn.config, "sliding_window", None) if "Mistral" in type(attn).__name__ else None
