@@ -9,7 +9,8 @@ from torch import nn
 
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import Engine, Round
-from selfspec.decoding.request import Completion, Criterion, Processor, Request, make_request
+from selfspec.decoding.request import Completion, Processor, Request, make_request
+from selfspec.decoding.stopping import Criterion
 from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
 
@@ -17,7 +18,7 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
 class Options(TypedDict, total=False):
-    """How to continue a prompt; every row of a call shares them, and `seed` and `max_new_tokens` may also be one per prompt."""
+    """How to continue prompts, shared by a call's rows; `seed` and `max_new_tokens` may also be one per prompt."""
 
     max_new_tokens: int | Sequence[int]  # default 128
     temperature: float  # default 0: greedy

@@ -63,9 +63,10 @@ class Engine:
         target: what `selfspec.load` returns.
         policy: a name, or an object with `plan` and `observe`.
         max_batch_size: rows decoded together; more wait their turn.
-        max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row takes
-            pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
-        page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64 on CUDA.
+        max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
+            takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
+        page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64
+            on CUDA.
         prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
     """
 
@@ -121,8 +122,8 @@ class Engine:
         limit = self.stack.context_limit
         if len(request.prompt) >= limit:
             raise ValueError(
-                f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; shorten it by at least "
-                f"{len(request.prompt) - limit + 1}"
+                f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; "
+                f"shorten it by at least {len(request.prompt) - limit + 1}"
             )
         need, room = self._num_cached_at_end(request), self.cache.num_pages * self.cache.page_size
         if self.cache.pages_for(need) > self.cache.num_pages:
@@ -140,7 +141,7 @@ class Engine:
             self._cancelled.add(request_id)
 
     def step(self) -> Round:
-        """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the rows that are ready."""
+        """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the ready rows."""
         seconds = Seconds()
         with torch.inference_mode():
             ended = self._drop_cancelled()

@@ -1,8 +1,8 @@
 """Picks: the token a row takes at a position, as a deterministic function of (processed logits, seed, position).
 
-Greedy is argmax; sampling is argmax(logits / temperature + Gumbel noise). Plain decoding, drafts and verification all pick
-here, with the same processors, filters and noise: a drafted token is accepted iff it is the target's own pick, and the
-output is plain decoding's, token for token, at any temperature.
+Greedy is argmax; sampling is argmax(logits / temperature + Gumbel noise). Plain decoding, drafts and verification all
+pick here, with the same processors, filters and noise: a drafted token is accepted iff it is the target's own pick, and
+the output is plain decoding's, token for token, at any temperature.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class Request:
     """One prompt and how to continue it.
 
     Args:
-        logits_processor: pure functions of the prefix, as transformers' are; asked once per position, with its own prefix.
+        logits_processor: pure functions of the prefix, as transformers' are; asked once per position, with its own
+            prefix.
         stopping_criteria: asked after every kept token, with `input_ids [1, length]`; the scores argument is None.
         keep_logits: keep every new token's logits `[vocab]` in `Completion.logits`, before processors, and in
             `Completion.scores`, after processors and filters.
@@ -72,7 +73,9 @@ def make_request(
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ValueError("prompt is text but the target has no tokenizer; pass token ids, or load with tokenizer=...")
+            raise ValueError(
+                "prompt is text but the target has no tokenizer; pass token ids, or load with tokenizer=..."
+            )
         ids = [int(i) for i in tokenizer(prompt)["input_ids"]]
     else:
         ids = [int(i) for i in prompt]

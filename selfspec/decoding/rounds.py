@@ -51,14 +51,12 @@ class Verdict(NamedTuple):
 
 
 def decode_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> list[Verdict]:
-    """Draft and verify once for every row. Rows are not changed; their pages hold new keys and values beyond `num_cached`."""
+    """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`."""
     last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
     if plan.exit_layer is None:
         draft, start, given = Draft(last, last, [0] * len(rows)), 0, last
     else:
-        places = [
-            DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
-        ]
+        places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
         chooser = _Chooser(stack, rows, plan, seconds)
         draft = draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser)
         start, given = plan.exit_layer, draft.hidden

@@ -1,4 +1,4 @@
-"""What happened, counted once: a histogram per request, everything else derived. Names follow vLLM's request metrics."""
+"""What happened, counted once: a histogram per request, everything else derived. Names follow vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class SpecStats:
     """Counts of one request, or of many when added together.
 
-    A step is a round in which the row had at least one drafted token; rounds without a draft count as plain steps. A step
-    cut short by an end of text counts the drafted tokens that were kept.
+    A step is a round in which the row had at least one drafted token; rounds without a draft count as plain steps. A
+    step cut short by an end of text counts the drafted tokens that were kept.
     """
 
     acceptance_histogram_by_draft_length: dict[int, Counter[int]] = field(default_factory=dict)
@@ -65,7 +65,8 @@ class SpecStats:
     def acceptance_by_position(self) -> list[tuple[float, float]]:
         """(joint, conditional) acceptance of draft position 1, 2, ...
 
-        Joint: steps that accepted at least i, over steps that drafted at least i. Conditional: over steps that also accepted
+        Joint: steps that accepted at least i, over steps that drafted at least i. Conditional: over steps that also
+            accepted
         at least i - 1.
         """
         rates = []

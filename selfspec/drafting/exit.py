@@ -1,4 +1,4 @@
-"""Drafts by early exit: the first layers write, token by token, what the remaining ones will check (arXiv 2404.16710)."""
+"""Drafts by early exit: the first layers write, token by token, what the others will check (arXiv 2404.16710)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.target.cache import PagedCache, PackedRows, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 
 
@@ -59,7 +59,9 @@ def draft_by_exit(
             hidden = hidden[[live.index(r) for r in going]]
         tokens, kept = choose(hidden, going, step)
         if len(kept) < len(going):  # a row that stops still feeds the token it has just drafted, in the next step
-            rows = [row._replace(length=step + 1) if r in going and r not in kept else row for r, row in enumerate(rows)]
+            rows = [
+                row._replace(length=step + 1) if r in going and r not in kept else row for r, row in enumerate(rows)
+            ]
         live = going
     return _row_major(steps, len(rows))
 

@@ -1,7 +1,7 @@
 """Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device.
 
-Registered with transformers under a name that has no mask function, so the model builds no mask of its own. A query sees
-exactly its row's content up to itself, through the layer's sliding window or chunk if it has one.
+Registered with transformers under a name that has no mask function, so the model builds no mask of its own. A query
+sees exactly its row's content up to itself, through the layer's sliding window or chunk if it has one.
 """
 
 from __future__ import annotations
@@ -113,7 +113,11 @@ def _attend_group(
         mask = rows.plans.get(known)
         if mask is None:
             mask = rows.plans[known] = _mask(group, reach, queries.dtype).repeat(1, 1, share, 1)
-    q = queries.view(heads // share, share, count, n, -1).permute(2, 0, 1, 3, 4).reshape(count, heads // share, share * n, -1)
+    q = (
+        queries.view(heads // share, share, count, n, -1)
+        .permute(2, 0, 1, 3, 4)
+        .reshape(count, heads // share, share * n, -1)
+    )
     if plain:
         gqa = q.shape[1] != kv_heads
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
@@ -203,7 +207,10 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
     else:
         order = list(members)
         pages = _page_index(rows.cache, [rows.spans[i].pages for i in members], limit, rows.device)
-    take, positions, real, padded = [], [], [], []
+    take: list[int] = []
+    positions: list[list[int]] = []
+    real: list[int] = []  # where the queries stand in the packed call
+    padded: list[int] = []  # and in this group
     for line, i in enumerate(order):
         if i is None:  # an idle page: its query looks at its first slot and is thrown away
             take += [0] * width
@@ -221,9 +228,7 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
     return Group(torch.tensor(positions, device=rows.device), limit, pages, index, give, False)
 
 
-def _page_index(
-    cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device
-) -> slice | Tensor:
+def _page_index(cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device) -> slice | Tensor:
     if len(tables) == 1 and len(tables[0]) == 1:
         return slice(tables[0][0], tables[0][0] + 1)
     need = cache.pages_for(limit)

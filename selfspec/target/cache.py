@@ -1,6 +1,7 @@
 """Keys and values in pages, written by position.
 
-A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is ever cropped or
+A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is ever cropped
+or
 moved: rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round.
 """
 
@@ -55,7 +56,7 @@ class PagedCache:
             heapq.heappush(self._free, page)
 
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Storage of one layer; `key` and `value` (`[N, kv_heads, head_dim]`) give shape, dtype and device at first use."""
+        """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)
         if known is None:
             room = (self.num_pages, self.page_size)
@@ -93,9 +94,9 @@ class PackedRows:
         return self.positions.shape[1]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages instead."""
+        """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages."""
         self.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        key.packed = self  # type: ignore[attr-defined]  # some decoder layers do not hand keywords on to their attention
+        key.packed = self  # type: ignore[attr-defined]  # for layers that hand no keywords on to their attention
         return key, value
 
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

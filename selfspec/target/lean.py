@@ -1,8 +1,8 @@
 """A lean body for Llama-shaped models: the same layers as the model's own forward, without its per-call overhead.
 
-One decoded token of a small model costs the model's own forward more in Python and small kernels than in arithmetic. This
-body runs the same products on the same weights in fewer steps. It is built only for layers known to be of this shape, and
-used only after the self-check has found it equal to the whole model; the views are the reference everywhere.
+One decoded token of a small model costs the model's own forward more in Python and small kernels than in arithmetic.
+This body runs the same products on the same weights in fewer steps. It is built only for layers known to be of this
+shape, and used only after the self-check has found it equal to the whole model; the views are the reference everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Norm(NamedTuple):
 class Layer(NamedTuple):
     """One decoder layer's weights, shared with the model."""
 
-    index: int
+    layer_idx: int
     reach: Reach
     scale: float
     norm: Norm
@@ -66,9 +66,15 @@ class LeanBody:
 
     @classmethod
     def of(cls, model: Any) -> LeanBody | None:
-        """The lean body of a causal LM, or None when any part of it is not of the plain Llama shape (LoRA, hooks, ...)."""
+        """The lean body of a causal LM, or None when any part of it is not of the plain Llama shape (LoRA, hooks, ...).
+
+        None in half precision too: there the views round exactly where the model's own forward does, and this body
+        would not.
+        """
         rope = getattr(model.config, "rope_parameters", None) or {}
         if type(model).__name__ not in LLAMA_SHAPED or rope.get("rope_type", "default") not in STATIC_ROPE:
+            return None
+        if model.get_input_embeddings().weight.dtype.itemsize < 4:
             return None
         parts = [m for m in model.modules() if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
         plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding
@@ -99,7 +105,7 @@ class LeanBody:
         v = F.linear(h, *layer.v).view(n, -1, d)
         heads = q.shape[1]
         qk = _rotate(torch.cat((q, k), 1), cos, sin)
-        keys, values = rows.write(layer.index, qk[:, heads:], v)
+        keys, values = rows.write(layer.layer_idx, qk[:, heads:], v)
         out = attend_rows(rows, qk[:, :heads].transpose(0, 1), keys, values, layer.reach, layer.scale)
         x = _add_linear(x, out.reshape(n, -1), layer.o)
         h = _rms(x, layer.mlp_norm)
@@ -115,7 +121,7 @@ class LeanBody:
                 self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
             at = rows.positions[0]
             known = rows.plans["rope"] = (self._tables[0][at], self._tables[1][at])
-        return known  # type: ignore[no-any-return]
+        return known
 
     def _make_tables(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self.embedding.device)[None]
@@ -133,11 +139,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rms(x: Tensor, norm: Norm) -> Tensor:
-    if x.dtype.itemsize >= 4:
-        return F.rms_norm(x, x.shape[-1:], *norm)
-    wide = x.float()  # half precision: normed in fp32 and rounded before the weight, as the models themselves do
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return norm.weight * wide.to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], *norm)
 
 
 def _add_linear(x: Tensor, h: Tensor, linear: Linear) -> Tensor:
@@ -157,7 +159,7 @@ def _norm(module: Any) -> Norm:
 def _layer(layer: Any) -> Layer:
     attn, mlp = layer.self_attn, layer.mlp
     return Layer(
-        index=attn.layer_idx,
+        layer_idx=attn.layer_idx,
         reach=Reach(_window(attn), None),
         scale=float(attn.scaling),
         norm=_norm(layer.input_layernorm),
@@ -178,5 +180,5 @@ def _layer(layer: Any) -> Layer:
 def _window(attn: Any) -> int | None:
     """The sliding window, where the family's attention hands it on: per layer in Qwen, for all layers in Mistral."""
     if hasattr(attn, "sliding_window"):
-        return attn.sliding_window  # type: ignore[no-any-return]
+        return attn.sliding_window
     return getattr(attn.config, "sliding_window", None) if "Mistral" in type(attn).__name__ else None

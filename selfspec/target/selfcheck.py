@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.target.cache import PagedCache, PackedRows, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
 
@@ -18,8 +18,8 @@ LENGTHS, PREFIX = (13, 8), (9, 3)  # two rows: tokens in all, tokens prefilled b
 def split_error(stack: Stack) -> float:
     """Largest logit difference between split and whole, in units of the whole model's logit spread.
 
-    Two ragged rows are prefilled in one packed call, drafted token by token through the early layers, and verified in one
-    ragged call of the later ones; at two exit layers, in the loaded dtype.
+    Two ragged rows are prefilled in one packed call, drafted token by token through the early layers, and verified in
+    one ragged call of the later ones; at two exit layers, in the loaded dtype.
     """
     whole = make_twin(stack.model)
     vocab = int(whole.config.vocab_size)  # type: ignore[union-attr, arg-type]
@@ -79,6 +79,7 @@ def self_check(stack: Stack) -> float:
     if not error <= allowed:
         raise UnsupportedModelError(
             f"{kind}: run in two parts, its logits differ from the whole model's by {error:.2g} standard deviations "
-            f"(at most {allowed:g} is rounding), so drafts could not be verified; decode it with transformers' own generate()"
+            f"(at most {allowed:g} is rounding), so drafts could not be verified; "
+            "decode it with transformers' own generate()"
         )
     return error

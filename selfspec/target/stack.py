@@ -24,17 +24,17 @@ class Stack:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = unwrap(model)
+        self.model: Any = unwrap(model)
         self.family = family_of(self.model)
         self._twin: Any = make_twin(self.model)
         self._twin.set_attn_implementation(attention.NAME)
         self._base: Any = base_of(self._twin, self.family)
-        self._head = head_view(self._twin, self.family)
-        self._views: dict[tuple[int, int], nn.Module] = {}
+        self._head: Any = head_view(self._twin, self.family)
+        self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
         self.lean = LeanBody.of(self._twin)
-        """The same layers with less overhead, where the family is a plain Llama-shaped one; None falls back to the views."""
+        """The same layers with less overhead, where the model is Llama-shaped; None: the views run everything."""
         embedding = self._twin.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
@@ -43,8 +43,8 @@ class Stack:
     def context_limit(self) -> int:
         """Most tokens a row may hold: what the positions allow without rescaling rotary frequencies.
 
-        Frequencies that depend on the longest row of a call (`dynamic`, `longrope`) would make a row's output depend on its
-        neighbours, so such models are held to the length they were first trained at.
+        Frequencies that depend on the longest row of a call (`dynamic`, `longrope`) would make a row's output depend on
+        its neighbours, so such models are held to the length they were first trained at.
         """
         limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -56,7 +56,8 @@ class Stack:
         """Run layers [start, stop) on N packed tokens, writing their keys and values.
 
         Args:
-            given: token ids `[N]` (int64) when start is 0, else the hidden states `[N, hidden_size]` after layer `start`.
+            given: token ids `[N]` (int64) when start is 0, else the hidden states `[N, hidden_size]` after layer
+                `start`.
 
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
@@ -69,7 +70,7 @@ class Stack:
             view = self._views[start, stop] = layer_view(self._base, self.family, start, stop)
         key = "input_ids" if start == 0 else "inputs_embeds"
         call = {key: given[None], "position_ids": rows.positions, "past_key_values": rows, "use_cache": True}
-        return view(**call, packed=rows).last_hidden_state[0]  # type: ignore[no-any-return]
+        return view(**call, packed=rows).last_hidden_state[0]
 
     def logits(self, hidden: Tensor, exit_layer: int | None = None) -> Tensor:
         """Logits `[N, vocab]` in fp32 from hidden states `[N, hidden_size]`, through the whole model's own head.
@@ -82,4 +83,4 @@ class Stack:
         if exit_layer is not None and exit_layer < self.num_layers:
             norm = getattr(self._base, self.family.norm, None)
             hidden = hidden if norm is None else norm(hidden)
-        return self._head(inputs_embeds=hidden[None]).logits[0].float()  # type: ignore[no-any-return]
+        return self._head(inputs_embeds=hidden[None]).logits[0].float()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from selfspec.errors import UnsupportedModelError
 
@@ -71,17 +71,17 @@ class _Given(nn.Module):
 def unwrap(model: nn.Module) -> nn.Module:
     """The causal LM itself, without a PEFT wrapper (its adapters stay in place) or torch.compile's."""
     model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,no-any-return]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def make_twin(model: nn.Module) -> nn.Module:
+def make_twin(model: nn.Module) -> Any:
     """A second body around the same weights: own modules and config, shared parameters and buffers, in eval mode."""
     shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared).eval()
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family's table entry, or the default; raises UnsupportedModelError when the layers cannot be split by views."""
+    """The family's table entry, or the default; raises UnsupportedModelError when views cannot split the layers."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     family = FAMILIES.get(kind, Family())
     config = model.config
@@ -92,7 +92,9 @@ def family_of(model: nn.Module) -> Family:
             f"{kind}: its layers keep {what}, which cannot be rolled back after a rejected draft; "
             "decode it with transformers' own generate()"
         )
-    base = reduce(lambda part, name: getattr(part, name, None), family.base.split("."), model)
+    base: Any = model
+    for name in family.base.split("."):
+        base = getattr(base, name, None)
     if base is None or not isinstance(getattr(base, family.layers, None), nn.ModuleList):
         raise UnsupportedModelError(
             f"{kind}: no list of layers at {family.base}.{family.layers}, so it cannot be split; "
@@ -107,12 +109,12 @@ def family_of(model: nn.Module) -> Family:
     return family
 
 
-def base_of(model: nn.Module, family: Family) -> nn.Module:
-    return reduce(getattr, family.base.split("."), model)  # type: ignore[arg-type]
+def base_of(model: nn.Module, family: Family) -> Any:
+    return reduce(getattr, family.base.split("."), model)
 
 
-def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> nn.Module:
-    """The base model with layers [start, stop): takes tokens if start is 0, else hidden states; normed only at the end."""
+def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> Any:
+    """The base model with layers [start, stop): takes tokens if start is 0, else hidden states; normed at the end."""
     part = copy.copy(base)
     part.__dict__["_modules"] = dict(base._modules)
     config: Any = copy.copy(base.config)
@@ -132,7 +134,7 @@ def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> nn.Mod
     return part
 
 
-def head_view(model: nn.Module, family: Family) -> nn.Module:
+def head_view(model: nn.Module, family: Family) -> Any:
     """The whole model with its base replaced: its own head, scaling and soft-capping, over given hidden states."""
     head = part = copy.copy(model)
     part.__dict__["_modules"] = dict(model._modules)

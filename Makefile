@@ -1,0 +1,55 @@
+# Works in a fresh clone with python3 (3.11 or newer) and pip's usual network access; everything goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+# Tests: JOBS processes of one thread each.
+JOBS ?= 2
+OMP_NUM_THREADS ?= 1
+PYTEST_ARGS ?=
+
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS='-k exit -x' goes to pytest,"
+	@echo "  JOBS=4 sets the number of test processes, BENCH_ARGS=--quick goes to the benchmark."
+
+venv: $(STAMP)  ## make .venv with the tested versions of everything
+
+demo: $(STAMP)  ## generate with the embedded model: coloured drafts, and plain decoding beside it
+	$(VENV)/bin/selfspec generate --model demo --show-drafts --compare --max-new-tokens 160 "$$(cat configs/generate/demo_prompt.txt)"
+
+test: lint  ## lint, types, then every test that needs neither network nor GPU nor patience
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff (rules and format) and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP)  ## let ruff repair what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(STAMP)  ## measure plain and self-speculative decoding beside transformers' own
+	$(VENV)/bin/python -m eval bench $(BENCH_ARGS)
+
+clean:  ## remove .venv, caches and built packages; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is brought up to date first: --group needs 25.1, and Python 3.11 may come with 23.2.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "selfspec needs Python 3.11 or newer, and there is no '$(PYTHON)' here; name one, for example: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "selfspec needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name a newer one, for example: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "'$(PYTHON) -m venv $(VENV)' failed; on Debian and Ubuntu the package python3-venv has what is missing" >&2; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --build-constraint constraints.txt --editable . --group dev
+	@touch $@

@@ -1,0 +1,177 @@
+"""Where a model comes from: the embedded demo, a folder, the Hugging Face hub, or an object at hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec.api import Target
+
+DEMO = Path(__file__).parent / "demo" / "model"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def load(
+    model: str | Path | nn.Module,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    adapter: str | Path | None = None,
+    check: bool = True,
+) -> Target:
+    """A model that drafts and verifies itself.
+
+    Args:
+        model: "demo" (the embedded model), a folder, a hub id, or a transformers causal LM, which is used as it is.
+        tokenizer: default: the one saved beside the model; None when there is none (prompts are then token ids).
+        dtype: "auto" is the checkpoint's own; default: float32 on CPU, "auto" elsewhere.
+        device: default: cuda if there is one, else cpu.
+        adapter: a folder with a PEFT adapter for the model; the adapter may change the output, drafting never does.
+        check: run the self-check, see `Target`.
+
+    Raises:
+        FileNotFoundError: no such model, or files missing from its folder.
+        OSError: files that cannot be read: truncated weights, a damaged tokenizer.
+        UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
+        ValueError: an unknown dtype or device.
+    """
+    opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
+    return Target(opened, tokenizer, check=check)
+
+
+def open_model(
+    model: str | Path | nn.Module,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    adapter: str | Path | None = None,
+) -> tuple[nn.Module, Any]:
+    """The model and its tokenizer, before anybody asks whether it can be split. Arguments and errors as for `load`."""
+    if isinstance(model, nn.Module):
+        for name, value in (("dtype", dtype), ("device", device), ("adapter", adapter)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} is for a model given by name; a model object is used as it is, so change it first"
+                )
+        return model, tokenizer
+    from selfspec import checkpoint  # transformers' loading code, not needed for a model object
+
+    place = _device(device)
+    kind = _dtype(dtype, place)
+    source, local_only = find(str(model))
+    with _quiet(progress=not local_only):
+        opened = checkpoint.read_model(source, str(model), kind, local_only)
+        if tokenizer is None:
+            tokenizer = checkpoint.read_tokenizer(source, str(model), local_only, TOKENIZER_FILES)
+        if adapter is not None:
+            opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
+    return opened.to(place), tokenizer
+
+
+def find(name: str) -> tuple[str, bool]:
+    """The folder or hub id that `name` means, and whether only files on this machine will be asked for."""
+    if name == "demo":
+        if not (DEMO / "config.json").is_file():
+            raise FileNotFoundError(f"the embedded model is missing from {DEMO}; install selfspec again")
+        return str(DEMO), True
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path), True
+    if path.is_file():
+        raise NotADirectoryError(f"model must be a folder, got the file {name}; give the folder that holds it")
+    if not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(
+            f"there is no folder {name}; model must be 'demo', a folder, or a hub id such as org/name"
+        )
+    return name, not _on_hub(name)
+
+
+def _on_hub(name: str) -> bool:
+    """Whether the hub answers for this model; when nobody answers, what was downloaded before may still do."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        huggingface_hub.model_info(name, timeout=10)
+    except RepositoryNotFoundError:
+        raise FileNotFoundError(
+            f"there is neither a folder {name} nor such a model on the Hugging Face hub; "
+            "check the name (a private model needs `hf auth login`)"
+        ) from None
+    except Exception:
+        return False
+    return True
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else "auto"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    return "auto" if name == "auto" else getattr(torch, name)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, or a numbered one such as cuda:1, got {device}")
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(
+            f"device {device} is not available to torch on this machine; use cpu or leave it out"
+        ) from None
+    return found
+
+
+@contextmanager
+def _quiet(progress: bool) -> Iterator[None]:
+    """Hold back transformers' log lines and, unless files may be downloaded, its progress bars."""
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging
+
+    verbosity, bars, hub_bars = (
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+        not are_progress_bars_disabled(),
+    )
+    logging.set_verbosity_error()
+    if not progress:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if not progress:
+            _restore_bars(bars, hub_bars)
+
+
+def _restore_bars(bars: bool, hub_bars: bool) -> None:
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    if bars:
+        logging.enable_progress_bar()  # also switches the hub's on
+        if not hub_bars:
+            disable_progress_bars()
+    elif hub_bars:
+        from huggingface_hub.utils import enable_progress_bars
+
+        enable_progress_bars()
