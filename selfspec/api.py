@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 from torch import nn
 
 from selfspec.control.plan import Policy
-from selfspec.decoding.engine import Engine, Round
+from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine, Round
 from selfspec.decoding.request import Completion, Processor, Request, make_request
 from selfspec.decoding.stopping import Criterion
 from selfspec.target.selfcheck import self_check
@@ -116,6 +116,7 @@ class Target:
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
+        longest += -longest % CUDA_PAGE_SIZE  # whole pages, so that every row of a full batch has its own
         engine = Engine(
             self,
             policy=policy,

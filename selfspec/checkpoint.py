@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,31 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from selfspec.errors import UnsupportedModelError
 
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+
 
 def read_model(source: str, name: str, dtype: torch.dtype | str, local_only: bool) -> nn.Module:
     """The causal LM in `source`, a folder or hub id; `name` is what the caller called it."""
     options: dict[str, Any] = {"local_files_only": local_only, "trust_remote_code": False}
     config = _read_config(source, name, options)
+    loader: Any = AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **options
+        model, report = loader.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except SafetensorError as problem:
         raise OSError(
-            f"{name}: a safetensors file is truncated or damaged ({first_line(problem)}); copy or download it again"
+            f"{name}: a safetensors file is truncated or damaged ({in_brief(problem)}); copy or download it again"
         ) from problem
     except Exception as problem:
-        raise OSError(f"{name}: its weights cannot be loaded ({first_line(problem)})") from problem
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
+        raise OSError(f"{name}: its weights cannot be loaded ({in_brief(problem)})") from problem
+    wrong = [*sorted(report["missing_keys"]), *(key for key, *_ in sorted(report["mismatched_keys"]))]
+    if wrong:  # transformers fills them with random numbers
         raise OSError(
-            f"{name}: {len(missing)} weights that its config.json asks for are not in the checkpoint "
-            f"(the first is {missing[0]}); copy or download it again"
+            f"{name}: {len(wrong)} weights that config.json asks for are missing from the checkpoint or misshapen "
+            f"(the first is {wrong[0]}); copy or download it again"
         )
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _read_config(source: str, name: str, options: dict[str, Any]) -> Any:
@@ -49,17 +51,17 @@ def _read_config(source: str, name: str, options: dict[str, Any]) -> Any:
     except Exception as problem:
         if not folder.is_dir() and options["local_files_only"]:
             raise FileNotFoundError(
-                f"there is no folder {name}, and as a hub id it is neither on this machine nor can the Hugging Face hub be "
-                "reached; check the name, connect and try again, or use the embedded model 'demo'"
+                f"there is no folder {name}, no such model on this machine and the Hugging Face hub cannot be reached; "
+                "check the name, connect and try again, or use the embedded model 'demo'"
             ) from problem
-        raise OSError(f"{name}: its config.json cannot be read ({first_line(problem)})") from problem
+        raise OSError(f"{name}: its config.json cannot be read ({in_brief(problem)})") from problem
     kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(_unknown(name, kind, own_code="auto_map" in raw))
     try:
         config = AutoConfig.from_pretrained(source, **options)
     except Exception as problem:
-        raise OSError(f"{name}: its config.json does not make sense ({first_line(problem)})") from problem
+        raise OSError(f"{name}: its config.json does not make sense ({in_brief(problem)})") from problem
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{name}: {kind} is no causal language model; give a model that writes text")
     return config
@@ -79,15 +81,15 @@ def _unknown(name: str, kind: str | None, own_code: bool) -> str:
     )
 
 
-def read_tokenizer(source: str, name: str, local_only: bool, files: tuple[str, ...]) -> Any:
-    """The tokenizer in `source`; None for a folder that holds none of `files` (glob patterns)."""
+def read_tokenizer(source: str, name: str, local_only: bool) -> Any:
+    """The tokenizer in `source`; None for a folder that holds none."""
     folder = Path(source)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=local_only, trust_remote_code=False)
     except Exception as problem:
-        raise OSError(f"{name}: its tokenizer cannot be read ({first_line(problem)})") from problem
+        raise OSError(f"{name}: its tokenizer cannot be read ({in_brief(problem)})") from problem
 
 
 def read_adapter(model: nn.Module, folder: Path) -> nn.Module:
@@ -100,14 +102,12 @@ def read_adapter(model: nn.Module, folder: Path) -> nn.Module:
     except ImportError as problem:
         raise ImportError("adapter needs the package peft; install it with: pip install peft") from problem
     try:
-        return PeftModel.from_pretrained(model, str(folder))  # type: ignore[arg-type]
+        return PeftModel.from_pretrained(model, str(folder))
     except Exception as problem:
-        raise OSError(f"adapter {folder} cannot be put on this model ({first_line(problem)})") from problem
+        raise OSError(f"adapter {folder} cannot be put on this model ({in_brief(problem)})") from problem
 
 
-def first_line(problem: Exception) -> str:
-    """An exception in a few words, to stand in brackets within a sentence."""
-    if isinstance(problem, json.JSONDecodeError):
-        return f"not valid JSON: {problem}"
-    text = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+def in_brief(problem: Exception) -> str:
+    """An exception's own words, short enough to stand in brackets within a sentence."""
+    text = " ".join(str(problem).split()) or type(problem).__name__
     return text.rstrip(".:") if len(text) <= 200 else text[:199].rstrip() + "…"

@@ -16,7 +16,6 @@ from selfspec.api import Target
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda", "mps", "xpu")
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -70,10 +69,10 @@ def open_model(
     place = _device(device)
     kind = _dtype(dtype, place)
     source, local_only = find(str(model))
-    with _quiet(progress=not local_only):
+    with quiet():
         opened = checkpoint.read_model(source, str(model), kind, local_only)
         if tokenizer is None:
-            tokenizer = checkpoint.read_tokenizer(source, str(model), local_only, TOKENIZER_FILES)
+            tokenizer = checkpoint.read_tokenizer(source, str(model), local_only)
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
     return opened.to(place), tokenizer
@@ -142,36 +141,15 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 @contextmanager
-def _quiet(progress: bool) -> Iterator[None]:
-    """Hold back transformers' log lines and, unless files may be downloaded, its progress bars."""
-    from huggingface_hub.utils import are_progress_bars_disabled
+def quiet() -> Iterator[None]:
+    """Hold back transformers' log lines and its own progress bars; the bars of downloads stay."""
     from transformers.utils import logging
 
-    verbosity, bars, hub_bars = (
-        logging.get_verbosity(),
-        logging.is_progress_bar_enabled(),
-        not are_progress_bars_disabled(),
-    )
+    verbosity = logging.get_verbosity()
+    hook = logging.set_tqdm_hook(lambda bar, args, options: bar(*args, **{**options, "disable": True}))
     logging.set_verbosity_error()
-    if not progress:
-        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if not progress:
-            _restore_bars(bars, hub_bars)
-
-
-def _restore_bars(bars: bool, hub_bars: bool) -> None:
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils import logging
-
-    if bars:
-        logging.enable_progress_bar()  # also switches the hub's on
-        if not hub_bars:
-            disable_progress_bars()
-    elif hub_bars:
-        from huggingface_hub.utils import enable_progress_bars
-
-        enable_progress_bars()
+        logging.set_tqdm_hook(hook)

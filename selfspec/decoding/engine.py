@@ -152,6 +152,7 @@ class Engine:
             if not ready:
                 return Round(ended, None, seconds)
             plan = self.policy.plan([row.state for row in ready])
+            self._check(plan, ready)
             verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
         results = [self._apply(row, verdict) for row, verdict in zip(ready, verdicts, strict=True)]
         self.rows = [row for row in self.rows if row.finish_reason is None]
@@ -202,6 +203,16 @@ class Engine:
         self.stack.run(packed, 0, self.stack.num_layers, torch.tensor(tokens, device=self.stack.device))
         for row, count in fed:
             row.num_cached += count
+
+    def _check(self, plan: Plan, rows: Sequence[Row]) -> None:
+        """A draft beyond a row's room would be written into pages that are not the row's."""
+        if plan.exit_layer is None:
+            return
+        last, room, given = self.stack.num_layers - 1, [row.room for row in rows], list(plan.draft_lengths)
+        if not 1 <= plan.exit_layer <= last:
+            raise ValueError(f"a plan's exit_layer must be None or lie in 1..{last}, got {plan.exit_layer}")
+        if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
+            raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens

@@ -93,7 +93,8 @@ class Stopper:
                 reason = "eos"
             if self._by_token:
                 text += self._push([token], last=False)
-                if reason is None and (self._stopped() or self._criterion([*content, *block[: i + 1]])):
+                asked = self._criterion([*content, *block[: i + 1]])
+                if reason is None and (asked or self._stopped()):
                     reason = "stop"
             if reason is None and emitted + i + 1 >= self.max_new_tokens:
                 reason = "length"
@@ -115,4 +116,5 @@ class Stopper:
         if not self._criteria:
             return False
         ids = torch.tensor([content])
-        return any(bool(torch.as_tensor(ask(ids, None)).all()) for ask in self._criteria)
+        answers = [bool(torch.as_tensor(ask(ids, None)).all()) for ask in self._criteria]  # every one is asked
+        return any(answers)

@@ -19,6 +19,8 @@ from selfspec.target.cache import PackedRows
 # Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
 LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+# Parts from elsewhere may do more than their weights say: a LoRA layer has a `weight` too, its base layer's.
+KNOWN_MODULES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
 class Linear(NamedTuple):
@@ -78,6 +80,7 @@ class LeanBody:
             return None
         parts = [m for m in model.modules() if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
         plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding
+        plain = plain and all(type(m).__module__.startswith(KNOWN_MODULES) for m in model.modules())
         hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
         try:
             return cls(model) if plain and not hooked else None

@@ -71,6 +71,11 @@ class _Given(nn.Module):
 def unwrap(model: nn.Module) -> nn.Module:
     """The causal LM itself, without a PEFT wrapper (its adapters stay in place) or torch.compile's."""
     model = getattr(model, "_orig_mod", model)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            "a PEFT adapter of virtual tokens (prompt, prefix or p-tuning) lies outside the model's layers, so it "
+            "cannot be split; decode it with the PEFT model's own generate()"
+        )
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 

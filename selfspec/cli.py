@@ -1,0 +1,130 @@
+"""The command line: options only. What the commands do is in `selfspec/commands`."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+import selfspec
+from selfspec.commands.failure import INTERRUPTED, RUN, USAGE, Failure
+from selfspec.commands.generate import generate
+from selfspec.commands.options import ADAPTER_HELP, DEVICE, DEVICE_HELP, DTYPE_HELP, Dtype, Generate
+
+GENERATE_HELP = """Continue a text. Drafting never changes a token.
+
+Examples:
+
+  selfspec generate 'def fibonacci(n):'
+
+  selfspec generate --show-drafts --compare 'class Stack:'
+
+  git log -1 | selfspec generate --model ./my-model --temperature 0.8 --seed 7
+
+  selfspec generate --model org/name --prompts prompts.jsonl > answers.jsonl
+"""
+INSPECT_HELP = """Say what a model is, and whether it can draft for itself. Exit code 1 if it cannot.
+
+Example:  selfspec inspect org/name --json
+"""
+
+app = typer.Typer(
+    help="Faster decoding for Hugging Face models: their first layers draft, the rest verify. No token changes.",
+    epilog="Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"selfspec {selfspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _selfspec(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        raise Failure("a command is missing, generate or inspect; see 'selfspec --help'")
+
+
+def _with_options_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
+    """A function whose parameters are the fields of a dataclass, which typer then reads."""
+
+    def command(**given: Any) -> None:
+        run(options(**given))
+
+    hints = get_type_hints(options, include_extras=True)
+    fields = options.__dataclass_fields__.values()
+    keyword = python_inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        python_inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+        for field in fields
+    ]
+    command.__signature__ = python_inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    return command
+
+
+app.command("generate", help=GENERATE_HELP)(_with_options_of(Generate, generate))
+
+
+@app.command("inspect", help=INSPECT_HELP)
+def _inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="demo, a folder, or a hub id.")],
+    adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help=ADAPTER_HELP)] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
+    device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    from selfspec.commands.inspect import inspect
+
+    raise typer.Exit(inspect(model, dtype, device, adapter, as_json))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code. Expected trouble is one sentence on stderr."""
+    try:
+        code = app(arguments, prog_name="selfspec", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except Failure as failure:
+        return _say(str(failure), failure.code)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _closed_pipe()
+    except Exception as problem:
+        if hasattr(problem, "format_message"):  # typer's usage errors; their classes are private
+            path = getattr(getattr(problem, "ctx", None), "command_path", "selfspec")
+            return _say(f"{problem.format_message().rstrip('.')}; see '{path} --help'", USAGE)
+        if type(problem).__name__ == "OutOfMemoryError":
+            return _say(
+                "the device ran out of memory; lower --max-new-tokens, or choose --dtype bfloat16 or --device cpu", RUN
+            )
+        raise
+
+
+def _say(sentence: str, code: int) -> int:
+    print(f"selfspec: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def _closed_pipe() -> int:
+    """Whoever read our output has left: nothing more to say, not even when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return RUN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The options of `selfspec generate`: names, defaults and help are written here, once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from selfspec.commands.failure import Failure
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+DEVICE = "cpu|cuda|cuda:N|mps"
+ADAPTER_HELP = "PEFT adapter for the model."
+DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
+DEVICE_HELP = "Default: cuda if there is one."
+_DRAFT, _SAMPLE, _CHAT, _OUT, _LOAD = "Drafting", "Sampling", "Chat", "Output", "Model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """What one call of `selfspec generate` was asked to do."""
+
+    prompt: Annotated[
+        str | None, Argument(metavar="[PROMPT|-]", help="Text to continue; '-' or a pipe reads stdin.")
+    ] = None
+    prompts: Annotated[
+        str | None,
+        Option(
+            metavar="FILE.jsonl",
+            help='Continue many prompts as one batch: one {"prompt": ...} per line, optional id, max_new_tokens, seed. '
+            "Writes JSON lines in that order.",
+        ),
+    ] = None
+
+    model: Annotated[
+        str, Option("--model", "-m", metavar="demo|FOLDER|HUB_ID", help="Which model.", rich_help_panel=_LOAD)
+    ] = "demo"
+    adapter: Annotated[Path | None, Option(metavar="FOLDER", help=ADAPTER_HELP, rich_help_panel=_LOAD)] = None
+    dtype: Annotated[Dtype | None, Option(help=DTYPE_HELP, rich_help_panel=_LOAD)] = None
+    device: Annotated[str | None, Option(metavar=DEVICE, help=DEVICE_HELP, rich_help_panel=_LOAD)] = None
+
+    policy: Annotated[
+        Literal["plain", "fixed"],
+        Option(help="How to draft; plain does not. No choice changes the text.", rich_help_panel=_DRAFT),
+    ] = "fixed"
+    exit_layer: Annotated[
+        int | None,
+        Option(metavar="E", help="Layers that draft. Default: stored with the model.", rich_help_panel=_DRAFT),
+    ] = None
+    num_draft_tokens: Annotated[
+        int | None,
+        Option(metavar="D", help="Tokens drafted per round. Default: stored with the model.", rich_help_panel=_DRAFT),
+    ] = None
+
+    max_new_tokens: Annotated[int, Option(metavar="N", help="Most tokens to write.", rich_help_panel=_SAMPLE)] = 128
+    temperature: Annotated[float, Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLE)] = 0.0
+    top_k: Annotated[int, Option(metavar="K", help="Keep the K likeliest; 0: all.", rich_help_panel=_SAMPLE)] = 0
+    top_p: Annotated[float, Option(metavar="P", help="Keep this much probability.", rich_help_panel=_SAMPLE)] = 1.0
+    min_p: Annotated[
+        float, Option(metavar="P", help="Keep tokens this likely beside the likeliest.", rich_help_panel=_SAMPLE)
+    ] = 0.0
+    seed: Annotated[int, Option(metavar="S", help="Same seed, same text.", rich_help_panel=_SAMPLE)] = 0
+    stop: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="End before this text; may be repeated.", rich_help_panel=_SAMPLE)
+    ] = None
+
+    chat: Annotated[
+        bool | None,
+        Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.", rich_help_panel=_CHAT),
+    ] = None
+    system: Annotated[str | None, Option(metavar="TEXT", help="System message.", rich_help_panel=_CHAT)] = None
+
+    stream: Annotated[bool, Option(help="Write text as it becomes certain.", rich_help_panel=_OUT)] = True
+    show_drafts: Annotated[
+        bool, Option("--show-drafts", help="Colour accepted drafts; strike rejected ones out.", rich_help_panel=_OUT)
+    ] = False
+    compare: Annotated[
+        bool, Option("--compare", help="Time plain decoding too, and compare the tokens.", rich_help_panel=_OUT)
+    ] = False
+    stats: Annotated[bool, Option("--stats", help="Acceptance and time, as a table.", rich_help_panel=_OUT)] = False
+    as_json: Annotated[bool, Option("--json", help="One JSON document instead of text.", rich_help_panel=_OUT)] = False
+    svg: Annotated[
+        Path | None, Option(metavar="FILE", help="Also save the coloured run as a picture.", rich_help_panel=_OUT)
+    ] = None
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUT)] = False
+
+    def check(self) -> None:
+        """Refuse what is wrong whatever the model, before seconds are spent on loading one."""
+        _check_numbers(self)
+        _check_pairs(self)
+
+
+def _check_numbers(given: Generate) -> None:
+    at_least = {"num_draft_tokens": 0, "exit_layer": 1, "max_new_tokens": 1, "top_k": 0}
+    for name, least in at_least.items():
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise Failure(f"{_flag(name)} must be at least {least}, got {value}")
+    if not (math.isfinite(given.temperature) and given.temperature >= 0):
+        raise Failure(f"--temperature must be a number of at least 0 (0 is greedy), got {given.temperature}")
+    if not 0 < given.top_p <= 1:
+        raise Failure(f"--top-p must lie in (0, 1] (1 keeps all tokens), got {given.top_p}")
+    if not 0 <= given.min_p <= 1:
+        raise Failure(f"--min-p must lie in [0, 1] (0 keeps all tokens), got {given.min_p}")
+    if not -(1 << 63) <= given.seed < 1 << 63:
+        raise Failure(f"--seed must be a 64-bit integer, got {given.seed}")
+
+
+def _check_pairs(given: Generate) -> None:
+    if given.prompts is not None:
+        for name in ("prompt", "show_drafts", "svg"):
+            if getattr(given, name):
+                raise Failure(
+                    f"--prompts goes without {_flag(name)}; put every prompt into the file, or leave --prompts out"
+                )
+    if given.compare and given.policy == "plain":
+        raise Failure("--compare measures a policy that drafts against plain decoding, got --policy plain")
+    if given.chat is False and given.system is not None:
+        raise Failure("--system needs the chat template that --no-chat turns off; leave one of them out")
+    if any(not text for text in given.stop or ()):
+        raise Failure("--stop must be a non-empty text, got ''")
+    if given.svg is not None and not given.svg.resolve().parent.is_dir():
+        raise Failure(f"--svg needs an existing folder to write into, got {given.svg}")
+
+
+def _flag(name: str) -> str:
+    return "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")

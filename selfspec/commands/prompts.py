@@ -1,0 +1,149 @@
+"""Prompts from the command line, a pipe or a JSON-lines file, as text and as tokens; all are read before any is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec.commands.failure import RUN, Failure
+from selfspec.commands.options import Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to continue, and what its line in the file says differently from the command line."""
+
+    text: str
+    id: str | int | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    where: str = "prompt"  # how error messages call it
+
+
+def read_prompts(options: Generate) -> list[Prompt]:
+    """What the options ask to continue: one prompt, or a file of them."""
+    if options.prompts is not None:
+        prompts = parse_lines(options.prompts, _read_file(options.prompts))
+        if not prompts:
+            raise Failure(f'{options.prompts} holds no prompt; write one {{"prompt": "..."}} per line')
+        return prompts
+    text = options.prompt
+    if text is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise Failure("a prompt is missing; give one, for example: selfspec generate 'def main():'")
+    if text is None or text == "-":
+        text = _decode(_stdin(), "stdin").removesuffix("\n")
+    return [Prompt(_checked(text, "prompt"))]
+
+
+def parse_lines(name: str, data: bytes) -> list[Prompt]:
+    """Every line of a JSON-lines file; blank lines are skipped, any other must be right."""
+    made: list[Prompt] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        where = f"{name}, line {number}"
+        text = _decode(line, where)
+        if text.strip():
+            made.append(_parse(text, where, len(made)))
+    return made
+
+
+def _parse(line: str, where: str, index: int) -> Prompt:
+    try:
+        found = json.loads(line)
+    except ValueError as problem:
+        raise Failure(f"{where}: not valid JSON ({problem}); every line must be one object with a prompt") from None
+    if not isinstance(found, dict):
+        raise Failure(f'{where}: must be an object such as {{"prompt": "..."}}, got {type(found).__name__}')
+    unknown = sorted(set(found) - {"prompt", "id", "max_new_tokens", "seed"})
+    if unknown:
+        raise Failure(f"{where}: unknown key {unknown[0]!r}; allowed are prompt, id, max_new_tokens and seed")
+    if not isinstance(found.get("prompt"), str):
+        raise Failure(f"{where}: prompt must be a text, got {json.dumps(found.get('prompt'))}")
+    if not isinstance(found.get("id", ""), str | int) or isinstance(found.get("id"), bool):
+        raise Failure(f"{where}: id must be a text or an integer, got {json.dumps(found['id'])}")
+    limit = _integer(found, "max_new_tokens", where, 1, 1 << 63)
+    seed = _integer(found, "seed", where, -(1 << 63), 1 << 63)
+    return Prompt(_checked(found["prompt"], f"{where}: prompt"), found.get("id", index), limit, seed, where)
+
+
+def _integer(found: dict[str, Any], key: str, where: str, least: int, beyond: int) -> int | None:
+    if key not in found:
+        return None
+    value = found[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < beyond:
+        wanted = "at least 1" if least == 1 else "of 64 bits"
+        raise Failure(f"{where}: {key} must be an integer {wanted}, got {json.dumps(value)}")
+    return value
+
+
+def _checked(text: str, where: str) -> str:
+    if not text:
+        raise Failure(f"{where} is empty; give at least one character to continue")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Failure(f"{where} is not valid UTF-8; give it in that encoding") from None
+    return text
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as problem:
+        raise Failure(f"{where}: not valid UTF-8 (byte {problem.start + 1}); convert it to UTF-8 first") from None
+
+
+def _read_file(name: str) -> bytes:
+    try:
+        return _stdin() if name == "-" else Path(name).expanduser().read_bytes()
+    except OSError as problem:
+        raise Failure(
+            f"--prompts {name} cannot be read ({problem.strerror}); give a JSON-lines file, or '-' for stdin"
+        ) from None
+
+
+def _stdin() -> bytes:
+    return sys.stdin.buffer.read()
+
+
+def wants_chat(tokenizer: Any, options: Generate) -> bool:
+    """Whether prompts go through the chat template: as the user said, else whenever the tokenizer has one."""
+    if tokenizer is None:
+        raise Failure(f"{options.model} has no tokenizer, so it cannot read text; save one beside the model", RUN)
+    if tokenizer.chat_template:
+        return options.chat is not False
+    for flag, given in (("--chat", options.chat), ("--system", options.system is not None)):
+        if given:
+            raise Failure(f"{flag} needs a chat template, and the tokenizer of {options.model} has none; leave it out")
+    return False
+
+
+def tokenize(
+    prompts: Sequence[Prompt], tokenizer: Any, system: str | None, chat: bool, context_limit: int
+) -> list[list[int]]:
+    """Token ids of every prompt; each is known to fit into the context. A template writes its special tokens itself."""
+    made: list[list[int]] = []
+    for prompt in prompts:
+        ids = _chat_ids(tokenizer, prompt.text, system) if chat else tokenizer(prompt.text)["input_ids"]
+        if len(ids) >= context_limit:
+            raise Failure(
+                f"{prompt.where} has {len(ids)} tokens and the model's context holds {context_limit}; "
+                f"shorten it by at least {len(ids) - context_limit + 1}"
+            )
+        made.append(list(ids))
+    return made
+
+
+def _chat_ids(tokenizer: Any, text: str, system: str | None) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as problem:
+        raise Failure(
+            f"the chat template refuses these messages ({problem}); try --no-chat or no --system"
+        ) from problem

@@ -1,0 +1,125 @@
+"""`Screen`: what a run shows: its text on stdout, coloured or plain, and the talk around it on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.text import Text
+
+from selfspec import show
+from selfspec.commands.compare import Comparison
+from selfspec.commands.failure import RUN, Failure
+from selfspec.commands.job import Job, Run
+from selfspec.commands.options import Generate
+from selfspec.control.fixed import Fixed
+from selfspec.control.policies import make_policy
+from selfspec.decoding.engine import RowResult
+
+PROMPT_SHOWN = 1000  # characters of a long prompt that are repeated beside the coloured text, from its end
+
+
+class Screen:
+    """Shows a single prompt's run as it goes; of a file of prompts, only the talk."""
+
+    def __init__(self, job: Job, options: Generate) -> None:
+        self._options = options
+        self._talk = show.make_console(sys.stderr, quiet=options.quiet)
+        self._writes = not options.as_json and options.prompts is None
+        self._legend = _legend(job)
+        self._text = ""
+        self._painter: show.Painter | None = None
+        self._cutter: show.Pieces | None = None
+        self._pieces: list[show.Piece] = []
+        if options.prompts is None:
+            self._prepare(job)
+
+    def _prepare(self, job: Job) -> None:
+        paints = self._writes and self._options.show_drafts and show.wants_colour(sys.stdout)
+        if paints or self._options.svg:
+            self._cutter = show.Pieces(job.target.tokenizer, job.ids[0], self._options.stop or ())
+            self._pieces = [show.Piece(_shown(job), "prompt")]
+        if not paints:
+            return
+        out = show.make_console(sys.stdout)
+        self._painter = show.Painter(out, out.width if sys.stdout.isatty() else None, self._talk)
+        if self._legend is not None:
+            self._talk.print(self._legend, end="\n\n")
+        if sys.stdout.isatty() and sys.stderr.isatty() and not self._options.quiet:
+            self._painter.write(self._pieces)
+
+    def show(self, row: RowResult) -> None:
+        """One round of the row; shown at once, or kept for the end."""
+        pieces = [] if self._cutter is None else self._cutter.of(row)
+        self._pieces += pieces
+        if self._options.stream and self._painter is not None:
+            self._painter.write(pieces)
+        elif self._options.stream and self._writes:
+            sys.stdout.write(row.text)
+            sys.stdout.flush()
+        else:
+            self._text += row.text
+
+    def end(self) -> None:
+        """The text is complete, or was interrupted: what is still held back goes out, and the line ends."""
+        if self._painter is not None:
+            if not self._options.stream:
+                self._painter.write(self._pieces[1:])
+            self._painter.end()
+        elif self._writes:
+            sys.stdout.write(self._text + "\n")
+            sys.stdout.flush()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Says on a terminal what is going on, and takes it back; nothing moves meanwhile, to keep timings quiet."""
+        says = sys.stderr.isatty() and not self._options.as_json
+        if says:
+            self._talk.print(Text(what, "dim"), end="\r", soft_wrap=True)
+        try:
+            yield
+        finally:
+            if says:
+                self._talk.print(" " * len(what), end="\r", soft_wrap=True)
+
+    def close(self, run: Run, comparison: Comparison | None) -> None:
+        """The table, the closing line and the picture, whichever was asked for."""
+        options = self._options
+        seconds = run.seconds if comparison is None else comparison.drafted
+        closing = show.closing_line(len(run.tokens), seconds, run.stats, comparison)
+        talks = options.show_drafts or options.compare or options.stats
+        if talks and not options.as_json:
+            self._talk.print()
+            if options.stats:
+                self._talk.print(show.stats_table(run.stats, run.stages))
+            self._talk.print(closing, soft_wrap=True)
+        if options.svg is not None:
+            self._save_picture(closing)
+
+    def _save_picture(self, closing: Text) -> None:
+        path = self._options.svg
+        assert path is not None
+        flags = [flag for flag, on in (("--show-drafts", True), ("--compare", self._options.compare)) if on]
+        drawn = show.picture(self._pieces, self._legend, closing, " ".join(["selfspec generate", *flags]))
+        try:
+            path.write_text(drawn, encoding="utf-8")
+        except OSError as problem:
+            raise Failure(f"--svg {path} cannot be written ({problem.strerror}); choose another", RUN) from problem
+
+
+def _legend(job: Job) -> Text | None:
+    """What the colours mean; nothing when the policy never drafts."""
+    exit_layer, drafted = job.options["exit_layer"], job.options["num_draft_tokens"]
+    exit_layer = job.target.default_exit_layer if exit_layer is None else exit_layer
+    drafted = job.target.default_num_draft_tokens if drafted is None else drafted
+    layers = job.target.stack.num_layers
+    policy = make_policy(job.policy, layers, exit_layer, drafted)
+    return show.legend(policy.exit_layer, layers) if isinstance(policy, Fixed) else None
+
+
+def _shown(job: Job) -> str:
+    """The prompt as the coloured text repeats it: before a continuation, or above an answer."""
+    text = job.prompts[0].text
+    text = text if len(text) <= PROMPT_SHOWN else "…" + text[-PROMPT_SHOWN:]
+    return text + "\n\n" if job.chat else text

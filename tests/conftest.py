@@ -1,0 +1,37 @@
+"""One profile for every property: the same examples on every machine, no time limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
+torch.set_num_threads(1)  # rounding, and so every pinned choice, is that of one thread
+
+STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
+
+
+@pytest.fixture(scope="session")
+def stories_folder():
+    """A small trained Llama, 5 layers; it lies beside the repository, and the continuous integration always has it."""
+    if not STORIES.is_dir():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no trained checkpoint at {STORIES}")
+    return STORIES
+
+
+@pytest.fixture(scope="session")
+def stories(stories_folder):
+    """The trained checkpoint as a target, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from selfspec.api import Target
+
+    model = AutoModelForCausalLM.from_pretrained(stories_folder, dtype=torch.float32)
+    return Target(model, AutoTokenizer.from_pretrained(stories_folder))

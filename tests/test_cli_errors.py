@@ -1,0 +1,209 @@
+"""Bad input: one sentence on stderr, nothing on stdout, 2 for wrong usage and 1 for a run that cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import cli_fixtures
+from tests.cli_fixtures import assert_refused, save_model
+
+model_folder, chat_folder = cli_fixtures.model_folder, cli_fixtures.chat_folder
+copy_of, run = cli_fixtures.copy_of, cli_fixtures.run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "nan"], ["--temperature", "at least 0", "nan"]),
+        (["--temperature", "inf"], ["--temperature", "inf"]),
+        (["--temperature", "-0.5"], ["--temperature", "at least 0", "-0.5"]),
+        (["--temperature", "warm"], ["--temperature", "number", "--help"]),
+        (["--top-p", "0"], ["--top-p", "(0, 1]", "0"]),
+        (["--top-p", "1.5"], ["--top-p", "(0, 1]", "1.5"]),
+        (["--top-p", "nan"], ["--top-p", "nan"]),
+        (["--top-k", "-1"], ["--top-k", "at least 0", "-1"]),
+        (["--min-p", "2"], ["--min-p", "[0, 1]", "2"]),
+        (["--seed", str(1 << 70)], ["--seed", "64-bit"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens", "at least 1", "0"]),
+        (["--num-draft-tokens", "-1"], ["--num-draft-tokens", "at least 0", "-1"]),
+        (["--exit-layer", "0"], ["--exit-layer", "at least 1", "0"]),
+        (["--stop", ""], ["--stop", "non-empty"]),
+        (["--policy", "magic"], ["--policy", "plain", "fixed", "magic", "--help"]),
+        (["--dtype", "int8"], ["--dtype", "float32", "bfloat16", "int8"]),
+        (["--policy", "plain", "--compare"], ["--compare", "plain"]),
+        (["--no-chat", "--system", "be kind"], ["--system", "--no-chat"]),
+        (["--prompts", "some.jsonl"], ["--prompts", "PROMPT"]),
+        (["--svg", "no/such/folder/x.svg"], ["--svg", "existing folder"]),
+        (["--warmth", "1"], ["--warmth", "--help"]),
+        (["too", "many"], ["too", "--help"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_options_are_refused_before_a_model_is_looked_for(run, arguments, words):
+    assert_refused(run("generate", "abc", "--model", "/no/such/folder", *arguments), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--exit-layer", "4"], ["--exit-layer", "1..3", "4"]),
+        (["--device", "toaster"], ["--device", "cpu", "cuda", "toaster"]),
+        (["--device", "xpu:31"], ["--device", "not available", "xpu:31"]),
+        (["--chat"], ["--chat", "template"]),
+        (["--system", "be kind"], ["--system", "template"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_does_not_fit_the_model_is_wrong_usage(run, model_folder, arguments, words):
+    assert_refused(run("generate", "abc", "--model", model_folder, *arguments), 2, *words)
+
+
+def test_a_command_is_needed(run):
+    assert_refused(run(), 2, "generate", "inspect", "--help")
+    assert_refused(run("dance"), 2, "dance")
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(("arguments", "stdin"), [([""], None), (["-"], b""), ([], b"\n")])
+def test_an_empty_prompt_is_refused(run, arguments, stdin):
+    assert_refused(run("generate", *arguments, stdin=stdin), 2, "prompt is empty", "at least one character")
+
+
+def test_without_a_prompt_a_terminal_gets_an_example(run):
+    assert_refused(run("generate"), 2, "prompt is missing", "selfspec generate '")
+
+
+def test_stdin_must_be_utf_8(run):
+    assert_refused(run("generate", "-", stdin=b"caf\xe9"), 2, "stdin", "not valid UTF-8", "byte 4")
+
+
+def test_an_argument_must_be_utf_8(run):
+    assert_refused(run("generate", "caf\udce9"), 2, "prompt", "not valid UTF-8")
+
+
+def test_a_prompt_beyond_the_context_is_refused(run, model_folder):
+    done = run("generate", "x" * 256, "--model", model_folder)
+    assert_refused(done, 2, "256 tokens", "context holds 256", "shorten it by at least 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{not json}", ["not valid JSON"]),
+        (b'["a", "list"]', ["object", "list"]),
+        (b"{}", ["prompt must be a text", "null"]),
+        (b'{"prompt": 3}', ["prompt must be a text", "3"]),
+        (b'{"prompt": ""}', ["prompt is empty"]),
+        (b'{"prompt": "a", "temperature": 1}', ["unknown key 'temperature'", "max_new_tokens"]),
+        (b'{"prompt": "a", "max_new_tokens": 0}', ["max_new_tokens", "at least 1", "0"]),
+        (b'{"prompt": "a", "max_new_tokens": true}', ["max_new_tokens", "true"]),
+        (b'{"prompt": "a", "seed": 1.5}', ["seed", "integer", "1.5"]),
+        (b'{"prompt": "a", "seed": 99999999999999999999}', ["seed", "64 bits"]),
+        (b'{"prompt": "a", "id": [1]}', ["id must be", "[1]"]),
+        (b'{"prompt": "\xff"}', ["not valid UTF-8"]),
+        (b'{"prompt": "\\ud800"}', ["not valid UTF-8"]),
+        (json.dumps({"prompt": "x" * 256}).encode(), ["256 tokens", "context holds 256"]),
+    ],
+    ids=range(14),
+)
+def test_a_bad_line_is_named_and_nothing_is_run(run, model_folder, tmp_path, line, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n\n' + line + b'\n{"prompt": "fine too"}\n')
+    assert_refused(run("generate", "--model", model_folder, "--prompts", path), 2, "prompts.jsonl, line 3", *words)
+
+
+def test_a_file_without_prompts_is_refused(run, tmp_path):
+    assert_refused(run("generate", "--prompts", tmp_path / "none.jsonl"), 2, "--prompts", "No such file")
+    (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
+    assert_refused(run("generate", "--prompts", tmp_path / "empty.jsonl"), 2, "holds no prompt")
+
+
+# -------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture
+def refuse(run):
+    """`generate` and `inspect` say the same about a model that cannot be loaded."""
+
+    def call(folder, *words, commands=("generate", "inspect")):
+        for command in commands:
+            arguments = ["abc", "--model", folder] if command == "generate" else [folder]
+            assert_refused(run(command, *arguments), 1, *words)
+
+    return call
+
+
+def test_a_missing_folder_is_named(refuse, tmp_path):
+    refuse(tmp_path / "nowhere", "nowhere", "'demo'", "hub id")
+
+
+def test_a_file_is_no_folder(refuse, model_folder):
+    refuse(model_folder / "model.safetensors", "folder that holds it")
+
+
+def test_a_folder_without_a_config_is_refused(refuse, tmp_path):
+    refuse(tmp_path, "config.json", "save_pretrained")
+
+
+def test_a_broken_config_is_refused(refuse, copy_of):
+    (copy_of / "config.json").write_text("{", encoding="utf-8")
+    refuse(copy_of, "config.json", "JSON")
+
+
+def test_a_folder_without_a_tokenizer_cannot_read_text(refuse, tmp_path):
+    refuse(save_model(tmp_path, tokenizer=False), "no tokenizer", commands=["generate"])
+
+
+def test_a_damaged_tokenizer_is_refused(refuse, copy_of):
+    (copy_of / "tokenizer.json").write_text('{"version"', encoding="utf-8")
+    refuse(copy_of, "tokenizer cannot be read")
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.0])
+def test_truncated_weights_are_refused(refuse, copy_of, kept):
+    weights = copy_of / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * kept)])
+    refuse(copy_of, "safetensors", "truncated or damaged", "again")
+
+
+def test_missing_weights_are_refused(refuse, copy_of):
+    weights = load_file(copy_of / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+    save_file(weights, copy_of / "model.safetensors", {"format": "pt"})
+    refuse(copy_of, "2 weights", "model.layers.2.mlp.up_proj.weight")
+    (copy_of / "model.safetensors").unlink()
+    refuse(copy_of, "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("telepath", ["telepath", "update transformers"]), ("vit", ["vit", "no causal language model"])]
+)
+def test_an_unknown_architecture_is_refused(refuse, copy_of, kind, words):
+    config = json.loads((copy_of / "config.json").read_text(encoding="utf-8"))
+    (copy_of / "config.json").write_text(json.dumps(config | {"model_type": kind}), encoding="utf-8")
+    refuse(copy_of, *words)
+
+
+def test_an_unsupported_family_is_refused(refuse, tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
+    refuse(tmp_path, "mamba", "rolled back", commands=["generate"])
+
+
+def test_a_missing_adapter_is_named(run, model_folder, tmp_path):
+    done = run("generate", "abc", "--model", model_folder, "--adapter", tmp_path / "none")
+    assert_refused(done, 1, "adapter", "no such folder")
+
+
+def test_offline_a_hub_id_is_one_sentence(run, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert_refused(
+        run("generate", "abc", "--model", "selfspec-tests/absent"), 1, "selfspec-tests/absent", "hub", "'demo'"
+    )

@@ -1,0 +1,89 @@
+"""The command as a process: what it imports, closed pipes, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import cli_fixtures
+from tests.cli_fixtures import save_model
+
+model_folder = cli_fixtures.model_folder
+ROOT = Path(__file__).parents[1]
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+COMMAND = [sys.executable, "-m", "selfspec"]
+
+
+def start(*arguments, **options):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    # a shell that runs the tests in the background has Ctrl-C ignored, and children inherit that
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=ROOT,
+        env=variables,
+        **heard,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["--version"], ["generate", "--top-p", "2", "x"]]
+)
+def test_help_and_wrong_usage_import_neither_torch_nor_transformers(arguments):
+    code = (
+        "import sys; from selfspec.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_option_and_begins_with_examples():
+    done = subprocess.run(
+        [*COMMAND, "generate", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    text = ANSI.sub("", done.stdout.decode())
+    assert done.returncode == 0
+    assert text.index("selfspec generate 'def") < text.index("--model")
+    options = """adapter policy exit-layer num-draft-tokens max-new-tokens temperature top-k top-p min-p seed stop
+        system chat no-chat dtype device stream no-stream show-drafts compare stats json quiet prompts svg"""
+    assert all(f"--{name}" in text for name in options.split())
+
+
+def test_a_reader_who_leaves_is_no_error(model_folder):
+    with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250) as process:
+        process.stdin.close()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_ctrl_c_keeps_what_was_written(tmp_path):
+    save_model(tmp_path, max_position_embeddings=100_000)
+    with start("generate", "abc", "--model", tmp_path, "--max-new-tokens", 90_000) as process:
+        process.stdin.close()
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 130
+        assert first and rest.endswith(b"\n")
+        assert process.stderr.read() == b""

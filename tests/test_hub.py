@@ -1,0 +1,171 @@
+"""`selfspec.load`: every way to name a model, and nothing left changed behind."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import selfspec
+from selfspec import hub
+from tests import cli_fixtures
+
+model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
+
+
+def test_a_folder_is_loaded_with_its_tokenizer(model_folder):
+    for name in (model_folder, str(model_folder)):
+        target = selfspec.load(name)
+        assert isinstance(target, selfspec.Target)
+        assert target.split_error < 1e-3
+        assert target.tokenizer.decode(target.tokenizer("abc")["input_ids"]) == "abc"
+        assert (target.stack.dtype, target.stack.device) == (torch.float32, torch.device(hub._device(None)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (None, torch.float32),
+        ("bfloat16", torch.bfloat16),
+        (torch.float64, torch.float64),
+        ("torch.float16", torch.float16),
+        ("auto", torch.bfloat16),
+    ],
+)
+def test_dtypes_may_be_named_or_given(model_folder, tmp_path, dtype, expected):
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert selfspec.load(tmp_path, dtype=dtype, device="cpu").stack.dtype is expected
+
+
+@pytest.mark.parametrize(
+    "option", [{"dtype": "int8"}, {"dtype": torch.int64}, {"device": "toaster"}, {"device": "meta"}]
+)
+def test_unknown_dtypes_and_devices_are_refused(model_folder, option):
+    [name] = option
+    with pytest.raises(ValueError, match=rf"{name} must be one of .*, got {option[name]}"):
+        selfspec.load(model_folder, **option)
+
+
+def test_a_model_object_is_used_as_it_is(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
+    target = selfspec.load(model)
+    assert target.model is model
+    assert target.tokenizer is None
+    assert target.generate([[1, 2, 3]], max_new_tokens=3)[0].text == ""
+    assert all(id(value) == before[name][0] for name, value in model.named_parameters())
+    assert all(torch.equal(value, before[name][1]) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("option", [{"dtype": "bfloat16"}, {"device": "cpu"}, {"adapter": "somewhere"}])
+def test_a_model_object_is_not_changed_on_request_either(model_folder, option):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is for a model given by name"):
+        selfspec.load(model, **option)
+
+
+def test_a_folder_without_a_tokenizer_gives_a_target_of_token_ids(model_folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
+    target = selfspec.load(tmp_path)
+    assert target.tokenizer is None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        target.generate("abc")
+    given = object()
+    assert selfspec.load(tmp_path, given).tokenizer is given
+
+
+def test_a_missing_model_is_a_file_not_found(monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder \./nowhere"):
+        selfspec.load("./nowhere")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="hub cannot be reached"):
+        selfspec.load("selfspec-tests/absent")
+
+
+def test_a_hub_id_is_looked_for_on_the_hub_and_then_on_this_machine(monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: asked.append(name))
+    assert hub.find("org/name") == ("org/name", False)
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: 1 / 0)
+    assert hub.find("org/name") == ("org/name", True)
+    assert asked == ["org/name"]
+
+
+def test_a_name_the_hub_does_not_know_is_refused(monkeypatch):
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    def unknown(name, timeout):
+        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+    monkeypatch.setattr("huggingface_hub.model_info", unknown)
+    with pytest.raises(FileNotFoundError, match="neither a folder org/name nor such a model"):
+        selfspec.load("org/name")
+
+
+def test_loading_is_silent_and_leaves_the_logging_as_it_was(model_folder, capfd):
+    transformers_logging.set_verbosity(logging.INFO)
+    try:
+        selfspec.load(model_folder)
+        with pytest.raises(OSError, match=r"config\.json"):
+            selfspec.load(model_folder.parent)
+        assert transformers_logging.get_verbosity() == logging.INFO
+        assert transformers_logging.set_tqdm_hook(None) is None
+        assert capfd.readouterr() == ("", "")
+    finally:
+        transformers_logging.set_verbosity(logging.WARNING)
+
+
+def test_code_from_a_checkpoint_is_never_run(copy_of):
+    config = (copy_of / "config.json").read_text(encoding="utf-8")
+    config = config.replace('"llama"', '"own"').replace("{", '{"auto_map": {"AutoConfig": "own.Config"},', 1)
+    (copy_of / "config.json").write_text(config, encoding="utf-8")
+    (copy_of / "own.py").write_text("raise SystemExit('was run')", encoding="utf-8")
+    with pytest.raises(selfspec.UnsupportedModelError, match="code from its own repository, which is not run"):
+        selfspec.load(copy_of)
+
+
+# ------------------------------------------------------------------------------------------------------ adapters
+
+
+@pytest.fixture
+def adapter_folder(model_folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_put_on_the_model(model_folder, adapter_folder):
+    import peft
+
+    target = selfspec.load(model_folder, adapter=adapter_folder)
+    whole = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), adapter_folder)
+    ids = [5, 6, 7]
+    expected = whole.generate(input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    [done] = target.generate([ids], max_new_tokens=12)
+    assert done.tokens == expected[0, 3:].tolist()
+    assert done.tokens != selfspec.load(model_folder).generate([ids], max_new_tokens=12)[0].tokens
+
+
+def test_an_adapter_is_not_a_model(adapter_folder):
+    with pytest.raises(FileNotFoundError, match="PEFT adapter; give its base model"):
+        selfspec.load(adapter_folder)
+
+
+def test_without_peft_one_sentence_says_what_to_install(model_folder, adapter_folder, monkeypatch):
+    real = builtins.__import__
+
+    def without_peft(name, *arguments, **options):
+        if name == "peft":
+            raise ModuleNotFoundError("No module named 'peft'")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_peft)
+    with pytest.raises(ImportError, match="pip install peft"):
+        selfspec.load(model_folder, adapter=adapter_folder)

@@ -1,0 +1,119 @@
+"""Coloured drafts: the pieces add up to the text, whatever is struck out between them."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+import selfspec
+from selfspec import show
+from selfspec.decoding.stats import SpecStats
+from tests import cli_fixtures
+
+model_folder = cli_fixtures.model_folder
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def target(model_folder):
+    return selfspec.load(model_folder)
+
+
+def pieces_of(target, prompt, stop=(), **options):
+    """Every piece of a run, and its completion."""
+    ids = target.tokenizer(prompt)["input_ids"]
+    cutter = show.Pieces(target.tokenizer, ids, stop)
+    rows = [row for round_ in target.stream([ids], stop=list(stop), **options) for row in round_.rows]
+    return [cutter.of(row) for row in rows], rows
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("stop", [(), ("Y,", "?")])
+def test_pieces_without_the_rejected_ones_are_the_text(target, temperature, stop):
+    for seed, prompt in enumerate(["abc", "def f(x):", "user: hi\nbot:"]):
+        options = {"temperature": temperature, "seed": seed, "max_new_tokens": 60}
+        pieces, rows = pieces_of(target, prompt, stop, **options)
+        text = "".join(piece.text for part in pieces for piece in part if piece.kind != "rejected")
+        assert text == rows[-1].completion.text
+
+
+def test_kinds_say_who_wrote_what(target):
+    class Letters:
+        """Token n is the n-th letter of the alphabet."""
+
+        def decode(self, ids, **options):
+            return "".join(chr(97 + i) for i in ids)
+
+    from selfspec.decoding.engine import RowResult
+
+    cutter = show.Pieces(Letters(), [0])
+    [*pieces] = cutter.of(RowResult(0, [1, 2, 3], "bcd", [1, 2, 25, 24], 2, None))
+    shown = [piece for piece in pieces if piece.text]
+    assert shown == [("b", "accepted"), ("c", "accepted"), ("z", "rejected"), ("d", "own")]
+    assert cutter.of(RowResult(0, [4], "e", [], 0, None)) == [("e", "own")]
+
+
+def paint(pieces, width, colour=True):
+    console = Console(
+        file=io.StringIO(), force_terminal=colour, color_system="standard" if colour else None, width=200, _environ={}
+    )
+    painter = show.Painter(console, width)
+    for piece in pieces:
+        painter.write([piece])
+    painter.end()
+    return console.file.getvalue()
+
+
+TEXTS = st.lists(
+    st.tuples(st.text("ab c\n\t漢", max_size=6), st.sampled_from(["accepted", "own", "rejected"])), max_size=20
+)
+
+
+@given(TEXTS)
+def test_painting_changes_no_character(pieces):
+    pieces = [show.Piece(*piece) for piece in pieces]
+    text = "".join(piece.text for piece in pieces).replace("\t", " " * 4)
+    assert ANSI.sub("", paint(pieces, None)) == text + "\n"
+    assert paint(pieces, None, colour=False) == text + "\n"
+
+
+@given(TEXTS)
+def test_lines_are_broken_between_words_only(pieces):
+    pieces = [show.Piece(text.replace("\t", ""), kind) for text, kind in pieces]
+    painted = ANSI.sub("", paint(pieces, 12))
+    assert painted.split() == "".join(piece.text for piece in pieces).split()
+    assert all(len(line) <= 12 or not line.strip() or len(line.split()) == 1 for line in painted.split("\n"))
+
+
+def test_text_cannot_steer_the_terminal():
+    assert "\x1b[2J" not in paint([show.Piece("a\x1b[2Jb\x9b\x07", "own")], None)
+
+
+def test_the_closing_line_tells_speed_acceptance_and_speedup():
+    stats = SpecStats()
+    stats.add_round(4, 3, 4)
+    stats.add_round(4, 1, 2)
+
+    class Comparison:
+        plain, speedup, first_difference = 0.2, 2.0, None
+
+    assert show.closing_line(6, 0.1, stats).plain == "60 tokens/s · acceptance length 3.00"
+    line = show.closing_line(6, 0.1, stats, Comparison()).plain
+    assert line == "60 tokens/s · acceptance length 3.00 · 2.00x plain decoding (30 tokens/s) · same 6 tokens"
+    Comparison.first_difference = 2
+    assert "tokens differ from number 3 on" in show.closing_line(6, 0.1, stats, Comparison()).plain
+
+
+def test_a_picture_holds_every_colour(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    pieces = [show.Piece("x = ", "prompt"), show.Piece("one", "accepted"), show.Piece(" two", "own")]
+    pieces.append(show.Piece("three", "rejected"))
+    drawn = show.picture(pieces, show.legend(2, 8), show.closing_line(2, 1.0, SpecStats()), "title")
+    assert drawn.lstrip().startswith("<svg")
+    assert "line-through" in drawn and "bold" in drawn
+    assert all(word in drawn for word in ("title", "one", "two", "three", "layers&#160;1-2", "all&#160;8&#160;layers"))
