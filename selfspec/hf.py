@@ -28,6 +28,7 @@ KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "log
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
 FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order
+# What a twin has of its own, beside its tensors; the rest of a module never changes between calls.
 COPIED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -40,9 +41,8 @@ class SelfSpeculative:
     must be pure functions of the prefix; stopping criteria are asked about each row's every kept token.
 
     Args:
-        exit_layer: layers the draft runs; default: `generation_config.exit_layer`, else a quarter. Like the next, it may
-            also be given to `generate` itself, call by call.
-        num_draft_tokens: tokens drafted per round; default: `generation_config.num_draft_tokens`, else 4.
+        exit_layer: layers the draft runs; default: `generation_config.exit_layer`, else a quarter.
+        num_draft_tokens: drafted each round; default: `generation_config`'s, else 4. `generate` takes both by name too.
         policy: a name, or an object with `plan` and `observe`.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
@@ -110,19 +110,19 @@ class SelfSpeculative:
             if self.streamer is not None:
                 block = call.columns(tokens, done, sent)
                 sent += block.shape[1]
-                for part in block.T if len(tokens) > 1 else block.split(block.shape[1] or 1, 1):
-                    self.streamer.put(part.flatten())
+                for part in (
+                    block.T if len(tokens) > 1 else block[: block.shape[1]]
+                ):  # none while only reading the prompt
+                    self.streamer.put(part)
         return [done[row] for row in range(len(tokens))]
 
     def _target(self, model: nn.Module) -> Target:
         """The model opened up: once, and again when anything has changed that a twin copies instead of sharing."""
         state: list[Any] = [(id(t), t.device, t.dtype) for t in [*model.parameters(), *model.buffers()]]
         state += [str([vars(module).get(name) for name in COPIED]) for module in model.modules()]
-        known, target = self._targets.get(model, (None, None))
-        if known != state:
-            target = Target(make_twin(model))  # of a twin, so that what is kept here does not keep the model alive
-            self._targets[model] = state, target
-        return target
+        if self._targets.get(model, (None,))[0] != state:
+            self._targets[model] = state, Target(make_twin(model))  # a twin, so that the model is not kept alive
+        return self._targets[model][1]
 
 
 class _Call:
@@ -140,10 +140,8 @@ class _Call:
             raise ValueError(f"{told}; lower max_new_tokens by {over} or shorten the prompt")
         self.processors, self.sampling = _peel(given["logits_processor"], config.do_sample)
         eos = [t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()]
-        self.eos, self.pad = (
-            frozenset(eos),
-            None,
-        )  # None: every row runs on, as generate() lets it, until all have ended
+        self.eos = frozenset(eos)
+        self.pad: int | None = None  # every row then runs on, as generate() lets it, until all have ended
         if any(hasattr(c, "eos_token_id") for c in criteria):
             self.pad = next(iter(eos), None) if config.pad_token_id is None else config.pad_token_id
         self.criteria = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
@@ -175,9 +173,7 @@ class _Call:
             if type(process) is lp.PrefixConstrainedLogitsProcessor:
                 allowed = partial(lambda ask, _, one: ask(row, one), process._prefix_allowed_tokens_fn)
                 process = lp.PrefixConstrainedLogitsProcessor(allowed, 1)
-            by_row = (
-                torch.is_tensor(getattr(process, "prompt_ignore_length", None)) or "Encoder" in type(process).__name__
-            )
+            by_row = type(process).__name__.startswith(("Encoder", "RepetitionPenalty"))
             if count == 1 or (type(process).__module__ == lp.__name__ and not by_row):
                 out = process(ids, out)
             else:

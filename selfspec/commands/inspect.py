@@ -73,10 +73,9 @@ def examine(name: str, model: Any, tokenizer: Any) -> Report:
 
 def _defaults(target: Any) -> dict[str, Any]:
     from selfspec.control.fixed import Fixed
-    from selfspec.control.policies import make_policy
+    from selfspec.decoding.engine import policy_for
 
-    layers = target.stack.num_layers
-    policy = make_policy("fixed", layers, target.default_exit_layer, target.default_num_draft_tokens)
+    policy = policy_for(target)
     return {
         "split_error": target.split_error,
         "context_limit": target.stack.context_limit,

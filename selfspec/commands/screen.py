@@ -14,8 +14,7 @@ from selfspec.commands.failure import RUN, Failure
 from selfspec.commands.job import Job, Run
 from selfspec.commands.options import Generate
 from selfspec.control.fixed import Fixed
-from selfspec.control.policies import make_policy
-from selfspec.decoding.engine import RowResult
+from selfspec.decoding.engine import RowResult, policy_for
 
 PROMPT_SHOWN = 1000  # characters of a long prompt that are repeated beside the coloured text, from its end
 
@@ -110,12 +109,8 @@ class Screen:
 
 def _legend(job: Job) -> Text | None:
     """What the colours mean; nothing when the policy never drafts."""
-    exit_layer, drafted = job.options["exit_layer"], job.options["num_draft_tokens"]
-    exit_layer = job.target.default_exit_layer if exit_layer is None else exit_layer
-    drafted = job.target.default_num_draft_tokens if drafted is None else drafted
-    layers = job.target.stack.num_layers
-    policy = make_policy(job.policy, layers, exit_layer, drafted)
-    return show.legend(policy.exit_layer, layers) if isinstance(policy, Fixed) else None
+    policy = policy_for(job.target, job.policy, job.options["exit_layer"], job.options["num_draft_tokens"])
+    return show.legend(policy.exit_layer, job.target.stack.num_layers) if isinstance(policy, Fixed) else None
 
 
 def _shown(job: Job) -> str:

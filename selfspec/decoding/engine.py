@@ -56,6 +56,18 @@ class Round(NamedTuple):
     seconds: Seconds
 
 
+def policy_for(
+    target: Decodable,
+    policy: str | Policy = "fixed",
+    exit_layer: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> Policy:
+    """What the caller named, else what is stored with the model, else the defaults."""
+    exit_layer = target.default_exit_layer if exit_layer is None else exit_layer
+    num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    return make_policy(policy, target.stack.num_layers, exit_layer, num_draft_tokens)
+
+
 class Engine:
     """Decodes requests in a running batch whose rows join and leave between rounds.
 
@@ -93,9 +105,7 @@ class Engine:
             page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
-        exit_layer = target.default_exit_layer if exit_layer is None else exit_layer
-        num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        self.policy = make_policy(policy, self.stack.num_layers, exit_layer, num_draft_tokens)
+        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []

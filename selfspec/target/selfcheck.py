@@ -16,7 +16,7 @@ LENGTHS, PREFIX = (13, 8), (9, 3)  # two rows: tokens in all, tokens prefilled b
 
 @torch.inference_mode()
 def split_error(stack: Stack) -> float:
-    """Logit difference between split and whole, in units of the whole model's logit spread: the largest, in fp32 and fp64.
+    """Logit difference between split and whole, in units of the whole model's logit spread: the largest.
 
     In half precision the median position's: rounding can send a token of a mixture of experts to another expert, while
     a wrong split disturbs every position.
