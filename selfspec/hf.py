@@ -28,7 +28,6 @@ KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "log
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
 FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order
-# What a twin has of its own, beside its tensors; the rest of a module never changes between calls.
 COPIED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "_forward_hooks", "_forward_pre_hooks")
 
 
