@@ -1,0 +1,112 @@
+"""Policies by name: what they plan, what they refuse; and a policy is anything with `plan` and `observe`."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.control.fixed import Fixed, Plain
+from selfspec.control.plan import Plan, RowState
+from selfspec.control.policies import make_policy
+from tests.helpers import Schedule, decode, generate, make_prompts
+from tests.models import tiny
+
+
+def rows(*rooms):
+    return [RowState(i, 10, room) for i, room in enumerate(rooms)]
+
+
+def test_plain_drafts_nothing():
+    assert Plain().plan(rows(5, 1, 9)) == Plan(None, (0, 0, 0))
+
+
+def test_fixed_drafts_its_length_or_as_many_as_leave_room_for_the_targets_own_token():
+    assert Fixed(3, 4).plan(rows(9, 5, 4, 2, 1)) == Plan(3, (4, 4, 3, 1, 0))
+    assert Fixed(3, 4, 0.5).plan(rows(9)) == Plan(3, (4,), 0.5)
+
+
+def test_fixed_decodes_plainly_when_no_row_has_room_for_a_draft():
+    assert Fixed(3, 4).plan(rows(1, 1)) == Plan(None, (0, 0))
+
+
+def test_names_make_policies_with_a_quarter_of_the_layers_and_four_tokens_by_default():
+    assert make_policy("fixed", 12) == Fixed(3, 4)
+    assert make_policy("fixed", 3) == Fixed(1, 4)
+    assert make_policy("fixed", 12, 5, 2) == Fixed(5, 2)
+    assert make_policy("plain", 12, 5, 2) == Plain()
+    assert make_policy("fixed", 12, 5, 0) == Plain()
+
+
+def test_a_policy_object_is_used_as_it_is():
+    mine = Schedule(0, 4)
+    assert make_policy(mine, 4) is mine
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_layer", "num_draft_tokens", "sentence"),
+    [
+        ("clever", None, None, "policy must be one of plain, fixed.*, got 'clever'"),
+        ("fixed", 0, None, r"exit_layer must lie in 1\.\.11 for this model, got 0"),
+        ("fixed", 12, None, r"exit_layer must lie in 1\.\.11 for this model, got 12"),
+        ("fixed", -1, None, r"exit_layer must lie in 1\.\.11 for this model, got -1"),
+        ("plain", 12, None, r"exit_layer must lie in 1\.\.11 for this model, got 12"),
+        ("fixed", None, -1, r"num_draft_tokens must be at least 0 \(0 is plain decoding\), got -1"),
+    ],
+)
+def test_what_makes_no_policy_is_refused_by_name(name, exit_layer, num_draft_tokens, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make_policy(name, 12, exit_layer, num_draft_tokens)
+
+
+def test_a_policy_sees_every_rows_state_and_what_became_of_its_plan():
+    class Watching(Schedule):
+        def plan(self, rows):
+            self.states = [*getattr(self, "states", []), rows]
+            return super().plan(rows)
+
+    policy, prompts = Watching(0, 4), make_prompts([5, 9])
+    done = decode(tiny("llama"), prompts, policy, max_new_tokens=[6, 11])
+    assert len(policy.states) == len(policy.seen)
+    lengths = {0: 5, 1: 9}
+    for states, (plan, outcomes) in zip(policy.states, policy.seen, strict=True):
+        assert [o.request_id for o in outcomes] == [s.request_id for s in states]
+        for state, outcome, planned in zip(states, outcomes, plan.draft_lengths, strict=True):
+            assert state.content_length == lengths[state.request_id]
+            assert state.room == {0: 11, 1: 20}[state.request_id] - state.content_length
+            assert outcome.num_accepted <= outcome.num_drafted <= planned < state.room
+            lengths[state.request_id] += outcome.num_accepted + 1
+    assert lengths == {0: 11, 1: 20}
+    assert [len(c.tokens) for c in done] == [6, 11]
+
+
+class Once:
+    """A policy of one plan, good or bad."""
+
+    def __init__(self, plan):
+        self.made = plan
+
+    def plan(self, rows):
+        return self.made
+
+    def observe(self, plan, outcomes):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan(4, (1, 1)), r"a plan's exit_layer must be None or lie in 1\.\.3, got 4"),
+        (Plan(0, (1, 1)), r"a plan's exit_layer must be None or lie in 1\.\.3, got 0"),
+        (Plan(2, (1,)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1\]"),
+        (Plan(2, (1, 5)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1, 5\]"),
+        (Plan(2, (1, -1)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1, -1\]"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        decode(tiny("llama"), make_prompts([4, 4]), Once(plan), max_new_tokens=5)
+
+
+def test_a_plan_without_an_exit_needs_no_lengths():
+    [prompt] = make_prompts([4])
+    [done] = decode(tiny("llama"), [prompt], Once(Plan(None, ())), max_new_tokens=5)
+    assert done.tokens == generate(tiny("llama").model, prompt, 5)

@@ -1,0 +1,80 @@
+"""Statistics: a histogram per request, and figures that follow from it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.decoding.stats import SpecStats
+from tests.helpers import Schedule, check_stats, decode, make_prompts
+from tests.models import tiny
+
+ROUNDS = [(4, 4, 5), (4, 1, 2), (4, 0, 1), (2, 2, 3), (0, 0, 1), (3, 2, 2)]  # drafted, accepted, emitted
+
+
+def made(rounds):
+    stats = SpecStats()
+    for drafted, accepted, emitted in rounds:
+        stats.add_round(drafted, accepted, emitted)
+    return stats
+
+
+def test_figures_follow_from_the_rounds_by_hand():
+    stats = made(ROUNDS)
+    assert stats.acceptance_histogram_by_draft_length == {4: {4: 1, 1: 1, 0: 1}, 2: {2: 1}, 3: {2: 1}}
+    assert stats.acceptance_histogram == Counter({4: 1, 2: 2, 1: 1, 0: 1})
+    assert (stats.num_spec_steps, stats.num_plain_steps) == (5, 1)
+    assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (17, 9)
+    assert stats.num_generated_tokens == 14
+    assert stats.mean_acceptance_length == 1 + 9 / 5
+    assert stats.draft_acceptance_rate == 9 / 17
+    # position 1: 4 of 5 steps; 2: 3 of 5, of the 4 that got there; 3: 1 of the 4 that drafted it, of 2; 4: 1 of 3, of 1
+    assert stats.acceptance_by_position() == [(4 / 5, 4 / 5), (3 / 5, 3 / 4), (1 / 4, 1 / 2), (1 / 3, 1 / 1)]
+
+
+def test_a_request_without_drafts_has_an_acceptance_length_of_one():
+    stats = made([(0, 0, 1)] * 3)
+    assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (1.0, 0.0)
+    assert (stats.num_spec_steps, stats.num_plain_steps, stats.acceptance_by_position()) == (0, 3, [])
+    assert SpecStats().mean_acceptance_length == 1.0
+
+
+rounds_of_any_kind = st.lists(
+    st.integers(0, 6).flatmap(lambda d: st.integers(0, d).map(lambda a: (d, a, a + 1))), max_size=20
+)
+
+
+@given(rounds_of_any_kind)
+def test_the_identities_between_figures_hold_for_any_rounds(rounds):
+    check_stats(made(rounds))
+
+
+@given(rounds_of_any_kind, rounds_of_any_kind)
+def test_a_sum_is_what_all_rounds_together_give_and_changes_neither_part(one, other):
+    left, right = made(one), made(other)
+    assert left + right == made(one + other)
+    assert (left, right) == (made(one), made(other))
+
+
+def test_as_dict_is_json_with_the_same_figures():
+    stats = made(ROUNDS)
+    read = json.loads(json.dumps(stats.as_dict()))
+    assert read["acceptance_histogram"] == {"0": 1, "1": 1, "2": 2, "4": 1}
+    assert read["acceptance_by_position"][1] == {"joint": 0.6, "conditional": 0.75}
+    for name in ("num_generated_tokens", "num_spec_steps", "num_plain_steps", "num_draft_tokens"):
+        assert read[name] == getattr(stats, name)
+    for name in ("num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate"):
+        assert read[name] == pytest.approx(getattr(stats, name))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_statistics_are_what_the_rounds_add_up_to(seed):
+    """`decode` counts every completion's rounds once more."""
+    done = decode(tiny("llama"), make_prompts([5, 9, 1, 3]), Schedule(seed, 4), max_new_tokens=[20, 3, 1, 15])
+    total = sum((c.stats for c in done), SpecStats())
+    check_stats(total)
+    assert total.num_generated_tokens == sum(len(c.tokens) for c in done)

@@ -1,0 +1,240 @@
+"""Stops: text is certain before it is shown, and a row ends at its first end, wherever in a block it lies."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.api import Target
+from selfspec.decoding.request import Request
+from selfspec.decoding.stopping import Stopper, TextStream
+from tests.helpers import Always, Schedule, decode, generate, make_prompts
+from tests.models import build, tiny
+from tests.tokenizers import byte_tokenizer, spaced_tokenizer
+
+TOKENIZERS = {"bytes": byte_tokenizer(), "spaced": spaced_tokenizer()}
+TEXTS = ["Zoë 🦙🦙 says 你好, ok?", "🏴󠁧󠁢󠁥󠁮󠁧󠁿 and 👩‍👩‍👧‍👦", "plain words", " a  b   c", "tail 🦙"]
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def blocks_of(tokens, sizes):
+    tokens, out = list(tokens), []
+    for size in itertools.cycle(sizes):
+        if not tokens:
+            return out
+        out, tokens = [*out, tokens[:size]], tokens[size:]
+    return out
+
+
+def stream(tokenizer, prompt, tokens, sizes=(1,), stop=()):
+    """The pieces of text as they come, in blocks of the given sizes."""
+    made = TextStream(tokenizer, prompt, stop)
+    blocks = blocks_of(tokens, sizes)
+    return [made.push(block, last=i == len(blocks) - 1) for i, block in enumerate(blocks)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1, 4), (100,)])
+def test_a_stream_never_splits_a_character_and_adds_up_to_the_text(kind, text, sizes):
+    tokenizer = TOKENIZERS[kind]
+    prompt = ids_of(tokenizer, "once")
+    tokens = ids_of(tokenizer, "x" + text)
+    pieces = stream(tokenizer, prompt, tokens, sizes)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "once" + "".join(pieces) == tokenizer.decode([*prompt, *tokens])
+    assert "".join(pieces).endswith("x" + text)
+
+
+def check_adds_up(tokenizer, tokens, sizes):
+    prompt = ids_of(tokenizer, "once upon")
+    whole = tokenizer.decode([*prompt, *tokens])
+    assert tokenizer.decode(prompt) + "".join(stream(tokenizer, prompt, tokens, sizes)) == whole
+
+
+@settings(max_examples=60)
+@given(tokens=st.lists(st.integers(0, 255), min_size=1, max_size=40), sizes=st.lists(st.integers(1, 5), min_size=1))
+def test_any_bytes_at_all_add_up_to_what_the_tokenizer_decodes(tokens, sizes):
+    check_adds_up(TOKENIZERS["bytes"], tokens, sizes)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=60)
+@given(text=st.text(min_size=1, max_size=20), sizes=st.lists(st.integers(1, 5), min_size=1))
+def test_any_text_adds_up_to_what_the_tokenizer_decodes(kind, text, sizes):
+    check_adds_up(TOKENIZERS[kind], ids_of(TOKENIZERS[kind], text), sizes)
+
+
+def test_a_half_received_character_is_held_back_until_it_is_whole():
+    tokenizer = TOKENIZERS["bytes"]
+    llama = ids_of(tokenizer, "🦙")
+    assert len(llama) == 4
+    assert stream(tokenizer, [], [*llama, *llama]) == ["", "", "", "🦙", "", "", "", "🦙"]
+
+
+def test_a_character_cut_off_by_the_end_is_shown_as_the_tokenizer_shows_it():
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = ids_of(tokenizer, "ab🦙")[:-1]
+    assert "".join(stream(tokenizer, [], tokens)) == tokenizer.decode(tokens) == "ab\ufffd"
+
+
+def test_the_space_after_the_prompt_is_kept_and_the_first_space_of_a_text_is_not():
+    tokenizer = TOKENIZERS["spaced"]
+    once, upon = ids_of(tokenizer, "once"), ids_of(tokenizer, "upon")
+    assert "".join(stream(tokenizer, once, upon)) == " upon"
+    assert "".join(stream(tokenizer, [], [*once, *upon])) == "once upon"
+
+
+def test_special_tokens_have_no_text_and_hide_none():
+    tokenizer = TOKENIZERS["spaced"]
+    once, upon = ids_of(tokenizer, "once"), ids_of(tokenizer, "upon")
+    pieces = stream(tokenizer, once, [*upon, 2, *upon, 2, 2])
+    assert "".join(pieces) == tokenizer.decode([*once, *upon, *upon], skip_special_tokens=True).removeprefix("once")
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (100,)])
+@pytest.mark.parametrize("stops", [("stop",), ("zzz", "stop", "stopper"), ("p now", "stop")])
+def test_a_stop_string_across_tokens_is_held_back_and_cut(stops, sizes):
+    tokenizer = TOKENIZERS["bytes"]
+    made = TextStream(tokenizer, [], stops)
+    pieces = [
+        made.push(block) for block in blocks_of(ids_of(tokenizer, "go sto stop now"), sizes) if made.found is None
+    ]
+    assert "".join(pieces) == "go sto "
+    assert made.found == "stop"
+
+
+def test_text_that_only_begins_like_a_stop_string_is_released_when_it_is_not_one():
+    tokenizer = TOKENIZERS["bytes"]
+    pieces = stream(tokenizer, [], ids_of(tokenizer, "a<en<end"), stop=("<end>",))
+    assert pieces == ["a", "", "", "", "<en", "", "", "<end"]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=60)
+@given(
+    text=st.text("ab ", max_size=20), stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3), data=st.data()
+)
+def test_stopped_text_is_the_text_before_the_first_stop_string_for_any_blocks(kind, text, stops, data):
+    tokenizer = TOKENIZERS[kind]
+    prompt, tokens = ids_of(tokenizer, "b"), ids_of(tokenizer, "b" + text)
+    tokens = tokens[len(prompt) :]
+    whole = tokenizer.decode([*prompt, *tokens])[1:]
+    made, out = TextStream(tokenizer, prompt, stops), ""
+    for i, token in enumerate(tokens):
+        out += made.push([token], last=i == len(tokens) - 1)
+        assert whole.startswith(out)
+        if made.found is not None:
+            break
+    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
+    if ends:  # tokens are one character each: the row ends with the first stop string that is complete
+        first = min(ends)
+        cuts = [at for stop in stops if (at := whole[:first].find(stop)) >= 0]
+        assert out == whole[: min(cuts)]
+    else:
+        assert out == whole
+        assert made.found is None
+
+
+# ------------------------------------------------------------------------------------------------------- the stopper
+
+
+def test_a_block_is_kept_up_to_its_first_end():
+    assert Stopper(10, frozenset([5])).cut([1], 0, [7, 5, 8, 5]) == (2, "", "eos")
+    assert Stopper(10, frozenset([5])).cut([1], 0, [7, 8]) == (2, "", None)
+    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 9]) == (3, "", "length")
+    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 5]) == (3, "", "eos")
+    assert Stopper(10).cut([1], 8, [7, 8, 9, 6]) == (2, "", "length")
+    assert Stopper(10, criteria=[lambda ids, scores: ids[0, -1] == 8]).cut([1], 0, [7, 8, 9]) == (2, "", "stop")
+
+
+class Diary:
+    """A stopping criterion that writes down what it was asked, and stops at a length."""
+
+    def __init__(self, length=None):
+        self.asked, self.length = [], length
+
+    def __call__(self, input_ids, scores):
+        assert scores is None
+        self.asked.append(input_ids[0].tolist())
+        return torch.tensor([self.length is not None and input_ids.shape[1] >= self.length])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("end", ["length", "criterion", "eos"])
+def test_stopping_criteria_are_asked_exactly_once_per_kept_token(end, seed):
+    target, [prompt] = tiny("llama"), make_prompts([9], seed=5)
+    free = generate(target.model, prompt, 14)
+    diaries = [Diary(len(prompt) + 6 if end == "criterion" else None), Diary()]
+    eos = frozenset([free[7]]) if end == "eos" else frozenset()
+    request = Request(prompt, 14, eos=eos, stopping_criteria=tuple(diaries))
+    [done] = decode(target, [request], Schedule(seed, 4))
+    kept = {"length": 14, "criterion": 6, "eos": free.index(free[7]) + 1}[end]
+    assert done.tokens == free[:kept]
+    assert done.finish_reason == {"length": "length", "criterion": "stop", "eos": "eos"}[end]
+    for diary in diaries:
+        assert diary.asked == [[*prompt, *free[: i + 1]] for i in range(kept)]
+
+
+@pytest.fixture(scope="module")
+def babbler():
+    """A random model of bytes: its output is hardly ever valid UTF-8."""
+    return Target(build("llama", vocab_size=257, eos_token_id=256, pad_token_id=256), TOKENIZERS["bytes"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_text_is_the_completions_text_and_the_tokenizers(babbler, seed):
+    prompt = ids_of(babbler.tokenizer, "once upon")
+    pieces = {}
+    rounds = babbler.stream(
+        [prompt] * 4,
+        policy=Schedule(seed, 4),
+        max_new_tokens=30,
+        temperature=1.0,
+        seed=[4 * seed + i for i in range(4)],
+    )
+    for round_ in rounds:
+        for row in round_.rows:
+            pieces[row.request_id] = pieces.get(row.request_id, "") + row.text
+            if row.completion is not None:
+                assert row.completion.text == pieces[row.request_id]
+                whole = babbler.tokenizer.decode([*prompt, *row.completion.tokens], skip_special_tokens=True)
+                assert "once upon" + row.completion.text == whole
+    assert len(pieces) == 4
+
+
+def check_stop_string(target, prompt, stop, expected_text, max_new_tokens=40):
+    """Text ends before the stop string, tokens with the one that completes it, and nothing follows."""
+    seen = []
+    for policy in (Always(None, 0), Always(4, 6), Always(2, 4), Schedule(0, 5), Schedule(1, 5)):
+        [done] = decode(target, [prompt], policy, max_new_tokens=max_new_tokens, stop=stop)
+        assert done.text == expected_text
+        assert done.finish_reason == "stop"
+        seen.append(done.tokens)
+    assert all(tokens == seen[0] for tokens in seen)
+
+
+def test_a_stop_string_inside_a_block_ends_a_row_there(stories):
+    prompt = "Once upon a time, there was"
+    [free] = decode(stories, [prompt], "plain", max_new_tokens=40)
+    for at in range(3, len(free.text) - 4, 17):
+        stop = free.text[at : at + 4]
+        first = free.text.find(stop)
+        check_stop_string(stories, prompt, stop, free.text[:first])
+        check_stop_string(stories, prompt, ("never to be read", stop), free.text[:first])
+
+
+def test_text_after_a_prompt_keeps_its_space(stories):
+    [done] = stories.generate("Once upon a time, there was", max_new_tokens=8)
+    assert done.text.startswith(" a ")
+    ids = stories.tokenizer("Once upon a time, there was")["input_ids"]
+    assert "Once upon a time, there was" + done.text == stories.tokenizer.decode(
+        [*ids, *done.tokens], skip_special_tokens=True
+    )

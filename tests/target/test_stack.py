@@ -1,0 +1,231 @@
+"""The opened model: every run of layers and the head at every layer are the model's own, for every family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from selfspec.api import Target
+from selfspec.errors import UnsupportedModelError
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.lean import LLAMA_SHAPED
+from selfspec.target.selfcheck import TOLERANCE, self_check, split_error
+from selfspec.target.stack import Stack
+from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
+from tests.models import FAMILIES, SMALL, build, tiny
+
+LEAN = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def run_in_parts(stack, prompts, cuts):
+    """Hidden states after each cut, from prompts packed end to end."""
+    cache = PagedCache(len(prompts), 64)
+    rows = PackedRows(cache, [Span([i], 0, len(prompt)) for i, prompt in enumerate(prompts)])
+    hidden, out = torch.tensor([token for prompt in prompts for token in prompt]), {}
+    for start, stop in zip((0, *cuts[:-1]), cuts, strict=True):
+        hidden = out[stop] = stack.run(rows, start, stop, hidden)
+    return out
+
+
+def whole_logits(model, prompts):
+    return torch.cat([model(torch.tensor([prompt])).logits[0].float() for prompt in prompts])
+
+
+def with_layers(model, family, count):
+    """An independent early-exit model: the whole one with all but its first layers cut away, and its final norm."""
+    cut = copy.deepcopy(model)
+    base = cut
+    for name in family.base.split("."):
+        base = getattr(base, name)
+    setattr(base, family.layers, torch.nn.ModuleList(list(getattr(base, family.layers))[:count]))
+    cut.config.num_hidden_layers = count
+    if getattr(cut.config, "layer_types", None):
+        cut.config.layer_types = cut.config.layer_types[:count]
+    return cut
+
+
+@pytest.mark.parametrize(("family", "body"), [*((f, "views") for f in FAMILIES), *((f, "lean") for f in LEAN)])
+@torch.inference_mode()
+def test_logits_after_any_layer_are_those_of_the_model_cut_there(family, body):
+    stack, prompts = Stack(build(family)), make_prompts([11, 4])
+    if body == "views":
+        stack.lean = None
+    assert (stack.lean is not None) == (body == "lean")
+    expected = {n: whole_logits(with_layers(stack.model, stack.family, n), prompts) for n in (1, 2, 3, 4)}
+    assert torch.equal(expected[4], whole_logits(stack.model, prompts))
+    for cuts in ((1, 2, 3, 4), (2, 4), (4,), (3, 4)):
+        for layer, hidden in run_in_parts(stack, prompts, cuts).items():
+            got = stack.logits(hidden, layer)
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, expected[layer], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_the_lean_body_and_the_views_decode_the_same_tokens(family):
+    target, prompts = Target(build(family)), make_prompts([12, 7, 1, 20])
+    expected = [generate(target.model, prompt, 16) for prompt in prompts]
+    for lean in (target.stack.lean, None):
+        target.stack.lean = lean
+        done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
+        assert [c.tokens for c in done] == expected
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("lean", [True, False])
+def test_scaled_rotary_positions_are_the_models_own(rope, lean):
+    extra = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
+    extra |= {"yarn": {"original_max_position_embeddings": 32}, "default": {}, "linear": {}}
+    rope_parameters = {"rope_type": rope, "rope_theta": 10000.0, **extra[rope]}
+    if rope != "default":
+        rope_parameters["factor"] = 4.0
+    target = Target(build("llama", rope_parameters=rope_parameters))
+    assert target.stack.lean is not None
+    if not lean:
+        target.stack.lean = None
+    prompts = make_prompts([40, 7])
+    done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
+    assert [c.tokens for c in done] == [generate(target.model, prompt, 16) for prompt in prompts]
+
+
+def test_a_context_longer_than_the_first_rotary_table_is_read():
+    target = Target(build("llama", max_position_embeddings=1200))
+    [prompt] = make_prompts([1010])
+    for length in (510, 1010):
+        [done] = target.generate([prompt[:length]], exit_layer=2, max_new_tokens=20)
+        assert done.tokens == generate(target.model, prompt[:length], 20)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope_parameters", "limit"),
+    [
+        ("llama", None, 128),
+        ("gpt2", None, 128),
+        ("opt", None, 128),
+        (
+            "llama",
+            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64},
+            64,
+        ),
+        (
+            "phi3",
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 32,
+            },
+            32,
+        ),
+    ],
+)
+def test_the_context_is_as_long_as_positions_reach_without_rescaling(family, rope_parameters, limit):
+    more = {} if rope_parameters is None else {"rope_parameters": rope_parameters}
+    if family == "phi3" and more:
+        more["original_max_position_embeddings"] = 32
+    stack = Stack(build(family, **more))
+    assert stack.context_limit == limit
+
+
+@pytest.mark.parametrize("page_size", [5, 64])
+@pytest.mark.parametrize("chunk", [4, 9])
+def test_llama4_attends_within_chunks_much_shorter_than_the_text(chunk, page_size):
+    """Judged by the model's own forward over the whole text, token by token."""
+    target = Target(build("llama4_text", attention_chunk_size=chunk))
+    prompts = make_prompts([3, 26, 9])
+    audit = lambda engine: audit_cache(engine, target.model)  # noqa: E731
+    done = decode(target, prompts, Schedule(1, 4), audit, {"page_size": page_size}, max_new_tokens=20)
+    for prompt, completion in zip(prompts, done, strict=True):
+        text = list(prompt)
+        for token in completion.tokens:
+            with torch.inference_mode():
+                logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
+            assert logits.argmax() == token
+            text.append(token)
+    wide = Target(build("llama4_text"))
+    assert [c.tokens for c in decode(wide, prompts, "plain", max_new_tokens=20)] != [c.tokens for c in done]
+
+
+def test_a_sliding_window_shorter_than_the_prompt_matters():
+    """The families with windows are tested with windows of 5: here is that such a window changes the tokens."""
+    [prompt] = make_prompts([24])
+    narrow, wide = (generate(build("mistral", sliding_window=w), prompt, 16) for w in (5, 100))
+    assert narrow != wide
+    assert Target(build("mistral", sliding_window=100)).generate([prompt], max_new_tokens=16)[0].tokens == wide
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("falcon", {}, "^falcon: .*; decode it with transformers' own generate"),
+        (
+            "qwen3_next",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+            r"^qwen3_next: its layers keep linear_attention, which cannot be rolled back .*; decode it with",
+        ),
+        ("mamba", {"state_size": 4}, r"^mamba: .*; decode it with transformers' own generate\(\)$"),
+        ("llama", {"num_hidden_layers": 1}, "^llama: a model of 1 layer has no layer to leave early at$"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_name_in_one_sentence(family, options, sentence):
+    with pytest.raises(UnsupportedModelError, match=sentence) as refusal:
+        Target(build(family, attn="eager", **options))
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_self_check_refuses_a_split_that_disagrees_with_the_whole(monkeypatch):
+    stack = Stack(build("gemma2"))
+    assert split_error(stack) < TOLERANCE[torch.float32] / 10
+    run = Stack.run
+    monkeypatch.setattr(Stack, "run", lambda self, rows, start, stop, given: run(self, rows, start, stop, given) * 1.01)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^gemma2: run in two parts, its logits differ .* by 0\.\d+ standard"
+    ):
+        self_check(stack)
+
+
+def test_the_self_check_drops_a_lean_body_that_disagrees_and_keeps_the_views(monkeypatch):
+    stack = Stack(build("llama"))
+    stack.lean.norm = stack.lean.norm._replace(eps=0.5)
+    assert self_check(stack) < TOLERANCE[torch.float32] / 10
+    assert stack.lean is None
+
+
+def test_the_self_check_refuses_a_split_that_raises(monkeypatch):
+    def broken(self, rows, start, stop, given):
+        raise RuntimeError("no such kernel")
+
+    stack = Stack(build("gemma2"))
+    monkeypatch.setattr(Stack, "run", broken)
+    sentence = r"^gemma2: its layers cannot be run in two parts \(RuntimeError: no such kernel\); decode it with"
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        self_check(stack)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_precisions_pass_the_self_check_and_decode(family, dtype):
+    target = Target(build(family).to(dtype))
+    assert target.split_error <= TOLERANCE[dtype]
+    [done] = target.generate(make_prompts([5]), exit_layer=2, max_new_tokens=8)
+    assert len(done.tokens) == 8
+    if dtype == torch.float64:
+        assert done.tokens == generate(target.model, make_prompts([5])[0], 8)
+
+
+def test_only_models_of_the_plain_shape_get_a_lean_body():
+    assert {type(tiny(family).model).__name__ for family in LEAN} == LLAMA_SHAPED
+    assert all(tiny(family).stack.lean is None for family in FAMILIES if family not in LEAN)
+    hooked = build("llama")
+    hooked.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    assert Stack(hooked).lean is None
+    assert Stack(build("llama").bfloat16()).lean is None
+    own = build("llama")
+    own.model.layers[2].mlp.act_fn = type("Mine", (torch.nn.Module,), {"forward": lambda self, x: x.relu()})()
+    assert Stack(own).lean is None
+    assert SMALL["num_hidden_layers"] == Stack(own).num_layers
