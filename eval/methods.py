@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from selfspec.api import Target
-from selfspec.decoding.engine import Round
+from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
 Ids = Sequence[Sequence[int]]

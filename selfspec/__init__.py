@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from selfspec.api import Target
-    from selfspec.decoding.engine import Engine, Round, RowResult
+    from selfspec.decoding.engine import Engine
     from selfspec.decoding.request import Completion, Request
+    from selfspec.decoding.results import Round, RowResult
     from selfspec.decoding.stats import SpecStats
     from selfspec.errors import CacheFullError, UnsupportedModelError
     from selfspec.hub import load
@@ -31,8 +32,8 @@ _HOMES = {
     "Completion": "selfspec.decoding.request",
     "Engine": "selfspec.decoding.engine",
     "Request": "selfspec.decoding.request",
-    "Round": "selfspec.decoding.engine",
-    "RowResult": "selfspec.decoding.engine",
+    "Round": "selfspec.decoding.results",
+    "RowResult": "selfspec.decoding.results",
     "SpecStats": "selfspec.decoding.stats",
     "Target": "selfspec.api",
     "UnsupportedModelError": "selfspec.errors",

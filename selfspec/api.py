@@ -8,8 +8,9 @@ from typing import Any, TypedDict, Unpack
 from torch import nn
 
 from selfspec.control.plan import Policy
-from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine, Round
+from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.request import Completion, Processor, Request, make_request
+from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
 from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
@@ -46,6 +47,8 @@ class Target:
     def __init__(self, model: nn.Module, tokenizer: Any = None, *, check: bool = True) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.stack = Stack(model)
+        if not check:
+            self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = self_check(self.stack) if check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
 
@@ -130,9 +133,11 @@ class Target:
         return engine.run()
 
     def _requests(self, prompts: Prompts, options: dict[str, Any]) -> list[Request]:
-        several: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-        if several and isinstance(several[0], int):
-            raise ValueError("prompts must be a text, a list of texts or a list of token-id lists, got one list of ids")
+        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # a tensor or array of token ids
+        several: Any = [given] if isinstance(given, str) else given
+        if not isinstance(several, Sequence) or any(isinstance(prompt, int) for prompt in several):
+            kind = "one list of ids" if isinstance(several, Sequence) else f"a {type(prompts).__name__}"
+            raise ValueError(f"prompts must be a text, a list of texts or a list of token-id lists, got {kind}")
         for name in ("seed", "max_new_tokens"):
             given = options.get(name)
             if isinstance(given, Sequence) and len(given) != len(several):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.decoding.engine import RowResult
+from selfspec.decoding.results import RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import TextStream
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import selfspec
 from selfspec.api import Target
@@ -117,7 +118,7 @@ BAD = [
     (["hello"], {}, "prompt is text but the target has no tokenizer; pass token ids, or load with tokenizer="),
     ([[5] * 128], {}, "prompt has 128 tokens and the model's context holds 128; shorten it by at least 1"),
     ([[5] * 140], {}, "prompt has 140 tokens and the model's context holds 128; shorten it by at least 13"),
-    ([[5]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ([[5]], {"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
     ([[5]], {"max_new_tokens": [3, 4]}, r"max_new_tokens must be one number or one per prompt \(1\), got 2"),
     ([[5], [6]], {"seed": [1, 2, 3]}, r"seed must be one number or one per prompt \(2\), got 3"),
     ([[5]], {"seed": 1 << 63}, "seed must be a 64-bit integer, got 9223372036854775808"),
@@ -168,3 +169,40 @@ def test_an_engine_refuses_the_same_and_goes_on(prompts, options, sentence):
 def test_a_prompt_of_all_but_one_token_of_the_context_has_room_for_one():
     [done] = tiny("llama").generate(make_prompts([127]), exit_layer=2, max_new_tokens=9)
     assert (len(done.tokens), done.finish_reason) == (1, "length")
+
+
+def test_a_criterion_that_raises_ends_its_own_row_and_no_other():
+    target = tiny("llama")
+    engine = Engine(target, max_batch_size=3)
+
+    def fails(ids, scores):
+        raise RuntimeError("no")
+
+    bad = engine.submit([5, 6, 7], max_new_tokens=6, stopping_criteria=fails)
+    good = engine.submit([8, 9], max_new_tokens=6)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.step()
+    rows = [row for round_ in engine.run() for row in round_.rows]
+    ended = {row.request_id: row.completion for row in rows if row.completion is not None}
+    assert ended[bad].finish_reason == "cancelled"
+    assert ended[good].tokens == target.generate([[8, 9]], max_new_tokens=6, policy="plain")[0].tokens
+    assert engine.cache.num_free_pages == engine.cache.num_pages
+
+
+def test_a_tensor_of_token_ids_is_a_batch_of_prompts():
+    target = tiny("llama")
+    given = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    expected = target.generate(given.tolist(), max_new_tokens=5)
+    assert [done.tokens for done in target.generate(given, max_new_tokens=5)] == [done.tokens for done in expected]
+
+
+@pytest.mark.parametrize("prompts", [5, [5, 6], torch.tensor([5, 6])], ids=["a number", "one list", "one row tensor"])
+def test_prompts_of_another_kind_are_refused_in_a_sentence(prompts):
+    with pytest.raises(ValueError, match=r"^prompts must be a text, a list of texts or a list of token-id lists, got"):
+        tiny("llama").generate(prompts)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(ValueError, match=rf"token ids must lie in 0\.\.\d+, the model's vocabulary, got {token}"):
+        tiny("llama").generate([[5, token]])

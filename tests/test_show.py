@@ -49,7 +49,7 @@ def test_kinds_say_who_wrote_what(target):
         def decode(self, ids, **options):
             return "".join(chr(97 + i) for i in ids)
 
-    from selfspec.decoding.engine import RowResult
+    from selfspec.decoding.results import RowResult
 
     cutter = show.Pieces(Letters(), [0])
     [*pieces] = cutter.of(RowResult(0, [1, 2, 3], "bcd", [1, 2, 25, 24], 2, None))

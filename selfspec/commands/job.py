@@ -12,8 +12,8 @@ from selfspec.api import Target
 from selfspec.commands.failure import as_sentences
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
-from selfspec.decoding.engine import Round, RowResult
 from selfspec.decoding.request import Completion
+from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.rounds import Seconds
 from selfspec.decoding.stats import SpecStats
 

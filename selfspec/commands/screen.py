@@ -14,7 +14,8 @@ from selfspec.commands.failure import RUN, Failure
 from selfspec.commands.job import Job, Run
 from selfspec.commands.options import Generate
 from selfspec.control.fixed import Fixed
-from selfspec.decoding.engine import RowResult, policy_for
+from selfspec.decoding.engine import policy_for
+from selfspec.decoding.results import RowResult
 
 PROMPT_SHOWN = 1000  # characters of a long prompt that are repeated beside the coloured text, from its end
 

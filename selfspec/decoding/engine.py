@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from selfspec.control.plan import Plan, Policy, RowOutcome
 from selfspec.control.policies import make_policy
 from selfspec.decoding.request import Completion, Request, make_request
+from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.rounds import Seconds, Verdict, decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
@@ -35,25 +36,6 @@ class Decodable(Protocol):
     def default_exit_layer(self) -> int | None: ...
     @property
     def default_num_draft_tokens(self) -> int | None: ...
-
-
-class RowResult(NamedTuple):
-    """What one row got out of a round."""
-
-    request_id: int
-    tokens: list[int]  # kept tokens: accepted drafts, then the target's own next token unless the row ended before it
-    text: str  # text that became certain
-    drafted: list[int]  # everything drafted, rejected tokens included
-    num_accepted: int  # drafted tokens among `tokens`
-    completion: Completion | None  # once the row has ended
-
-
-class Round(NamedTuple):
-    """One round of the engine; rows that only prefilled are not in it."""
-
-    rows: list[RowResult]
-    plan: Plan | None  # None when no row was ready to decode
-    seconds: Seconds
 
 
 def policy_for(
@@ -111,6 +93,7 @@ class Engine:
         self.rows: list[Row] = []
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
+        self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
 
     @property
@@ -119,7 +102,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.rows or self._waiting)
+        return bool(self.rows or self._waiting or self._results)
 
     def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
         """Queue a prompt; returns its request id. Options are those of `Target.generate`.
@@ -129,7 +112,10 @@ class Engine:
             CacheFullError: the request could never fit into `max_cached_tokens`.
         """
         request = prompt if isinstance(prompt, Request) else make_request(prompt, self.target.tokenizer, **options)
-        limit = self.stack.context_limit
+        limit, vocab = self.stack.context_limit, self.stack.vocab_size
+        if not all(0 <= token < vocab for token in request.prompt):
+            wrong = next(token for token in request.prompt if not 0 <= token < vocab)
+            raise ValueError(f"a prompt's token ids must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong}")
         if len(request.prompt) >= limit:
             raise ValueError(
                 f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; "
@@ -151,25 +137,42 @@ class Engine:
             self._cancelled.add(request_id)
 
     def step(self) -> Round:
-        """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the ready rows."""
+        """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the ready rows.
+
+        What a caller's processor, criterion or policy raises comes out here. No other row suffers: what it got is
+        reported by the next step. A row whose own criterion raised is cancelled.
+        """
         seconds = Seconds()
         with torch.inference_mode():
-            ended = self._drop_cancelled()
+            self._drop_cancelled()
             self._admit()
             self._prefill()
             seconds.lap("prefill")
-            ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
-            if not ready:
-                return Round(ended, None, seconds)
-            plan = self.policy.plan([row.state for row in ready])
-            self._check(plan, ready)
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
-        results = [self._apply(row, verdict) for row, verdict in zip(ready, verdicts, strict=True)]
-        self.rows = [row for row in self.rows if row.finish_reason is None]
-        outcomes = [RowOutcome(r.request_id, len(r.drafted), r.num_accepted) for r in results]
-        self.policy.observe(plan, outcomes)
+            plan = self._decode(seconds)
         seconds.lap("rest")
-        return Round(ended + results, plan, seconds)
+        results, self._results = self._results, []
+        return Round(results, plan, seconds)
+
+    def _decode(self, seconds: Seconds) -> Plan | None:
+        ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
+        if not ready:
+            return None
+        plan = self.policy.plan([row.state for row in ready])
+        self._check(plan, ready)
+        verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
+        outcomes = []
+        try:
+            for row, verdict in zip(ready, verdicts, strict=True):
+                result = self._apply(row, verdict)
+                self._results.append(result)
+                outcomes.append(RowOutcome(result.request_id, len(result.drafted), result.num_accepted))
+        except BaseException:
+            self._cancel(row)
+            raise
+        finally:
+            self.rows = [row for row in self.rows if row.finish_reason is None]
+        self.policy.observe(plan, outcomes)
+        return plan
 
     def run(self) -> Iterator[Round]:
         """Rounds until nothing is left to do."""
@@ -239,18 +242,17 @@ class Engine:
         self.cache.release(row.pages)
         return row.completion()
 
-    def _drop_cancelled(self) -> list[RowResult]:
-        ended = []
+    def _drop_cancelled(self) -> None:
         for row in self.rows:
             if row.request_id in self._cancelled:
-                row.finish_reason = "cancelled"
-                ended.append(RowResult(row.request_id, [], "", [], 0, self._ended(row)))
+                self._cancel(row)
         for request_id, request in self._waiting:
             if request_id in self._cancelled:
-                row = Row(request_id, request, self._stopper(request), [], list(request.prompt))
-                row.finish_reason = "cancelled"
-                ended.append(RowResult(request_id, [], "", [], 0, row.completion()))
+                self._cancel(Row(request_id, request, self._stopper(request), [], list(request.prompt)))
         self.rows = [row for row in self.rows if row.finish_reason is None]
         self._waiting = deque(pair for pair in self._waiting if pair[0] not in self._cancelled)
         self._cancelled.clear()
-        return ended
+
+    def _cancel(self, row: Row) -> None:
+        row.finish_reason = "cancelled"
+        self._results.append(RowResult(row.request_id, [], "", [], 0, self._ended(row)))

@@ -81,8 +81,8 @@ def make_request(
         ids = [int(i) for i in prompt]
     if not ids:
         raise ValueError("prompt is empty; give at least one token to continue")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if int(max_new_tokens) != max_new_tokens or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not text for text in stops):
         raise ValueError("stop must hold non-empty texts, got ''")

@@ -36,6 +36,7 @@ class Stack:
         self.lean = LeanBody.of(self._twin)
         """The same layers with less overhead, where the model is Llama-shaped; None: the views run everything."""
         embedding = self._twin.get_input_embeddings().weight
+        self.vocab_size = int(embedding.shape[0])
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
 

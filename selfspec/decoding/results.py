@@ -1,0 +1,28 @@
+"""What an engine hands out: a `Round`, with a `RowResult` for every row that took part."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from selfspec.control.plan import Plan
+from selfspec.decoding.request import Completion
+from selfspec.decoding.rounds import Seconds
+
+
+class RowResult(NamedTuple):
+    """What one row got out of a round."""
+
+    request_id: int
+    tokens: list[int]  # kept tokens: accepted drafts, then the target's own next token unless the row ended before it
+    text: str  # text that became certain
+    drafted: list[int]  # everything drafted, rejected tokens included
+    num_accepted: int  # drafted tokens among `tokens`
+    completion: Completion | None  # once the row has ended
+
+
+class Round(NamedTuple):
+    """One round of the engine; rows that only prefilled are not in it."""
+
+    rows: list[RowResult]
+    plan: Plan | None  # None when no row was ready to decode
+    seconds: Seconds
