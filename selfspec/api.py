@@ -14,6 +14,7 @@ from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
 from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
+from selfspec.target.views import copied_state
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -37,6 +38,8 @@ class Target:
 
     Args:
         model: any transformers causal LM, with PEFT adapters or without. It is never changed; its weights are shared.
+            What else changes about it later (adapters, device, dtype) is noticed by `generate` and `stream`; an
+            `Engine` keeps the model as it was when the engine was made.
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
 
@@ -45,11 +48,15 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, *, check: bool = True) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.stack = Stack(model)
-        if not check:
+        self.model, self.tokenizer, self._check = model, tokenizer, check
+        self._open()
+
+    def _open(self) -> None:
+        self._state = copied_state(self.model)
+        self.stack = Stack(self.model)
+        if not self._check:
             self.stack.lean = None  # only ever used once the self-check has found it equal
-        self.split_error = self_check(self.stack) if check else None
+        self.split_error = self_check(self.stack) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
 
     @property
@@ -116,6 +123,8 @@ class Target:
         Arguments are checked at the call, before the first round is asked for.
         """
         requests = self._requests(prompts, dict(options))
+        if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
+            self._open()
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)

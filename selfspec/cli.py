@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as python_inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -94,6 +95,10 @@ def _inspect(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. Expected trouble is one sentence on stderr."""
+    if sys.stdout is None:
+        return _say("stdout is closed; there is nowhere to write to", RUN)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
     try:
         code = app(arguments, prog_name="selfspec", standalone_mode=False)
         sys.stdout.flush()
@@ -104,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return _closed_pipe()
+    except OSError as problem:  # files of our own are handled where they are opened: this is stdout, on a full disk
+        _drop_stdout()
+        return _say(f"the output cannot be written ({problem.strerror or problem}); make room and run it again", RUN)
     except Exception as problem:
         if hasattr(problem, "format_message"):  # typer's usage errors; their classes are private
             path = getattr(getattr(problem, "ctx", None), "command_path", "selfspec")
@@ -121,9 +129,14 @@ def _say(sentence: str, code: int) -> int:
 
 
 def _closed_pipe() -> int:
-    """Whoever read our output has left: nothing more to say, not even when Python flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Whoever read our output has left: nothing more to say."""
+    _drop_stdout()
     return RUN
+
+
+def _drop_stdout() -> None:
+    """Let Python's flush at exit go nowhere instead of failing once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -22,13 +22,12 @@ from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
-from selfspec.target.views import make_twin
+from selfspec.target.views import copied_state, make_twin
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
 FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order
-COPIED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(eq=False)
@@ -109,16 +108,14 @@ class SelfSpeculative:
             if self.streamer is not None:
                 block = call.columns(tokens, done, sent)
                 sent += block.shape[1]
-                for part in (
-                    block.T if len(tokens) > 1 else block[: block.shape[1]]
-                ):  # none while only reading the prompt
-                    self.streamer.put(part)
+                if block.shape[1]:  # none while the prompt is being read
+                    for part in block.T if len(tokens) > 1 else block:
+                        self.streamer.put(part)
         return [done[row] for row in range(len(tokens))]
 
     def _target(self, model: nn.Module) -> Target:
         """The model opened up: once, and again when anything has changed that a twin copies instead of sharing."""
-        state: list[Any] = [(id(t), t.device, t.dtype) for t in [*model.parameters(), *model.buffers()]]
-        state += [str([vars(module).get(name) for name in COPIED]) for module in model.modules()]
+        state = copied_state(model)
         if self._targets.get(model, (None,))[0] != state:
             self._targets[model] = state, Target(make_twin(model))  # a twin, so that the model is not kept alive
         return self._targets[model][1]

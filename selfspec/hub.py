@@ -15,7 +15,7 @@ from selfspec.api import Target
 
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICES = ("cpu", "cuda")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 

@@ -51,7 +51,7 @@ def test_wrong_options_are_refused_before_a_model_is_looked_for(run, arguments, 
     [
         (["--exit-layer", "4"], ["--exit-layer", "1..3", "4"]),
         (["--device", "toaster"], ["--device", "cpu", "cuda", "toaster"]),
-        (["--device", "xpu:31"], ["--device", "not available", "xpu:31"]),
+        (["--device", "cuda:31"], ["--device", "not available", "cuda:31"]),
         (["--chat"], ["--chat", "template"]),
         (["--system", "be kind"], ["--system", "template"]),
     ],

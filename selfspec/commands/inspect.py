@@ -37,7 +37,7 @@ def inspect(model: str, dtype: str | None, device: str | None, adapter: Path | N
 
     with as_sentences():
         opened, tokenizer = hub.open_model(model, dtype=dtype, device=device, adapter=adapter)
-    report = examine(model, opened, tokenizer)
+        report = examine(model, opened, tokenizer)
     if as_json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")
     else:

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from selfspec.commands.failure import Failure
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-DEVICE = "cpu|cuda|cuda:N|mps"
+DEVICE = "cpu|cuda|cuda:N"
 ADAPTER_HELP = "PEFT adapter for the model."
 DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
 DEVICE_HELP = "Default: cuda if there is one."
@@ -122,8 +122,8 @@ def _check_pairs(given: Generate) -> None:
         raise Failure("--system needs the chat template that --no-chat turns off; leave one of them out")
     if any(not text for text in given.stop or ()):
         raise Failure("--stop must be a non-empty text, got ''")
-    if given.svg is not None and not given.svg.resolve().parent.is_dir():
-        raise Failure(f"--svg needs an existing folder to write into, got {given.svg}")
+    if given.svg is not None and (given.svg.is_dir() or not given.svg.resolve().parent.is_dir()):
+        raise Failure(f"--svg needs a file in an existing folder, got {given.svg}")
 
 
 def _flag(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def read_prompts(options: Generate) -> list[Prompt]:
 def parse_lines(name: str, data: bytes) -> list[Prompt]:
     """Every line of a JSON-lines file; blank lines are skipped, any other must be right."""
     made: list[Prompt] = []
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         where = f"{name}, line {number}"
         text = _decode(line, where)
         if text.strip():
@@ -53,7 +54,7 @@ def parse_lines(name: str, data: bytes) -> list[Prompt]:
 def _parse(line: str, where: str, index: int) -> Prompt:
     try:
         found = json.loads(line)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise Failure(f"{where}: not valid JSON ({problem}); every line must be one object with a prompt") from None
     if not isinstance(found, dict):
         raise Failure(f'{where}: must be an object such as {{"prompt": "..."}}, got {type(found).__name__}')

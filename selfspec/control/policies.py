@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import Policy
+from selfspec.errors import whole
 
 POLICIES = ("plain", "fixed")
 DEFAULT_DRAFT_TOKENS = 4
@@ -22,8 +23,8 @@ def make_policy(
         return policy
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    exit_layer = max(1, num_layers // 4) if exit_layer is None else exit_layer
-    num_draft_tokens = DEFAULT_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    exit_layer = whole("exit_layer", max(1, num_layers // 4) if exit_layer is None else exit_layer)
+    num_draft_tokens = whole("num_draft_tokens", DEFAULT_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens)
     if not 1 <= exit_layer < num_layers:
         raise ValueError(f"exit_layer must lie in 1..{num_layers - 1} for this model, got {exit_layer}")
     if num_draft_tokens < 0:

@@ -15,7 +15,7 @@ from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.rounds import Seconds, Verdict, decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
-from selfspec.errors import CacheFullError
+from selfspec.errors import CacheFullError, whole
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 
@@ -112,6 +112,8 @@ class Engine:
             CacheFullError: the request could never fit into `max_cached_tokens`.
         """
         request = prompt if isinstance(prompt, Request) else make_request(prompt, self.target.tokenizer, **options)
+        if request.stop and self.target.tokenizer is None:
+            raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
         limit, vocab = self.stack.context_limit, self.stack.vocab_size
         if not all(0 <= token < vocab for token in request.prompt):
             wrong = next(token for token in request.prompt if not 0 <= token < vocab)
@@ -140,7 +142,7 @@ class Engine:
         """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the ready rows.
 
         What a caller's processor, criterion or policy raises comes out here. No other row suffers: what it got is
-        reported by the next step. A row whose own criterion raised is cancelled.
+        reported by the next step. A row whose own processor or criterion raised is cancelled.
         """
         seconds = Seconds()
         with torch.inference_mode():
@@ -159,17 +161,17 @@ class Engine:
             return None
         plan = self.policy.plan([row.state for row in ready])
         self._check(plan, ready)
-        verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
         outcomes = []
         try:
+            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
             for row, verdict in zip(ready, verdicts, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
                 outcomes.append(RowOutcome(result.request_id, len(result.drafted), result.num_accepted))
-        except BaseException:
-            self._cancel(row)
-            raise
         finally:
+            for row in ready:
+                if row.has_raised:
+                    self._cancel(row)
             self.rows = [row for row in self.rows if row.finish_reason is None]
         self.policy.observe(plan, outcomes)
         return plan
@@ -221,7 +223,8 @@ class Engine:
         """A draft beyond a row's room would be written into pages that are not the row's."""
         if plan.exit_layer is None:
             return
-        last, room, given = self.stack.num_layers - 1, [row.room for row in rows], list(plan.draft_lengths)
+        last, room = self.stack.num_layers - 1, [row.room for row in rows]
+        given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
         if not 1 <= plan.exit_layer <= last:
             raise ValueError(f"a plan's exit_layer must be None or lie in 1..{last}, got {plan.exit_layer}")
         if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
@@ -229,7 +232,8 @@ class Engine:
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
-        kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
+        with row.blamed():
+            kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, drafted = min(verdict.accepted, kept), len(verdict.drafted)
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
         row.stats.add_round(drafted, accepted, kept)
@@ -255,4 +259,6 @@ class Engine:
 
     def _cancel(self, row: Row) -> None:
         row.finish_reason = "cancelled"
-        self._results.append(RowResult(row.request_id, [], "", [], 0, self._ended(row)))
+        text = row.stopper.flush()
+        row.text += text
+        self._results.append(RowResult(row.request_id, [], text, [], 0, self._ended(row)))

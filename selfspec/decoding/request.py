@@ -11,6 +11,7 @@ from torch import Tensor
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Criterion, FinishReason
+from selfspec.errors import whole
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
 
@@ -35,6 +36,13 @@ class Request:
     logits_processor: Sequence[Processor] = ()
     stopping_criteria: Sequence[Criterion] = ()
     keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise ValueError("prompt is empty; give at least one token to continue")
+        whole("max_new_tokens", self.max_new_tokens, least=1)
+        if any(not text for text in self.stop):
+            raise ValueError("stop must hold non-empty texts, got ''")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +86,8 @@ def make_request(
             )
         ids = [int(i) for i in tokenizer(prompt)["input_ids"]]
     else:
-        ids = [int(i) for i in prompt]
-    if not ids:
-        raise ValueError("prompt is empty; give at least one token to continue")
-    if int(max_new_tokens) != max_new_tokens or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens}")
+        ids = [whole("a prompt's token id", i) for i in prompt]
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not text for text in stops):
-        raise ValueError("stop must hold non-empty texts, got ''")
-    if stops and tokenizer is None:
-        raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     return Request(
         ids,

@@ -110,8 +110,9 @@ def _process(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
         return logits
     ids = torch.tensor([[*row.content, *drafted]], device=logits.device)
     scores = logits[None].clone()
-    for process in row.request.logits_processor:
-        scores = process(ids, scores)
+    with row.blamed():
+        for process in row.request.logits_processor:
+            scores = process(ids, scores)
     return scores[0]
 
 

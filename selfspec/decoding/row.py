@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -27,6 +29,7 @@ class Row:
     stats: SpecStats = field(default_factory=SpecStats)
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
+    has_raised: bool = False  # its own processor or criterion did: the engine cancels it
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -43,6 +46,15 @@ class Row:
     @property
     def state(self) -> RowState:
         return RowState(self.request_id, len(self.content), self.room)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Around the caller's own code for this row: what it raises is this row's fault."""
+        try:
+            yield
+        except BaseException:
+            self.has_raised = True
+            raise
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None

@@ -24,12 +24,19 @@ class TextStream:
     """
 
     CONTEXT = 6
+    MOST_CONTEXT = 64
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids = list(prompt[-self.CONTEXT :])
-        self._start, self._read = 0, len(self._ids)
-        self._seen = self._decode(self._ids)
+        self._ids, self._start = list(prompt[-self.MOST_CONTEXT :]), 0
+        start = max(0, len(self._ids) - self.CONTEXT)
+        while start > 0 and self._decode(self._ids[start:]).startswith("\ufffd"):
+            start -= 1  # not inside a character, nor inside a run of byte tokens, which some tokenizers decode as one
+        self._ids, self._read = self._ids[start:], len(self._ids) - start
+        for _ in range(3):  # a character that the prompt leaves unfinished belongs to the output that completes it
+            if self._read and self._decode(self._ids[: self._read]).endswith("\ufffd"):
+                self._read -= 1
+        self._seen = self._decode(self._ids[: self._read])
         self._held = ""
         self.found: str | None = None  # the stop string that ended the text
 
@@ -103,6 +110,10 @@ class Stopper:
                 break
         text += self._push([] if self._by_token else block[:kept], last=reason is not None)
         return kept, text, reason
+
+    def flush(self) -> str:
+        """The text still held back, for a row that ends with no further token."""
+        return self._push([], last=True)
 
     def _push(self, tokens: Sequence[int], last: bool) -> str:
         if self._text is None or self._stopped():

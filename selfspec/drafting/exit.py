@@ -46,22 +46,20 @@ def draft_by_exit(
     token, and a full acceptance yields its bonus token.
     """
     steps: list[tuple[list[int], Tensor, Tensor]] = []  # rows fed, their tokens, their hidden states
-    live = list(range(len(rows)))
+    live, lengths = list(range(len(rows))), [row.length for row in rows]
     while live:
         step = len(steps)
         packed = PackedRows(cache, [Span(rows[r].pages, rows[r].position + step, 1) for r in live], stack.device)
         hidden = stack.run(packed, 0, exit_layer, tokens)
         steps.append((live, tokens, hidden))
-        going = [r for r in live if rows[r].length > step]
+        going = [r for r in live if lengths[r] > step]
         if not going:
             break
         if len(going) < len(live):
             hidden = hidden[[live.index(r) for r in going]]
         tokens, kept = choose(hidden, going, step)
-        if len(kept) < len(going):  # a row that stops still feeds the token it has just drafted, in the next step
-            rows = [
-                row._replace(length=step + 1) if r in going and r not in kept else row for r, row in enumerate(rows)
-            ]
+        for r in set(going).difference(kept):
+            lengths[r] = step + 1  # a row that stops still feeds the token it has just drafted, in the next step
         live = going
     return _row_major(steps, len(rows))
 

@@ -53,12 +53,15 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for `transformers.AttentionInterface`: returns `[1, N, heads, head_dim]` and no weights."""
+    if attention_mask is not None:
+        raise ValueError("the model hands its attention a mask of its own, which packed rows do not have")
     rows: PackedRows = packed if packed is not None else key.packed  # type: ignore[attr-defined]
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = Reach(sliding_window, _chunk_size(module, layer_idx))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend_rows(rows, query[0], keys, values, reach, scale, softcap, s_aux)[None], None
+    out = attend_rows(rows, query[0], keys, values, reach, scale, softcap, s_aux)
+    return out[None].contiguous(), None
 
 
 def attend_rows(

@@ -51,6 +51,10 @@ class PagedCache:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def release(self, pages: Sequence[int]) -> None:
+        """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
+        index = list(pages)
+        for keys, values in self._layers.values():
+            keys[index], values[index] = 0, 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
             heapq.heappush(self._free, page)

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.target.attention import SHORT
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
-LENGTHS, PREFIX = (13, 8), (9, 3)  # two rows: tokens in all, tokens prefilled before the draft begins
+# Two rows: tokens in all, tokens prefilled before the draft begins. The first is long enough for a call of its own.
+LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
 
 
 @torch.inference_mode()

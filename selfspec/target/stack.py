@@ -49,8 +49,10 @@ class Stack:
         """
         limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
+        nested = [inner for inner in rope.values() if isinstance(inner, dict)]  # some families: one per layer type
+        for one in [rope, *nested]:
+            if one.get("rope_type") in ("dynamic", "longrope"):
+                limit = min(limit, int(one.get("original_max_position_embeddings") or limit))
         return limit
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ FAMILIES = {
     "opt": Family(base="model.decoder", norm="final_layer_norm", only_first=("embed_positions",)),
     "granite": Family(unit_after_first=("embedding_multiplier",)),
 }
+COPIED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "_forward_hooks", "_forward_pre_hooks")
 STATELESS_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -83,6 +84,16 @@ def make_twin(model: nn.Module) -> Any:
     """A second body around the same weights: own modules and config, shared parameters and buffers, in eval mode."""
     shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared).eval()
+
+
+def copied_state(model: nn.Module) -> list[Any]:
+    """What a twin copies instead of sharing, in a form to compare: once it has changed, a new twin is due.
+
+    Weights that are edited in place are shared and need nothing; replaced ones, moves to another device or dtype, hooks
+    and PEFT's switches (which adapter, on or off, merged or not) do.
+    """
+    state: list[Any] = [(id(t), t.device, t.dtype) for t in [*model.parameters(), *model.buffers()]]
+    return state + [str([vars(module).get(name) for name in COPIED]) for module in model.modules()]
 
 
 def family_of(model: nn.Module) -> Family:

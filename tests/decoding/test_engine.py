@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 
+from selfspec.api import Target
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.request import Request
 from selfspec.errors import CacheFullError
 from tests.helpers import Always, Schedule, audit_cache, decode, drain, generate, make_prompts
-from tests.models import tiny
+from tests.models import build, tiny
 
 
 @pytest.fixture
@@ -219,3 +221,39 @@ def test_a_round_tells_its_plan_and_where_its_time_went(target):
     parts = [seconds.prefill, seconds.draft, seconds.verify, seconds.head, seconds.pick, seconds.rest]
     assert all(part > 0 for part in parts)
     assert seconds.total == pytest.approx(sum(parts))
+
+
+def test_a_row_does_not_depend_on_who_had_its_page_before():
+    model = build("llama")
+    poison = 9
+    model.get_input_embeddings().weight.data[poison] = float("nan")
+    target, prompts = Target(model, check=False), [[5, 6], [7, 8, 10, 11, 12, 13, 14, 15, 16, 17]]
+    expected = [target.generate([p], max_new_tokens=8)[0].tokens for p in prompts]
+    engine = Engine(target, max_batch_size=2, max_cached_tokens=60)
+    engine.submit([poison, *[poison] * 20], max_new_tokens=2)
+    list(engine.run())
+    ids = [engine.submit(p, max_new_tokens=8) for p in prompts]
+    done = {r.request_id: r.completion for round_ in engine.run() for r in round_.rows if r.completion is not None}
+    assert [done[i].tokens for i in ids] == expected
+
+
+def test_a_processor_that_raises_ends_its_own_row_and_no_other():
+    target = tiny("llama")
+    engine = Engine(target, max_batch_size=2)
+
+    def fails(ids, scores):
+        raise RuntimeError("no")
+
+    bad = engine.submit([5, 6, 7], max_new_tokens=6, logits_processor=fails)
+    good = engine.submit([8, 9], max_new_tokens=6)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.step()
+    done = {r.request_id: r.completion for round_ in engine.run() for r in round_.rows if r.completion is not None}
+    assert done[bad].finish_reason == "cancelled"
+    assert done[good].tokens == target.generate([[8, 9]], max_new_tokens=6, policy="plain")[0].tokens
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": []}, {"prompt": [3], "max_new_tokens": 0}, {"prompt": [3], "stop": [""]}])
+def test_a_request_made_by_hand_is_checked_too(wrong):
+    with pytest.raises(ValueError, match=r"^(prompt is empty|max_new_tokens must|stop must)"):
+        Request(**wrong)

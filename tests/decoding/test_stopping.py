@@ -238,3 +238,26 @@ def test_text_after_a_prompt_keeps_its_space(stories):
     assert "Once upon a time, there was" + done.text == stories.tokenizer.decode(
         [*ids, *done.tokens], skip_special_tokens=True
     )
+
+
+@pytest.mark.parametrize("made", [byte_tokenizer, spaced_tokenizer], ids=["bytes", "byte fallback"])
+@pytest.mark.parametrize(
+    "text", ["\U0001f600\U0001f600\U0001f600a b", "ab\U0001f600cd\U0001f600", "\u65e5\u672c\u8a9eab"]
+)
+def test_a_prompt_may_end_anywhere_even_inside_a_character(made, text):
+    tokenizer = made()
+    ids = ids_of(tokenizer, text)
+    for cut in range(1, len(ids)):
+        stream = TextStream(tokenizer, ids[:cut])
+        got = "".join([*(stream.push([token]) for token in ids[cut:]), stream.push([], last=True)])
+        assert "\ufffd" not in got
+        assert text.endswith(got)
+
+
+def test_a_stop_string_is_found_after_a_prompt_of_byte_tokens():
+    tokenizer = spaced_tokenizer()
+    emoji = ids_of(tokenizer, "\U0001f600\U0001f600")
+    stream = TextStream(tokenizer, emoji, ["\U0001f600"])
+    rest = ids_of(tokenizer, "\U0001f600\U0001f600\U0001f600a")[len(emoji) :]
+    got = "".join(stream.push([token]) for token in rest if stream.found is None)
+    assert (got, stream.found) == ("", "\U0001f600")

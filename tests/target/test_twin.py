@@ -178,3 +178,18 @@ def test_an_adapter_of_virtual_tokens_is_refused_and_not_left_out():
     model = get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(UnsupportedModelError, match=r"virtual tokens .*; decode it with the PEFT model's own generate"):
         Target(model)
+
+
+def test_a_target_follows_the_models_adapters_switches_and_dtype():
+    model = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    target, prompt = Target(model), [[5, 6, 7, 8]]
+    with_adapter = generate(model, prompt[0], 12)
+    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+    with model.disable_adapter():
+        without = generate(model, prompt[0], 12)
+        assert target.generate(prompt, max_new_tokens=12)[0].tokens == without != with_adapter
+    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+    model.merge_adapter()
+    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+    model.to(torch.float64)
+    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
