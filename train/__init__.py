@@ -1,0 +1,1 @@
+"""Training of early-exit models: `python -m train CONFIG`."""

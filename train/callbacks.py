@@ -1,0 +1,76 @@
+"""What a run says while it goes: progress with the time left, and the loss of every exit on held-out code."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+from transformers import LlamaForCausalLM, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from train.agreement import exit_losses
+
+
+class Progress(TrainerCallback):
+    """One line per logging step: step, learning rate, tokens per second, time left, loss of every exit."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.last_step, self.last_time = 0, 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.last_step, self.last_time = state.global_step, time.perf_counter()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or "learning_rate" not in logs:
+            return
+        now = time.perf_counter()
+        steps, seconds = max(1, state.global_step - self.last_step), now - self.last_time
+        self.last_step, self.last_time = state.global_step, now
+        left = (state.max_steps - state.global_step) * seconds / steps
+        print(
+            f"step {state.global_step}/{state.max_steps}  lr {logs['learning_rate']:.2e}  "
+            f"{steps * self.tokens_per_step / seconds:.0f} tokens/s  {left / 60:.1f} min left  "
+            f"loss by exit {by_exit(logs, 'loss_exit_')}",
+            flush=True,
+        )
+
+
+class HeldOutLoss(TrainerCallback):
+    """Every so many steps, the loss of every exit on the same held-out windows `[N, T]`."""
+
+    def __init__(self, windows: Tensor, every: int) -> None:
+        self.windows, self.every = windows, every
+        self.history: list[tuple[int, tuple[float, ...]]] = []
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: LlamaForCausalLM | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if state.global_step % self.every and state.global_step != state.max_steps:
+            return
+        assert model is not None  # the Trainer always passes it
+        losses = exit_losses(model, self.windows.to(args.device))
+        self.history.append((state.global_step, losses))
+        entry = {f"held_out_exit_{number}": round(loss, 4) for number, loss in enumerate(losses, start=1)}
+        state.log_history.append({"step": state.global_step, **entry})
+        print(f"step {state.global_step}  held-out loss by exit {by_exit(entry, 'held_out_exit_')}", flush=True)
+
+
+def by_exit(values: dict[str, float], prefix: str) -> str:
+    """Write the entries of one prefix as `exit:value` pairs."""
+    chosen = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    return " ".join(f"{number}:{value:.2f}" for number, value in chosen.items())

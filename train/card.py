@@ -1,0 +1,172 @@
+"""The model card: everything in it is taken from the configuration, the corpus and the measurements."""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from train.agreement import ExitQuality
+from train.config import TrainConfig
+from train.corpus import Corpus
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """What the card reports about one finished run."""
+
+    config: TrainConfig
+    command: str
+    corpus: Corpus
+    train_tokens: int
+    held_out_tokens: int
+    epoch_tokens: int
+    steps: int
+    parameters: int
+    quality: ExitQuality
+    samples: tuple[tuple[str, str], ...]
+
+
+def write_card(facts: CardFacts) -> str:
+    """Return the model card as Markdown."""
+    parts = (_opening(facts), _data(facts), _recipe(facts), _quality(facts), _samples(facts), _CLOSING)
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _paragraph(text: str, bullet: str = "") -> str:
+    """Wrap text to lines of the card; a bullet's later lines are indented below its first."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        width=118,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _bullets(*items: str) -> str:
+    return "\n".join(_paragraph(item, "- ") for item in items)
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _opening(facts: CardFacts) -> str:
+    shape = facts.config.model
+    what = _paragraph(
+        f"""A Llama-shaped causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers,
+        width {shape.hidden_size}, {shape.num_attention_heads} heads, {shape.num_key_value_heads} key-value heads,
+        vocabulary {shape.vocab_size:,}, up to {shape.max_position_embeddings:,} positions), trained from scratch so
+        that every layer can already guess the next token. It is there to try self-speculative decoding without a
+        download. It writes plausible Python, not correct Python."""
+    )
+    tokens = _paragraph(
+        """The tokenizer is a byte-level BPE that gives any UTF-8 text back exactly. `<|endoftext|>` is both bos and
+        eos; it stands between files in training and is never added to a prompt by itself."""
+    )
+    return f"{_FRONT_MATTER}# A small Python model that can leave early\n\n{what}\n\n{tokens}"
+
+
+def _data(facts: CardFacts) -> str:
+    corpus, config = facts.corpus, facts.config.corpus
+    source = _paragraph(
+        f"""Source: {corpus.origin}, every `.py` file except paths with a part among {", ".join(config.skip)}, files
+        that are not UTF-8 or contain a zero byte, and files above {config.max_chars:,} characters."""
+    )
+    rows = [
+        (name, f"{len(files):,}", f"{sum(file.is_test for file in files):,}", f"{chars:,}", f"{tokens:,}")
+        for name, files, tokens in (
+            ("train", corpus.train, facts.train_tokens),
+            ("held out", corpus.held_out, facts.held_out_tokens),
+        )
+        for chars in [sum(len(file.text) for file in files)]
+    ]
+    table = _table(("part", "files", "of these tests", "characters", "tokens"), rows)
+    details = _bullets(
+        f"""Held out are the files for which the first four bytes of the SHA-256 of the relative path, read as a
+        big-endian number modulo 10,000, are below {config.held_out_percent * 100:.0f}. The tokenizer did not see them
+        either.""",
+        f"""Code that is no test is repeated {config.library_repeat} times, so an epoch has {facts.epoch_tokens:,}
+        tokens.""",
+        f"SHA-256 of all paths and texts: `{corpus.sha256}`",
+    )
+    return f"## Data\n\n{source}\n\n{table}\n\n{details}"
+
+
+def _recipe(facts: CardFacts) -> str:
+    exits, optim, run = facts.config.exits, facts.config.optim, facts.config.run
+    step_tokens = run.tokens_per_batch * run.gradient_accumulation_steps
+    seen = facts.steps * step_tokens
+    steps = _bullets(
+        f"""Losses at exits through the one final norm and head: one layer in {exits.period}, shifted by one each step,
+        and always the last; weights {exits.weights}, those of early exits times {exits.scale}, normalised.""",
+        f"""An early exit's target is {exits.distill:.0%} the last layer's distribution (arXiv 1905.08094) and
+        {1 - exits.distill:.0%} the true token.""",
+        f"Layer dropout per sequence, exponential over depth up to {exits.dropout_max}, without rescaling.",
+        f"""Muon for the layers' matrices (learning rate {optim.muon_lr}), AdamW for the rest ({optim.adamw_lr}), weight
+        decay {optim.weight_decay}; {optim.warmup_steps} steps of warmup, linear decay to zero over the last
+        {optim.decay_fraction:.0%} of the steps.""",
+        f"""{facts.steps:,} steps of {step_tokens:,} tokens: {seen / 1e6:.1f} million tokens,
+        {seen / facts.epoch_tokens:.2f} epochs, in windows of {_windows(run.windows)} tokens;
+        {"bfloat16 autocast" if run.bf16 else "float32"}; seed {run.seed}.""",
+    )
+    made = _paragraph(
+        f"""Made with Python {platform.python_version()}, torch {torch.__version__}, transformers
+        {transformers.__version__}. {run.notes}"""
+    )
+    return (
+        f"## Recipe\n\nLayerSkip (arXiv 2404.16710), from scratch.\n\n{steps}\n\n{made}\n\n"
+        f"Rebuild with `{facts.command}`. The loss of every exit over the run is in `training.csv`."
+    )
+
+
+def _windows(lengths: tuple[int, ...]) -> str:
+    return " and ".join(f"{length} ({lengths.count(length)} of {len(lengths)})" for length in sorted(set(lengths)))
+
+
+def _quality(facts: CardFacts) -> str:
+    quality, measured = facts.quality, facts.config.eval
+    text = _paragraph(
+        f"""Loss is nats per token on {quality.loss_tokens:,} held-out tokens. Agreement is how often the exit's most
+        likely token is the whole model's, over {quality.agreement_tokens:,} tokens of the model's own greedy
+        continuations of held-out code ({measured.prompt_tokens} tokens of prompt, {measured.new_tokens} new ones). Both
+        with the shipped weights, computed in float32."""
+    )
+    rows = [
+        (number, f"{loss:.3f}", f"{agreement:.3f}")
+        for number, (loss, agreement) in enumerate(zip(quality.loss, quality.agreement, strict=True), start=1)
+    ]
+    return f"## Quality of every exit\n\n{text}\n\n{_table(('exit layer', 'loss', 'agreement'), rows)}"
+
+
+def _samples(facts: CardFacts) -> str:
+    blocks = "\n\n".join(f"```python\n{prompt}{text}\n```" for prompt, text in facts.samples)
+    return f"## Samples\n\nGreedy, cut at a fixed length; the first lines are the prompt.\n\n{blocks}"
+
+
+_FRONT_MATTER = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [code, python, early-exit, layerskip, self-speculative-decoding]
+---
+"""
+
+_CLOSING = """## Limits
+
+Trained on one small code base for a short time: it knows the words and the layout of the standard library and its
+tests, repeats itself in long greedy output, invents names, and may recite the source it was trained on. Use it to look
+at decoding, not to write programs.
+
+## Licence
+
+Weights: Apache-2.0. The text they were trained on is the source of CPython's standard library, which is under the PSF
+License Agreement, copyright Python Software Foundation.
+"""

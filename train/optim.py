@@ -1,0 +1,72 @@
+"""Muon for the matrices inside the layers and AdamW for everything else, behind one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import OptimConfig
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon (arXiv 2502.16982) and AdamW stepping together; groups, state and scheduling look like one optimizer's."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        matrices, vectors, embeddings = [], [], []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.ndim < 2:
+                vectors.append(parameter)
+            elif ".layers." in name:
+                matrices.append(parameter)
+            else:
+                embeddings.append(parameter)
+        self.parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(
+                matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(
+                [
+                    {"params": embeddings, "weight_decay": config.weight_decay},
+                    {"params": vectors, "weight_decay": 0.0},
+                ],
+                lr=config.adamw_lr,
+                betas=(0.9, 0.95),
+                fused=True,
+            ),
+        )
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        """Let this optimizer and its parts hold the very same group dictionaries, so a scheduler reaches both."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+
+def warmup_stable_decay(step: int, max_steps: int, warmup_steps: int, decay_fraction: float) -> float:
+    """Factor on the learning rate: linear up, flat, and a last `decay_fraction` of the run linear down to zero."""
+    warmup = (step + 1) / (warmup_steps + 1)
+    decay = (max_steps - step) / max(1.0, decay_fraction * max_steps)
+    return max(0.0, min(1.0, warmup, decay))

@@ -1,0 +1,43 @@
+"""A byte-level BPE tokenizer for source code that gives any UTF-8 text back exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Newlines and indentation are pieces of their own and only a space may lead a word, so that a prompt cut at the end of
+# a line, after an indentation or after a dot is split exactly as the same text was in training.
+PIECES = r"\r?\n|(?<=\n)[ \t]+| ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[^\S\n]+(?!\S)|\s"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
+    """Learn `vocab_size` byte-level pieces; one special token, `<|endoftext|>` (id 0), stands between files.
+
+    It is never added by itself: text in, its ids out.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
