@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from eval import methods
+from eval import methods, traces
 from eval.attribution import attribute
 from eval.config import BenchConfig
 from eval.environment import environment, load_average
@@ -54,8 +55,11 @@ class Stage(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def run(target: Target, prompts: Ids, config: BenchConfig, say: Say) -> dict[str, Any]:
+def run(target: Target, prompts: Ids, config: BenchConfig, say: Say, folder: str | None = None) -> dict[str, Any]:
     """All stages but start-up; the record holds plain numbers only.
+
+    Args:
+        folder: where to save traces of what plain decoding wrote; None: nowhere.
 
     Raises:
         ValueError: exit layers that the model does not have, or prompts that leave no room for the new tokens.
@@ -75,10 +79,21 @@ def run(target: Target, prompts: Ids, config: BenchConfig, say: Say) -> dict[str
     say("attribution of time to stages")
     stages = attribution(scene, best, target)
     record["environment"]["load_average_at_end"] = load_average()
+    if folder is not None:
+        record_traces(scene, Path(folder))
     lengths = [len(prompt) for prompt in prompts]
     record["prompts"] = {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)}
     record |= {"coarse": coarse.rows, "comparison": full.rows, "batch": batch.rows, "attribution": stages}
     return {**record, "timings": {"comparison": full.timings.samples, "batch": batch.timings.samples}}
+
+
+def record_traces(scene: Scene, folder: Path) -> None:
+    """Save traces of the reference, under the name of the question file."""
+    scene.say("recording traces")
+    name, stack = Path(scene.config.questions).stem, scene.target.stack
+    pairs = zip(scene.prompts, scene.reference, strict=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    traces.save([traces.record(stack, prompt, tokens, task=name) for prompt, tokens in pairs], folder / f"{name}.npz")
 
 
 def check_room(target: Target, prompts: Ids, max_new_tokens: int) -> None:

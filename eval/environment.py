@@ -22,6 +22,11 @@ ROOT = Path(__file__).parents[1]
 
 def environment(target: Target, config_model: str) -> dict[str, Any]:
     """One flat record of where and with what a measurement is made."""
+    return {**machine(), **device(target.stack.device), **model(target, config_model)}
+
+
+def machine() -> dict[str, Any]:
+    """What of it no model has a part in."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
@@ -37,8 +42,6 @@ def environment(target: Target, config_model: str) -> dict[str, Any]:
         "interop_threads": torch.get_num_interop_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "load_average": load_average(),
-        **device(target.stack.device),
-        **model(target, config_model),
     }
 
 

@@ -62,7 +62,7 @@ def quiet() -> Iterator[None]:
         gc.enable()
 
 
-def rotated(methods: Sequence[Method], by: int) -> list[Method]:
+def rotated(methods: Sequence[Result], by: int) -> list[Result]:
     by %= len(methods)
     return [*methods[by:], *methods[:by]]
 

@@ -7,11 +7,16 @@ from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
+from selfspec import profile
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
+from selfspec.control.tracker import is_prior
 from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.request import Completion, Processor, Request, make_request
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
+from selfspec.errors import whole
 from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
 from selfspec.target.views import copied_state
@@ -58,6 +63,9 @@ class Target:
             self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = self_check(self.stack) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
+        self._costs: Costs | None = None
+        self._prior: dict[str, Any] | None = None
+        self._looked = False  # for a prior that earlier programs kept
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -78,6 +86,23 @@ class Target:
         """The draft length stored with the model (`num_draft_tokens` in generation_config.json), if there is one."""
         return getattr(self._generation_config, "num_draft_tokens", None)
 
+    def costs(self, batch_size: int = 1) -> Costs:
+        """Seconds that the pieces of a round take on this machine.
+
+        Read from the profile in the user's cache folder, else measured now, which takes a second or two for a small
+        model, and saved there; `selfspec calibrate` measures more thoroughly.
+
+        Args:
+            batch_size: rows that will be decoded together; more than were measured so far are measured too, up to 32.
+
+        Raises:
+            ValueError: a batch size below 1, or a model of a single layer.
+        """
+        batch_size = whole("batch_size", batch_size, 1)
+        if self._costs is None or not profile.covers(self._costs, batch_size):
+            self._costs = profile.costs_of(self.stack, batch_size)
+        return self._costs
+
     @property
     def _generation_config(self) -> Any:
         return getattr(self.stack.model, "generation_config", None)
@@ -86,7 +111,7 @@ class Target:
         self,
         prompts: Prompts,
         *,
-        policy: str | Policy = "fixed",
+        policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         max_batch_size: int = 8,
@@ -96,8 +121,11 @@ class Target:
 
         Args:
             prompts: a text, a list of texts, or a list of token-id lists.
-            exit_layer: layers the draft runs, 1..num_layers - 1; default: stored with the model, else a quarter.
-            num_draft_tokens: tokens drafted per round; default: stored with the model, else 4.
+            policy: one of `selfspec.control.policies.POLICIES`, or an object of your own; default: `adaptive`, which
+                chooses exit layer and draft lengths round by round, or `fixed` where one of the next two is named.
+            exit_layer: layers the draft runs, 1..num_layers - 1; `fixed` and its kin default to the model's own, else a
+                quarter of the layers.
+            num_draft_tokens: tokens drafted per round, likewise; else 4.
             max_batch_size: rows decoded together; the others wait and join as rows end.
 
         Raises:
@@ -112,7 +140,7 @@ class Target:
         self,
         prompts: Prompts,
         *,
-        policy: str | Policy = "fixed",
+        policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         max_batch_size: int = 8,
@@ -139,7 +167,36 @@ class Target:
         )
         for request in requests:
             engine.submit(request)
-        return engine.run()
+        return self._remembering(engine)
+
+    def _remembering(self, engine: Engine) -> Iterator[Round]:
+        """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""
+        try:
+            yield from engine.run()
+        finally:
+            self.remember(engine)
+
+    def remember(self, engine: Engine) -> None:
+        """Take what an engine's policy saw of this model's acceptance as where the next one starts."""
+        if isinstance(engine.policy, Adaptive):
+            self._prior = engine.policy.tracker.state()
+
+    @property
+    def prior(self) -> dict[str, Any] | None:
+        """Acceptance statistics of earlier calls, or of earlier programs that kept theirs; None when there are none."""
+        if self._prior is None and not self._looked:
+            self._looked, saved = True, profile.read_prior(self.stack)
+            self._prior = saved if is_prior(saved, self.stack.num_layers) else None
+        return self._prior
+
+    @prior.setter
+    def prior(self, prior: dict[str, Any] | None) -> None:
+        self._prior = prior
+
+    def save_prior(self) -> None:
+        """Keep the acceptance statistics of this target's calls for later programs, in the user's cache folder."""
+        if self._prior is not None:
+            profile.save_prior(self.stack, self._prior)
 
     def _requests(self, prompts: Prompts, options: dict[str, Any]) -> list[Request]:
         given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # a tensor or array of token ids

@@ -15,6 +15,7 @@ import typer
 import selfspec
 from selfspec.commands.failure import INTERRUPTED, RUN, USAGE, Failure
 from selfspec.commands.generate import generate
+from selfspec.commands.notices import notices
 from selfspec.commands.options import ADAPTER_HELP, DEVICE, DEVICE_HELP, DTYPE_HELP, Dtype, Generate
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
@@ -32,6 +33,17 @@ Examples:
 INSPECT_HELP = """Say what a model is, and whether it can draft for itself. Exit code 1 if it cannot.
 
 Example:  selfspec inspect org/name --json
+"""
+
+CALIBRATE_HELP = """Measure what a model's layers and head cost on this machine, and keep it for later runs to plan by.
+
+Without it, the first run measures in a hurry. An idle machine measures best.
+
+Examples:
+
+  selfspec calibrate demo --plan
+
+  selfspec calibrate org/name --device cuda --dtype bfloat16 --batch-sizes 1,2,4,8,16,32
 """
 
 app = typer.Typer(
@@ -56,7 +68,7 @@ def _selfspec(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise Failure("a command is missing, generate or inspect; see 'selfspec --help'")
+        raise Failure("a command is missing, generate, inspect or calibrate; see 'selfspec --help'")
 
 
 def _with_options_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
@@ -77,7 +89,12 @@ def _with_options_of(options: type[Any], run: Callable[[Any], None]) -> Callable
     return command
 
 
-app.command("generate", help=GENERATE_HELP)(_with_options_of(Generate, generate))
+def _generate(options: Generate) -> None:
+    with notices(options.quiet):
+        generate(options)
+
+
+app.command("generate", help=GENERATE_HELP)(_with_options_of(Generate, _generate))
 
 
 @app.command("inspect", help=INSPECT_HELP)
@@ -90,7 +107,28 @@ def _inspect(
 ) -> None:
     from selfspec.commands.inspect import inspect
 
-    raise typer.Exit(inspect(model, dtype, device, adapter, as_json))
+    with notices():
+        raise typer.Exit(inspect(model, dtype, device, adapter, as_json))
+
+
+@app.command("calibrate", help=CALIBRATE_HELP)
+def _calibrate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="demo, a folder, or a hub id.")],
+    adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help=ADAPTER_HELP)] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
+    device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
+    batch_sizes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="B,B,...", help="Rows decoded together; may be repeated. Default: 1,2,4,8."),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Also show how far to draft, by batch size.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+) -> None:
+    from selfspec.commands.calibrate import calibrate
+
+    with notices(quiet):
+        calibrate(model, dtype, device, adapter, batch_sizes or [], plan, as_json, quiet)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,9 +39,10 @@ class SelfSpeculative:
     must be pure functions of the prefix; stopping criteria are asked about each row's every kept token.
 
     Args:
-        exit_layer: layers the draft runs; default: `generation_config.exit_layer`, else a quarter.
-        num_draft_tokens: drafted each round; default: `generation_config`'s, else 4. `generate` takes both by name too.
-        policy: a name, or an object with `plan` and `observe`.
+        exit_layer: layers the draft runs; `fixed` defaults to `generation_config.exit_layer`, else a quarter.
+        num_draft_tokens: drafted each round; default: `generation_config`'s, else 4.
+        policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
+            draft length is named. `generate` takes these three by name too.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
 
@@ -53,7 +54,7 @@ class SelfSpeculative:
 
     exit_layer: int | None = None
     num_draft_tokens: int | None = None
-    policy: str | Policy = "fixed"
+    policy: str | Policy | None = None
     streamer: Any = None
     completions: list[Completion] = field(default_factory=list, init=False)  # one per row of the last call
     _targets: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
@@ -64,7 +65,13 @@ class SelfSpeculative:
         return sum((completion.stats for completion in self.completions), SpecStats())
 
     def __call__(
-        self, model: Any, ids: Tensor, exit_layer: int | None = None, num_draft_tokens: int | None = None, **given: Any
+        self,
+        model: Any,
+        ids: Tensor,
+        exit_layer: int | None = None,
+        num_draft_tokens: int | None = None,
+        policy: str | Policy | None = None,
+        **given: Any,
     ) -> Any:
         """What `generate` calls: token ids `[B, S]` in, `[B, S + new]` out, or a `GenerateDecoderOnlyOutput`.
         Beyond a row's end its scores and logits are zeros; `past_key_values` is None.
@@ -82,7 +89,7 @@ class SelfSpeculative:
             share = -(-call.longest // CUDA_PAGE_SIZE) * CUDA_PAGE_SIZE  # whole pages, so that all rows fit at once
             engine = Engine(
                 target,
-                policy=self.policy,
+                policy=self.policy if policy is None else policy,
                 exit_layer=self.exit_layer if exit_layer is None else exit_layer,
                 num_draft_tokens=self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
                 max_batch_size=len(ids),
@@ -90,6 +97,7 @@ class SelfSpeculative:
                 prefill_chunk=config.prefill_chunk_size or 512,
             )
             self.completions = self._decode(engine, call)
+            target.remember(engine)
             return call.output(self.completions)
         finally:
             if self.streamer is not None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.control.plan import Plan
 from selfspec.decoding.results import RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import TextStream
@@ -137,6 +138,14 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+def same_place(one: TextIO, other: TextIO) -> bool:
+    """Whether two streams end up in the same terminal, file or pipe."""
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, ValueError):  # not a file: somebody has put another object there
+        return one.isatty() and other.isatty()
+
+
 def make_console(stream: TextIO, quiet: bool = False) -> Console:
     """A console in the terminal's own sixteen colours; without colours it writes plain text."""
     colour = wants_colour(stream)
@@ -151,9 +160,9 @@ def make_console(stream: TextIO, quiet: bool = False) -> Console:
     )
 
 
-def legend(exit_layer: int, num_layers: int) -> Text:
-    """What the colours mean."""
-    early = "layer 1" if exit_layer == 1 else f"layers 1-{exit_layer}"
+def legend(exit_layer: int | None, num_layers: int) -> Text:
+    """What the colours mean; an exit layer of None is one that changes."""
+    early = {None: "early layers", 1: "layer 1"}.get(exit_layer, f"layers 1-{exit_layer}")
     parts = [
         (f"drafted by {early}, accepted", STYLES["accepted"]),
         (f"written by all {num_layers} layers", STYLES["own"]),
@@ -190,14 +199,41 @@ def closing_line(num_tokens: int, seconds: float, stats: SpecStats, comparison: 
     return line
 
 
-def stats_table(stats: SpecStats, stages: Mapping[str, float]) -> Table:
-    """Acceptance and time in one narrow table."""
+def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
+    """A round in one line: where it left early, how far it might have drafted, and what became of it."""
+    parts = [f"round {number:>4}"]
+    if len(plan.draft_lengths) > 1:
+        parts.append(f"{len(plan.draft_lengths):>2} rows")
+    if plan.exit_layer is None:
+        return Text("  ".join([*parts, "plain"]), "dim")
+    least, most = min(plan.draft_lengths), max(plan.draft_lengths)
+    span = str(most) if least == most else f"{least}..{most}"
+    drafted, accepted = sum(len(row.drafted) for row in rows), sum(row.num_accepted for row in rows)
+    parts += [f"exit {plan.exit_layer:>2}", f"up to {span:>2}", f"drafted {drafted:>2}", f"accepted {accepted:>2}"]
+    if plan.speedup is not None:
+        parts.append(f"{plan.speedup:.2f}x expected")
+    if plan.stop is not None:
+        parts.append(f"stops below {min(plan.stop.least, 1):.0%}")
+    elif plan.min_confidence > 0:
+        parts.append(f"stops at a token below {plan.min_confidence:.0%}")
+    return Text("  ".join(parts), "dim")
+
+
+def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[str, int] | None = None) -> Table:
+    """Acceptance, exit layers and time in one narrow table.
+
+    Args:
+        plans: rounds by exit layer, or "plain".
+    """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
     rounds = stats.num_spec_steps + stats.num_plain_steps
     table.add_row("tokens", str(stats.num_generated_tokens))
     table.add_row("rounds (without a draft)", f"{rounds} ({stats.num_plain_steps})")
+    for exit_layer, count in (plans or {}).items():
+        name = exit_layer if exit_layer == "plain" else f"exit {exit_layer}"
+        table.add_row(f"  {name}", f"{count / sum((plans or {}).values()):.0%}")
     table.add_row("drafted tokens", str(stats.num_draft_tokens))
     table.add_row("accepted", f"{stats.num_accepted_draft_tokens} ({stats.draft_acceptance_rate:.0%})")
     for i, (joint, conditional) in enumerate(stats.acceptance_by_position(), 1):

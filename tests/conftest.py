@@ -18,6 +18,14 @@ torch.set_num_threads(1)  # rounding, and so every pinned choice, is that of one
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Profiles go to a folder of this run, never to the user's; processes that tests start inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def stories_folder():
     """A small trained Llama, 5 layers; it lies beside the repository, and the continuous integration always has it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList
 
-from selfspec.control.plan import Plan
+from selfspec.control.plan import NUM_BINS, Plan, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them
@@ -36,8 +37,59 @@ class Schedule:
         lengths = [0 if exit_layer is None else self.random.randint(0, min(self.longest, row.room - 1)) for row in rows]
         return Plan(exit_layer, tuple(lengths), self.random.choice(self.confidences))
 
-    def observe(self, plan, outcomes):
+    def observe(self, plan, outcomes, seconds):
         self.seen.append((plan, outcomes))
+
+
+class Adversary(Schedule):
+    """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
+
+    def __init__(self, seed, num_layers, exact=None, **options):
+        super().__init__(seed, num_layers, **options)
+        self.dice, self.layers, self.exact = random.Random(seed), range(1, num_layers), exact
+        self.seeds = []  # (row, shadow) of every look into a prompt
+        self.shadows = []  # (row before the round, shadow, whether it was exact)
+        self.rows = ()
+
+    def seed_layers(self, row):
+        return self.some(self.layers, 0)
+
+    def seed(self, row, shadow):
+        self.seeds.append((row, shadow))
+
+    def some(self, things, least):
+        return tuple(sorted(self.dice.sample(things, self.dice.randint(least, len(things)))))
+
+    def plan(self, rows):
+        self.rows, plan, dice = rows, super().plan(rows), self.dice
+        calibration = tuple(dice.random() for _ in range(NUM_BINS))
+        stop = SurvivalStop(calibration, dice.random())
+        layers = self.some([layer for layer in self.layers if layer != plan.exit_layer], 1)
+        exact = dice.random() < 0.5 if self.exact is None else self.exact
+        shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), exact)
+        return replace(
+            plan,
+            stop=dice.choice([None, stop]),
+            keep_confidence=dice.random() < 0.5,
+            keep_divergence=dice.random() < 0.5,
+            shadow=dice.choice([None, shadow, shadow, shadow]),
+        )
+
+    def observe(self, plan, outcomes, seconds):
+        super().observe(plan, outcomes, seconds)
+        for i, (row, outcome) in enumerate(zip(self.rows, outcomes, strict=True)):
+            assert (outcome.request_id, outcome.num_drafted <= plan.draft_lengths[i]) == (row.request_id, True)
+            assert len(outcome.confidences) == (outcome.num_drafted if plan.reads_confidence else 0)
+            assert all(0 < confidence <= 1 for confidence in outcome.confidences)
+            least = outcome.num_judged if plan.keep_divergence else 0  # more where an end cut the block
+            assert least <= len(outcome.divergences) <= (outcome.num_drafted if plan.keep_divergence else 0)
+            assert all(divergence > -1e-3 for divergence in outcome.divergences)
+            if outcome.shadow is not None:
+                columns = {len(line) for line in (*outcome.shadow.hits, *outcome.shadow.confidences)}
+                assert outcome.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
+                assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
+                assert min(columns) >= min(outcome.num_accepted + 1, plan.shadow.max_columns)
+                self.shadows.append((row, outcome.shadow, plan.shadow.exact))
 
 
 class Always:
@@ -50,7 +102,7 @@ class Always:
         lengths = tuple(min(self.longest, row.room - 1) for row in rows)
         return Plan(self.exit_layer, lengths, self.min_confidence)
 
-    def observe(self, plan, outcomes):
+    def observe(self, plan, outcomes, seconds):
         pass
 
 

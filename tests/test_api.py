@@ -92,8 +92,8 @@ def test_defaults_stored_with_the_model_are_used():
     model.generation_config.exit_layer, model.generation_config.num_draft_tokens = 3, 2
     target = Target(model)
     assert (target.default_exit_layer, target.default_num_draft_tokens) == (3, 2)
-    [first] = next(target.stream(make_prompts([5]), max_new_tokens=9)).rows
-    assert len(first.drafted) == 2
+    round_ = next(target.stream(make_prompts([5]), max_new_tokens=9, policy="fixed"))
+    assert (round_.plan.exit_layer, round_.plan.draft_lengths) == (3, (2,))
     round_ = next(target.stream(make_prompts([5]), max_new_tokens=9, exit_layer=1))
     assert (round_.plan.exit_layer, round_.plan.draft_lengths) == (1, (2,))
 
@@ -130,7 +130,7 @@ BAD = [
     ([[5]], {"min_p": 1.5}, r"min_p must lie in \[0, 1\] \(0 keeps all tokens\), got 1.5"),
     ([[5]], {"stop": "x"}, "stop needs a tokenizer to turn tokens into text; load with tokenizer="),
     ([[5]], {"stop": ["x", ""]}, "stop must hold non-empty texts, got ''"),
-    ([[5]], {"policy": "clever"}, "policy must be one of plain, fixed.*, got 'clever'"),
+    ([[5]], {"policy": "clever"}, "policy must be one of adaptive, plain, fixed.*, got 'clever'"),
     ([[5]], {"exit_layer": 4}, r"exit_layer must lie in 1\.\.3 for this model, got 4"),
     ([[5]], {"exit_layer": 0}, r"exit_layer must lie in 1\.\.3 for this model, got 0"),
     ([[5]], {"num_draft_tokens": -1}, r"num_draft_tokens must be at least 0 \(0 is plain decoding\), got -1"),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from typing import get_args
 
 import pytest
 
 import selfspec
+from selfspec.api import Target
+from selfspec.commands.options import PolicyName
+from selfspec.control.policies import POLICIES
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal
 
@@ -70,6 +75,67 @@ def test_no_policy_changes_the_text(generate):
     )
 
 
+def test_the_policies_are_those_of_the_library():
+    assert get_args(PolicyName) == tuple(POLICIES)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_writes_the_text_of_plain_decoding(generate, policy):
+    call = ("abc", "--max-new-tokens", 20, "--json")
+    done, plain = (json.loads(generate(*call, "--policy", name).out) for name in (policy, "plain"))
+    assert (done["policy"], done["tokens"]) == (policy, plain["tokens"])
+    assert sum(done["plans"].values()) == done["stats"]["num_spec_steps"] + done["stats"]["num_plain_steps"]
+    assert plain["plans"] == {"plain": 20}
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ([], "adaptive"),
+        (["--exit-layer", 2], "fixed"),
+        (["--num-draft-tokens", 3], "fixed"),
+        (["--num-draft-tokens", 0], "plain"),
+        (["--exit-layer", 2, "--policy", "adaptive"], "adaptive"),
+    ],
+    ids=str,
+)
+def test_the_policy_that_is_told_is_the_one_that_was_followed(generate, options, policy):
+    followed = []
+    with pytest.MonkeyPatch.context() as patch:
+        stream = Target.stream
+        patch.setattr(Target, "stream", lambda *a, **k: followed.append(k["policy"]) or stream(*a, **k))
+        document = json.loads(generate("abc", "--json", "--max-new-tokens", 8, *options).out)
+    assert document["policy"] == policy == followed[0]
+    if policy == "fixed":
+        assert document["plans"].keys() <= {"1" if "--exit-layer" not in options else "2", "plain"}
+
+
+def test_every_run_of_a_comparison_knows_what_the_first_one_knew(generate, monkeypatch):
+    known, saved = [], []
+    stream = Target.stream
+
+    def watched(target, *arguments, **options):
+        if options["policy"] == "adaptive":
+            known.append(target.prior)
+        return stream(target, *arguments, **options)
+
+    monkeypatch.setattr(Target, "stream", watched)
+    monkeypatch.setattr(Target, "save_prior", lambda target: saved.append(target.prior))
+    assert generate("abc", "--compare", "--max-new-tokens", 12).code == 0
+    assert len(known) >= 4 and all(prior == known[0] for prior in known)
+    assert len(saved) == 1 and saved[0] != known[0]
+
+
+def test_plain_decoding_has_nothing_to_save(generate, monkeypatch):
+    monkeypatch.setattr(Target, "save_prior", lambda target: pytest.fail("saved"))
+    assert generate("abc", "--policy", "plain", "--max-new-tokens", 4).code == 0
+
+
+def test_what_a_run_has_seen_is_kept_for_the_next(generate, model_folder):
+    generate("abc", "--max-new-tokens", 30)
+    assert selfspec.load(model_folder).prior is not None
+
+
 def test_compare_times_both_and_finds_the_same_tokens(generate):
     done = generate("abc", "--compare", "--json", "--max-new-tokens", 12)
     comparison = json.loads(done.out)["compare"]
@@ -95,7 +161,11 @@ def test_quiet_says_nothing(generate):
 def test_stats_are_a_table_on_stderr(generate):
     done = generate("abc", "--stats", "--max-new-tokens", 12)
     assert done.out == generate("abc", "--max-new-tokens", 12).out
-    assert all(words in done.err for words in ("drafted tokens", "position 1", "verify", "tokens/s"))
+    stages = ("prefill", "draft", "verify", "head", "pick", "shadow", "control", "rest")
+    assert all(words in done.err for words in ("drafted tokens", *stages, "tokens/s"))
+    assert re.search(r"^  (exit \d+|plain) +\d+%$", done.err, re.MULTILINE), "rounds by exit layer"
+    fixed = generate("abc", "--stats", "--max-new-tokens", 12, "--exit-layer", 2)
+    assert all(words in fixed.err for words in ("position 1", "  exit 2 "))
 
 
 def test_stop_text_ends_the_output_and_is_no_part_of_it(generate, target):
@@ -105,6 +175,47 @@ def test_stop_text_ends_the_output_and_is_no_part_of_it(generate, target):
     document = json.loads(done.out)
     assert document["finish_reason"] == "stop"
     assert document["text"] == whole.text[: whole.text.index(stop)]
+
+
+# --------------------------------------------------------------------------------------------------------- plans
+
+
+def test_plans_are_a_line_per_round_on_stderr(generate):
+    call = ("abc", "--max-new-tokens", 15, "--exit-layer", 2, "--num-draft-tokens", 3)
+    done, document = generate(*call, "--show-plan"), json.loads(generate(*call, "--json").out)
+    assert done.out == generate(*call).out
+    lines = done.err.splitlines()
+    assert len(lines) == sum(document["plans"].values())
+    assert re.fullmatch(r"round    1  exit  2  up to  3  drafted  3  accepted  [0-3]", lines[0])
+    assert sum(int(n) for n in re.findall(r"accepted +(\d+)", done.err)) == 15 - len(lines)
+    quiet = generate(*call, "--show-plan", "--json")
+    assert json.loads(quiet.out)["plans"] == document["plans"]
+    assert quiet.err == done.err
+
+
+def test_plans_of_the_default_and_of_several_rows(generate):
+    assert re.match(r"round    1  (plain|exit  \d)", generate("abc", "--show-plan", "--max-new-tokens", 5).err)
+    prompts = b'{"prompt": "a", "max_new_tokens": 3}\n{"prompt": "b"}'
+    call = ("--prompts", "-", "--exit-layer", 2, "--num-draft-tokens", 4, "--max-new-tokens", 9)
+    done = generate(*call, "--show-plan", stdin=prompts)
+    assert done.out == generate(*call, stdin=prompts).out
+    assert re.match(r"round    1   2 rows  exit  2  up to 2\.\.4  drafted  6  accepted  \d\n", done.err)
+
+
+@pytest.mark.parametrize("drafts", [[], ["--show-drafts"]])
+def test_plans_do_not_tear_the_text_of_one_terminal(generate, monkeypatch, drafts):
+    plain = generate("abc", "--max-new-tokens", 40).out
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert generate("abc", "--show-plan", "--max-new-tokens", 40, *drafts).code == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    lines = [line for line in shown.splitlines() if line.startswith("round ")]
+    after = shown[shown.index(lines[-1]) + len(lines[-1]) :]
+    assert len(lines) == shown.count("round ") and all(re.match(r"round +\d+  (plain|exit)", line) for line in lines)
+    if drafts:
+        assert "abc" in after
+    else:
+        assert after == "\n" + plain
 
 
 # ----------------------------------------------------------------------------------------------- file of prompts
@@ -172,6 +283,25 @@ def test_colours_follow_the_environment(generate, monkeypatch, variables, colour
     assert ("\x1b[" in done.out) == ("\x1b[" in done.err) == (coloured and not no_colour)
 
 
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        ([], "early layers"),
+        (["--policy", "del", "--exit-layer", 2], "early layers"),
+        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2"),
+        (["--exit-layer", 3], "layers 1-3"),
+        (["--policy", "dsde"], "layer 1"),
+        (["--policy", "plain"], None),
+    ],
+    ids=str,
+)
+def test_the_legend_says_who_drafts(generate, monkeypatch, options, early):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = generate("abc", "--show-drafts", "--max-new-tokens", 4, *options).err
+    assert (f"drafted by {early}, accepted" if early else "tokens/s") in said
+    assert ("drafted by" in said) == (early is not None)
+
+
 def test_a_picture_can_be_saved(generate, tmp_path):
     done = generate("abc", "--svg", tmp_path / "drafts.svg", "--max-new-tokens", 20)
     assert done.code == 0
@@ -183,7 +313,8 @@ def test_a_picture_can_be_saved(generate, tmp_path):
 # ------------------------------------------------------------------------------------------------------- inspect
 
 
-def test_inspect_tells_what_a_model_is(run, model_folder):
+def test_inspect_tells_what_a_model_is(run, model_folder, monkeypatch):
+    monkeypatch.setattr(Target, "costs", lambda target, batch_size=1: pytest.fail("measured"))
     done = run("inspect", model_folder, "--json")
     report = json.loads(done.out)
     assert (done.code, done.err) == (0, "")
@@ -200,11 +331,12 @@ def test_inspect_tells_what_a_model_is(run, model_folder):
         "self_check": True,
         "reason": None,
         "context_limit": 256,
-        "exit_layer": 1,
-        "num_draft_tokens": 4,
+        "policy": "adaptive",
+        "exit_layer": None,
+        "num_draft_tokens": None,
     }
     text = run("inspect", model_folder).out
-    assert all(words in text for words in ("llama", "passes", "float32", "256"))
+    assert all(words in text for words in ("llama", "passes", "float32", "256", "adaptive"))
 
 
 def test_inspect_says_why_a_model_cannot_draft(run, tmp_path):

@@ -27,9 +27,10 @@ def test_the_demo_knows_its_own_exit_and_has_room(demo):
 
 def test_the_demo_s_text_is_that_of_plain_decoding(demo):
     prompt = PROMPT.read_text(encoding="utf-8").rstrip("\n")
-    [drafted] = demo.generate(prompt, max_new_tokens=64)
+    [drafted] = demo.generate(prompt, max_new_tokens=64, policy="fixed")
+    [planned] = demo.generate(prompt, max_new_tokens=64)
     [plain] = demo.generate(prompt, max_new_tokens=64, policy="plain")
-    assert drafted.tokens == plain.tokens
+    assert drafted.tokens == planned.tokens == plain.tokens
     assert drafted.stats.mean_acceptance_length > 1.5
 
 

@@ -111,7 +111,9 @@ def test_greedy_output_equals_generate(model, exit_layer, num_draft_tokens):
     check(model, batch(), spec, eos_token_id=None)
     check(model, {"input_ids": batch((10,))["input_ids"]}, spec)
     check(model, batch((6, 6)), spec)
-    assert len(spec.completions) == 2 and spec.stats.num_draft_tokens > 0
+    assert len(spec.completions) == 2
+    if exit_layer is not None:  # without one the default policy decides by measured time, and may well stay plain
+        assert spec.stats.num_draft_tokens > 0
     assert spec.stats.num_generated_tokens == sum(len(c.tokens) for c in spec.completions)
 
 
@@ -316,7 +318,7 @@ class Uneven:
     def plan(self, rows):
         return Plan(3, tuple(min(row.room - 1, (0, 6, 1, 3)[row.request_id]) for row in rows))
 
-    def observe(self, plan, outcomes):
+    def observe(self, plan, outcomes, seconds):
         pass
 
 
@@ -463,9 +465,11 @@ def test_a_call_wins_over_the_object_and_the_object_over_the_stored(llama):
     llama.generate(**inputs, custom_generate=spec, max_new_tokens=3, num_draft_tokens=0)
     assert drafted(spec) == set()
     with pytest.raises(ValueError, match=r"exit_layer must lie in 1..3 for this model, got 7"):
-        llama.generate(**inputs, generation_config=stored, custom_generate=SelfSpeculative())
+        llama.generate(**inputs, generation_config=stored, custom_generate=SelfSpeculative(policy="fixed"))
     with pytest.raises(ValueError, match=r"exit_layer must lie in 1..3 for this model, got 9"):
         llama.generate(**inputs, custom_generate=spec, exit_layer=9, max_new_tokens=3)
+    llama.generate(**inputs, custom_generate=spec, max_new_tokens=3, policy="plain")
+    assert drafted(spec) == set()
 
 
 @pytest.mark.parametrize(

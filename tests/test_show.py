@@ -12,6 +12,8 @@ from rich.console import Console
 
 import selfspec
 from selfspec import show
+from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.decoding.results import RowResult
 from selfspec.decoding.stats import SpecStats
 from tests import cli_fixtures
 
@@ -48,8 +50,6 @@ def test_kinds_say_who_wrote_what(target):
 
         def decode(self, ids, **options):
             return "".join(chr(97 + i) for i in ids)
-
-    from selfspec.decoding.results import RowResult
 
     cutter = show.Pieces(Letters(), [0])
     [*pieces] = cutter.of(RowResult(0, [1, 2, 3], "bcd", [1, 2, 25, 24], 2, None))
@@ -107,6 +107,53 @@ def test_the_closing_line_tells_speed_acceptance_and_speedup():
     assert line == "60 tokens/s · acceptance length 3.00 · 2.00x plain decoding (30 tokens/s) · same 6 tokens"
     Comparison.first_difference = 2
     assert "tokens differ from number 3 on" in show.closing_line(6, 0.1, stats, Comparison()).plain
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        (Plan(None, (0,), speedup=1.0), "round    7  plain"),
+        (Plan(3, (4,)), "round    7  exit  3  up to  4  drafted  2  accepted  1"),
+        (
+            Plan(3, (18,), stop=SurvivalStop((0.5,) * NUM_BINS, 0.618), speedup=2.342),
+            "round    7  exit  3  up to 18  drafted  2  accepted  1  2.34x expected  stops below 62%",
+        ),
+        (
+            Plan(12, (18,), min_confidence=0.4),
+            "round    7  exit 12  up to 18  drafted  2  accepted  1  stops at a token below 40%",
+        ),
+    ],
+    ids=["plain", "fixed", "with a stop", "with a confidence"],
+)
+def test_a_plan_is_a_line(plan, line):
+    assert show.plan_line(7, plan, [RowResult(0, [5, 6], "", [5, 7], 1, None)]).plain == line
+
+
+def test_a_plan_of_several_rows_gives_the_range_of_lengths_and_sums():
+    rows = [RowResult(0, [5, 6], "", [5, 7], 1, None), RowResult(1, [5], "", [], 0, None)]
+    line = show.plan_line(123, Plan(3, (4, 0)), rows).plain
+    assert line == "round  123   2 rows  exit  3  up to 0..4  drafted  2  accepted  1"
+    assert show.plan_line(1, Plan(None, (0, 0)), []).plain == "round    1   2 rows  plain"
+
+
+def test_the_legend_names_layers_where_they_stay_the_same():
+    assert show.legend(1, 8).plain.startswith("drafted by layer 1, accepted")
+    assert show.legend(4, 8).plain.startswith("drafted by layers 1-4, accepted")
+    assert show.legend(None, 8).plain.startswith("drafted by early layers, accepted")
+
+
+def test_streams_of_one_file_end_up_in_the_same_place(tmp_path):
+    with (tmp_path / "a").open("w") as one, (tmp_path / "a").open("a") as same, (tmp_path / "b").open("w") as other:
+        assert show.same_place(one, same)
+        assert not show.same_place(one, other)
+        assert not show.same_place(io.StringIO(), one)
+
+
+def test_the_table_tells_rounds_by_exit_layer():
+    console = Console(file=io.StringIO(), width=60, _environ={})
+    console.print(show.stats_table(SpecStats(), {"draft": 0.25, "verify": 0.75}, {"3": 8, "5": 11, "plain": 1}))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[2:5] == [["exit", "3", "40%"], ["exit", "5", "55%"], ["plain", "5%"]]
 
 
 def test_a_picture_holds_every_colour(monkeypatch):

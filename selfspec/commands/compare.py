@@ -45,19 +45,20 @@ class Comparison:
 
 def compare(job: Job, shown: Run) -> Comparison:
     """Warm both up, then run them in turns, each first in every other pair, until medians mean something."""
-    policies = (job.policy, "plain")
-    for policy in policies:
+    drafted: list[float] = []
+    plain: list[float] = []
+    pair = [(job.policy, drafted), ("plain", plain)]
+    for policy, _ in pair:
         job.run(policy, max_new_tokens=WARM_UP_TOKENS)
-    seconds: dict[str, list[float]] = {policy: [] for policy in policies}
     written = [shown.tokens]
-    while len(seconds["plain"]) < PAIRS[0] or (len(seconds["plain"]) < PAIRS[1] and _total(seconds) < ENOUGH_SECONDS):
-        policies = policies[::-1]
-        for policy in policies:
+    while len(plain) < PAIRS[0] or (len(plain) < PAIRS[1] and sum(drafted) + sum(plain) < ENOUGH_SECONDS):
+        pair = pair[::-1]
+        for policy, seconds in pair:
             done = job.run(policy)
-            seconds[policy].append(done.seconds)
+            seconds.append(done.seconds)
             written.append(done.tokens)
     differences = [at for other in written[1:] if (at := first_difference(written[0], other)) is not None]
-    return Comparison(seconds[job.policy], seconds["plain"], min(differences, default=None))
+    return Comparison(drafted, plain, min(differences, default=None))
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
@@ -65,7 +66,3 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
     if one == other:
         return None
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _total(seconds: dict[str, list[float]]) -> float:
-    return sum(sum(runs) for runs in seconds.values())

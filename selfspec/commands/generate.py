@@ -21,6 +21,8 @@ def generate(options: Generate) -> None:
         _write_lines(job, options)
     else:
         _write_one(job, options)
+    if job.policy != "plain":
+        job.target.save_prior()
 
 
 def _write_one(job: Any, options: Generate) -> None:
@@ -39,7 +41,8 @@ def _write_one(job: Any, options: Generate) -> None:
         with screen.waiting("timing it again, and plain decoding beside it ..."):
             comparison = compare(job, run)
     if options.as_json:
-        document = _document(run.completions[0]) | {"seconds": run.seconds, "seconds_by_stage": run.stages}
+        document = _document(run.completions[0]) | {"policy": job.policy, "plans": run.plans}
+        document |= {"seconds": run.seconds, "seconds_by_stage": run.stages}
         if comparison is not None:
             document["compare"] = comparison.as_dict()
         _write(json.dumps(document))
@@ -55,17 +58,20 @@ def _write_lines(job: Any, options: Generate) -> None:
     waiting: dict[int, str] = {}
     at = 0
 
-    def show(row: Any) -> None:
+    def show(round_: Any) -> None:
         nonlocal at
-        if row.completion is not None:
-            line = {"id": job.prompts[row.request_id].id} | _document(row.completion)
-            waiting[row.request_id] = json.dumps(line)
+        screen.show(round_)
+        for row in round_.rows:
+            if row.completion is not None:
+                line = {"id": job.prompts[row.request_id].id} | _document(row.completion)
+                waiting[row.request_id] = json.dumps(line)
         while at in waiting:
             _write(waiting.pop(at))
             at += 1
 
-    run = consume(job.rounds(), show)
+    rounds = job.rounds()
     screen = Screen(job, options)
+    run = consume(rounds, show)
     comparison = None
     if options.compare:
         with screen.waiting("timing them again, and plain decoding beside them ..."):

@@ -13,7 +13,7 @@ from selfspec.commands.failure import RUN, as_sentences
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What there is to know before a model is used; the last four need a model that can be split."""
+    """What there is to know before a model is used; the last five need a model that can be split."""
 
     model: str
     family: str
@@ -27,7 +27,8 @@ class Report:
     reason: str | None  # why the self-check does not pass
     split_error: float | None = None  # largest logit difference, in standard deviations of the logits
     context_limit: int | None = None
-    exit_layer: int | None = None
+    policy: str | None = None  # the default
+    exit_layer: int | None = None  # stored with the model, for policies that are told one
     num_draft_tokens: int | None = None
 
 
@@ -72,15 +73,14 @@ def examine(name: str, model: Any, tokenizer: Any) -> Report:
 
 
 def _defaults(target: Any) -> dict[str, Any]:
-    from selfspec.control.fixed import Fixed
-    from selfspec.decoding.engine import policy_for
+    from selfspec.control.policies import DEFAULT_POLICY
 
-    policy = policy_for(target)
     return {
         "split_error": target.split_error,
         "context_limit": target.stack.context_limit,
-        "exit_layer": policy.exit_layer if isinstance(policy, Fixed) else None,
-        "num_draft_tokens": policy.num_draft_tokens if isinstance(policy, Fixed) else 0,
+        "policy": DEFAULT_POLICY,
+        "exit_layer": target.default_exit_layer,
+        "num_draft_tokens": target.default_num_draft_tokens,
     }
 
 
@@ -99,8 +99,9 @@ def _write(report: Report) -> None:
         "tokenizer": template if report.tokenizer else "none",
         "self-check": check,
         "context limit": report.context_limit,
-        "default exit layer": report.exit_layer,
-        "default draft tokens": report.num_draft_tokens,
+        "default policy": report.policy,
+        "stored exit layer": report.exit_layer,
+        "stored draft tokens": report.num_draft_tokens,
     }
     for name, value in rows.items():
         if value is not None:

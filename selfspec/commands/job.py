@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 from selfspec import hub
@@ -12,9 +13,10 @@ from selfspec.api import Target
 from selfspec.commands.failure import as_sentences
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
+from selfspec.control.plan import Seconds
+from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY
 from selfspec.decoding.request import Completion
-from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.rounds import Seconds
+from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
@@ -23,10 +25,11 @@ STAGES = tuple(field.name for field in fields(Seconds) if not field.name.startsw
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a job gave: completions in the prompts' order, and where the time went."""
+    """What a job gave: completions in the prompts' order, where the time went, and how it was planned."""
 
     completions: list[Completion]
     stages: dict[str, float]
+    plans: dict[str, int]  # rounds by exit layer, ascending, then those by the whole model: "plain"
 
     @property
     def seconds(self) -> float:
@@ -44,7 +47,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The same rows every time it runs; only the policy may change, which must not change a token."""
+    """The same rows every time it runs; only the policy may change, which must not change a token.
+
+    Every run starts from what was known of the model before the first: none has seen the texts it is about to write.
+    """
 
     target: Target
     prompts: list[Prompt]
@@ -52,6 +58,7 @@ class Job:
     policy: str
     chat: bool
     options: dict[str, Any]
+    prior: dict[str, Any] | None
 
     @classmethod
     def make(cls, options: Generate, prompts: list[Prompt]) -> Job:
@@ -65,28 +72,43 @@ class Job:
         given = {name: getattr(options, name) for name in names} | {"stop": options.stop or []}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
-        return cls(target, prompts, ids, options.policy, chat, given)
+        policy = _policy_name(options, target)
+        prior = target.prior if policy == "adaptive" else None
+        return cls(target, prompts, ids, policy, chat, given, prior)
 
     def rounds(self, policy: str | None = None, **changes: Any) -> Iterator[Round]:
         """The rounds of one run; refuses bad options at the call."""
-        options = self.options | changes
+        options, policy = self.options | changes, policy or self.policy
+        if policy == "adaptive":
+            self.target.prior = self.prior
         with as_sentences():
-            return self.target.stream(self.ids, policy=policy or self.policy, max_batch_size=MAX_ROWS, **options)
+            return self.target.stream(self.ids, policy=policy, max_batch_size=MAX_ROWS, **options)
 
     def run(self, policy: str | None = None, **changes: Any) -> Run:
         """One run that shows nothing."""
-        return consume(self.rounds(policy, **changes), lambda row: None)
+        return consume(self.rounds(policy, **changes), lambda round_: None)
 
 
-def consume(rounds: Iterator[Round], show: Callable[[RowResult], None]) -> Run:
-    """Show every row's part of every round; the time that showing takes is not counted."""
+def consume(rounds: Iterator[Round], show: Callable[[Round], None]) -> Run:
+    """Show every round; the time that showing takes is not counted."""
     done: list[Completion] = []
     stages: Counter[str] = Counter()
+    exits: Counter[float] = Counter()
     for round_ in rounds:
+        show(round_)
+        done += [row.completion for row in round_.rows if row.completion is not None]
         for stage in STAGES:
             stages[stage] += getattr(round_.seconds, stage)
-        for row in round_.rows:
-            show(row)
-            if row.completion is not None:
-                done.append(row.completion)
-    return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages))
+        if round_.plan is not None:
+            exits[round_.plan.exit_layer or inf] += 1
+    plans = {"plain" if exit_layer == inf else str(exit_layer): count for exit_layer, count in sorted(exits.items())}
+    return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages), plans)
+
+
+def _policy_name(options: Generate, target: Target) -> str:
+    """The policy that the target is going to follow."""
+    length = options.num_draft_tokens
+    name: str = options.policy or (DEFAULT_POLICY if options.exit_layer is None and length is None else "fixed")
+    if length is None and name not in CHOOSES_EXIT:
+        length = target.default_num_draft_tokens
+    return "plain" if length == 0 else name

@@ -11,6 +11,10 @@ from typer import Argument, Option
 
 from selfspec.commands.failure import Failure
 
+# The names of `selfspec.control.policies.POLICIES`, whose import would bring numpy and torch with it.
+PolicyName = Literal[
+    "adaptive", "plain", "fixed", "fs", "dv", "gammatune", "gammatune+", "del", "dsde", "smartspec", "synergy"
+]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
 ADAPTER_HELP = "PEFT adapter for the model."
@@ -43,16 +47,26 @@ class Generate:
     device: Annotated[str | None, Option(metavar=DEVICE, help=DEVICE_HELP, rich_help_panel=_LOAD)] = None
 
     policy: Annotated[
-        Literal["plain", "fixed"],
-        Option(help="How to draft; plain does not. No choice changes the text.", rich_help_panel=_DRAFT),
-    ] = "fixed"
+        PolicyName | None,
+        Option(
+            help="How to draft; no choice changes the text. Default: adaptive, which finds exit layer and lengths by "
+            "what they gain, or fixed where one is given. plain drafts nothing; the others are published methods.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
     exit_layer: Annotated[
         int | None,
-        Option(metavar="E", help="Layers that draft. Default: stored with the model.", rich_help_panel=_DRAFT),
+        Option(
+            metavar="E", help="Layers that draft. Default: found, or stored with the model.", rich_help_panel=_DRAFT
+        ),
     ] = None
     num_draft_tokens: Annotated[
         int | None,
-        Option(metavar="D", help="Tokens drafted per round. Default: stored with the model.", rich_help_panel=_DRAFT),
+        Option(
+            metavar="D",
+            help="Tokens drafted per round. Default: found, or stored with the model.",
+            rich_help_panel=_DRAFT,
+        ),
     ] = None
 
     max_new_tokens: Annotated[int, Option(metavar="N", help="Most tokens to write.", rich_help_panel=_SAMPLE)] = 128
@@ -79,6 +93,9 @@ class Generate:
     ] = False
     compare: Annotated[
         bool, Option("--compare", help="Time plain decoding too, and compare the tokens.", rich_help_panel=_OUT)
+    ] = False
+    show_plan: Annotated[
+        bool, Option("--show-plan", help="Every round's plan and what became of it, on stderr.", rich_help_panel=_OUT)
     ] = False
     stats: Annotated[bool, Option("--stats", help="Acceptance and time, as a table.", rich_help_panel=_OUT)] = False
     as_json: Annotated[bool, Option("--json", help="One JSON document instead of text.", rich_help_panel=_OUT)] = False
@@ -118,6 +135,8 @@ def _check_pairs(given: Generate) -> None:
                 )
     if given.compare and given.policy == "plain":
         raise Failure("--compare measures a policy that drafts against plain decoding, got --policy plain")
+    if given.show_plan and given.quiet:
+        raise Failure("--show-plan writes to stderr, which --quiet keeps empty; leave one of them out")
     if given.chat is False and given.system is not None:
         raise Failure("--system needs the chat template that --no-chat turns off; leave one of them out")
     if any(not text for text in given.stop or ()):

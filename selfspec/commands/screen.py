@@ -14,24 +14,31 @@ from selfspec.commands.failure import RUN, Failure
 from selfspec.commands.job import Job, Run
 from selfspec.commands.options import Generate
 from selfspec.control.fixed import Fixed
+from selfspec.control.policies import CHOOSES_EXIT
 from selfspec.decoding.engine import policy_for
-from selfspec.decoding.results import RowResult
+from selfspec.decoding.results import Round, RowResult
 
 PROMPT_SHOWN = 1000  # characters of a long prompt that are repeated beside the coloured text, from its end
 
 
 class Screen:
-    """Shows a single prompt's run as it goes; of a file of prompts, only the talk."""
+    """Shows a single prompt's run as it goes; of a file of prompts, only the talk.
+
+    Where plans would go between the words of the text, the text waits for the end.
+    """
 
     def __init__(self, job: Job, options: Generate) -> None:
         self._options = options
         self._talk = show.make_console(sys.stderr, quiet=options.quiet)
         self._writes = not options.as_json and options.prompts is None
+        self._streams = options.stream and not (options.show_plan and show.same_place(sys.stdout, sys.stderr))
         self._legend = _legend(job)
+        self._num_rounds = 0
         self._text = ""
         self._painter: show.Painter | None = None
         self._cutter: show.Pieces | None = None
         self._pieces: list[show.Piece] = []
+        self._num_painted = 0
         if options.prompts is None:
             self._prepare(job)
 
@@ -46,16 +53,31 @@ class Screen:
         self._painter = show.Painter(out, out.width if sys.stdout.isatty() else None, self._talk)
         if self._legend is not None:
             self._talk.print(self._legend, end="\n\n")
-        if sys.stdout.isatty() and sys.stderr.isatty() and not self._options.quiet:
-            self._painter.write(self._pieces)
+        if not (sys.stdout.isatty() and sys.stderr.isatty()) or self._options.quiet:
+            self._num_painted = 1  # the prompt is left out
+        elif not self._options.show_plan:
+            self._paint()
 
-    def show(self, row: RowResult) -> None:
-        """One round of the row; shown at once, or kept for the end."""
-        pieces = [] if self._cutter is None else self._cutter.of(row)
-        self._pieces += pieces
-        if self._options.stream and self._painter is not None:
-            self._painter.write(pieces)
-        elif self._options.stream and self._writes:
+    def _paint(self) -> None:
+        assert self._painter is not None
+        self._painter.write(self._pieces[self._num_painted :])
+        self._num_painted = len(self._pieces)
+
+    def show(self, round_: Round) -> None:
+        """One round; its text is shown at once, or kept for the end."""
+        if self._options.show_plan and round_.plan is not None:
+            self._num_rounds += 1
+            self._talk.print(show.plan_line(self._num_rounds, round_.plan, round_.rows), soft_wrap=True)
+        if self._options.prompts is None:
+            for row in round_.rows:
+                self._show_text(row)
+
+    def _show_text(self, row: RowResult) -> None:
+        if self._cutter is not None:
+            self._pieces += self._cutter.of(row)
+        if self._streams and self._painter is not None:
+            self._paint()
+        elif self._streams and self._writes:
             sys.stdout.write(row.text)
             sys.stdout.flush()
         else:
@@ -64,8 +86,7 @@ class Screen:
     def end(self) -> None:
         """The text is complete, or was interrupted: what is still held back goes out, and the line ends."""
         if self._painter is not None:
-            if not self._options.stream:
-                self._painter.write(self._pieces[1:])
+            self._paint()
             self._painter.end()
         elif self._writes:
             sys.stdout.write(self._text + "\n")
@@ -92,7 +113,7 @@ class Screen:
         if talks and not options.as_json:
             self._talk.print()
             if options.stats:
-                self._talk.print(show.stats_table(run.stats, run.stages))
+                self._talk.print(show.stats_table(run.stats, run.stages, run.plans))
             self._talk.print(closing, soft_wrap=True)
         if options.svg is not None:
             self._save_picture(closing)
@@ -109,9 +130,14 @@ class Screen:
 
 
 def _legend(job: Job) -> Text | None:
-    """What the colours mean; nothing when the policy never drafts."""
-    policy = policy_for(job.target, job.policy, job.options["exit_layer"], job.options["num_draft_tokens"])
-    return show.legend(policy.exit_layer, job.target.stack.num_layers) if isinstance(policy, Fixed) else None
+    """What the colours mean; nothing when the policy never drafts. Policies that weigh costs are not made for it."""
+    if job.policy == "plain":
+        return None
+    exit_layer = job.options["exit_layer"] if job.policy == "adaptive" else None
+    if job.policy not in CHOOSES_EXIT:  # all of these are told the same
+        told = policy_for(job.target, "fixed", job.options["exit_layer"], job.options["num_draft_tokens"])
+        exit_layer = told.exit_layer if isinstance(told, Fixed) else None
+    return show.legend(exit_layer, job.target.stack.num_layers)
 
 
 def _shown(job: Job) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.control.plan import Plan, RowOutcome, RowState
+from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Plain:
     def plan(self, rows: Sequence[RowState]) -> Plan:
         return Plan(None, (0,) * len(rows))
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         pass
 
 
@@ -31,5 +31,5 @@ class Fixed:
         lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)
         return Plan(self.exit_layer if any(lengths) else None, lengths, self.min_confidence)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         pass

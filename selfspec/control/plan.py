@@ -1,10 +1,21 @@
-"""`Plan`, what a policy decides for a round, and `Policy`, who decides it."""
+"""`Plan`, what a policy decides for a round; `RowOutcome`, what became of it; and `Policy`, who decides."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple, Protocol
+
+CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
+"""Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
+NUM_BINS = len(CONFIDENCE_EDGES) + 1
+SEED_POSITIONS = 32  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
+
+
+def confidence_bin(confidence: float) -> int:
+    return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
 class RowState(NamedTuple):
@@ -15,26 +26,108 @@ class RowState(NamedTuple):
     room: int  # tokens it may still emit, at least 1
 
 
+class SurvivalStop(NamedTuple):
+    """Stop drafts that are too unlikely to be right to be worth another token.
+
+    A row's survival is the chance that all its drafted tokens are right: the product, over them, of how often tokens of
+    such confidence were right. The rows of a batch go on together while their mean survival is at least `least`: a pass
+    costs nearly the same for all of them as for some, and ragged rows make every later step dearer.
+    """
+
+    calibration: tuple[float, ...]  # by confidence bin: how often a drafted token of that confidence is right
+    least: float
+
+    def goes_on(self, survivals: Sequence[float]) -> bool:
+        """Whether the rows that are still drafting draft another token."""
+        return sum(survivals) >= self.least * len(survivals)
+
+
+class ShadowPlan(NamedTuple):
+    """At which layers, and for which rows, to see after the round what each layer would have picked."""
+
+    layers: tuple[int, ...]  # ascending, none of them the exit layer (whose picks are the draft)
+    rows: tuple[int, ...]  # indices into the round's rows
+    max_columns: int  # judged positions looked at per row, the first ones
+    exact: bool = False  # over the whole vocabulary, instead of the target's likeliest tokens and a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One round: where to leave early and how far each row guesses. `exit_layer` None is plain decoding.
+
+    Both stops end a row's draft after a token and never withdraw it, which would bias sampled output.
+    """
+
+    exit_layer: int | None
+    draft_lengths: tuple[int, ...]  # per row, each below the row's room
+    min_confidence: float = 0.0  # a row stops after a token less probable than this under the draft; not beside `stop`
+    stop: SurvivalStop | None = None
+    keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
+    keep_divergence: bool = False  # report how far the draft's distributions are from the target's
+    shadow: ShadowPlan | None = None
+    speedup: float | None = None  # what the policy expects over plain decoding; for people
+
+    @property
+    def reads_confidence(self) -> bool:
+        return self.keep_confidence or self.min_confidence > 0 or self.stop is not None
+
+
+class Shadow(NamedTuple):
+    """Shadow picks of one row: what layers that were not the exit would have picked, against the target's picks."""
+
+    layers: tuple[int, ...]
+    hits: tuple[tuple[bool, ...], ...]  # per layer, per judged position in order
+    confidences: tuple[tuple[float, ...], ...]  # probability of the shadow pick under that layer
+
+
 class RowOutcome(NamedTuple):
     """What became of a row's draft in a round."""
 
     request_id: int
     num_drafted: int
     num_accepted: int
+    confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
+    divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
+    shadow: Shadow | None = None
+
+    @property
+    def num_judged(self) -> int:
+        """Drafted tokens that the target judged: those it accepted, and the first it refused."""
+        return min(self.num_accepted + 1, self.num_drafted)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One round: where to leave early and how far each row guesses. `exit_layer` None is plain decoding."""
+@dataclass(slots=True)
+class Seconds:
+    """Wall time of a round by stage; on CUDA, without a synchronisation, the time to launch it."""
 
-    exit_layer: int | None
-    draft_lengths: tuple[int, ...]  # per row, each below the row's room
-    min_confidence: float = 0.0  # a row stops after a drafted token less probable than this under the draft
+    prefill: float = 0.0
+    draft: float = 0.0  # early layers
+    verify: float = 0.0  # remaining layers (all layers when nothing is drafted)
+    head: float = 0.0  # final norm and vocabulary product
+    pick: float = 0.0  # processors, filters, noise, argmax, and the copy to the host
+    shadow: float = 0.0  # what other layers would have picked
+    control: float = 0.0  # plans and statistics
+    rest: float = 0.0  # acceptance, stops, text
+    _last: float = field(default_factory=perf_counter, repr=False)
+
+    def lap(self, stage: str) -> None:
+        now = perf_counter()
+        setattr(self, stage, getattr(self, stage) + now - self._last)
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        stages = (self.prefill, self.draft, self.verify, self.head, self.pick, self.shadow, self.control, self.rest)
+        return sum(stages)
 
 
 class Policy(Protocol):
-    """Chooses plans; its decisions change speed, never tokens."""
+    """Chooses plans; its decisions change speed, never tokens.
+
+    A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked
+    at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts.
+    """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None: ...
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None: ...

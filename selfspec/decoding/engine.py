@@ -8,15 +8,17 @@ from typing import Any, Protocol
 
 import torch
 
-from selfspec.control.plan import Plan, Policy, RowOutcome
-from selfspec.control.policies import make_policy
+from selfspec.control.costs import Costs
+from selfspec.control.plan import NUM_BINS, Plan, Policy, Seconds
+from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
 from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.rounds import Seconds, Verdict, decode_round
+from selfspec.decoding.rounds import Verdict, decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
 from selfspec.errors import CacheFullError, whole
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -36,18 +38,30 @@ class Decodable(Protocol):
     def default_exit_layer(self) -> int | None: ...
     @property
     def default_num_draft_tokens(self) -> int | None: ...
+    @property
+    def prior(self) -> Any: ...
+    def costs(self, batch_size: int = 1) -> Costs: ...
 
 
 def policy_for(
     target: Decodable,
-    policy: str | Policy = "fixed",
+    policy: str | Policy | None = None,
     exit_layer: int | None = None,
     num_draft_tokens: int | None = None,
+    batch_size: int = 1,
 ) -> Policy:
-    """What the caller named, else what is stored with the model, else the defaults."""
-    exit_layer = target.default_exit_layer if exit_layer is None else exit_layer
-    num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-    return make_policy(policy, target.stack.num_layers, exit_layer, num_draft_tokens)
+    """What the caller named; for policies that are told an exit layer, else what is stored with the model.
+
+    Whoever names an exit layer or a draft length, but no policy, wants it fixed.
+    """
+    if policy is None:
+        policy = DEFAULT_POLICY if exit_layer is None and num_draft_tokens is None else "fixed"
+    if policy not in CHOOSES_EXIT:
+        exit_layer = target.default_exit_layer if exit_layer is None else exit_layer
+        num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    prior = target.prior if policy == "adaptive" else None
+    layers = target.stack.num_layers
+    return make_policy(policy, layers, exit_layer, num_draft_tokens, lambda: target.costs(batch_size), prior)
 
 
 class Engine:
@@ -55,7 +69,8 @@ class Engine:
 
     Args:
         target: what `selfspec.load` returns.
-        policy: a name, or an object with `plan` and `observe`.
+        policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
+            draft length is named.
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
@@ -68,7 +83,7 @@ class Engine:
         self,
         target: Decodable,
         *,
-        policy: str | Policy = "fixed",
+        policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         max_batch_size: int = 8,
@@ -87,7 +102,7 @@ class Engine:
             page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
-        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens)
+        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
@@ -151,7 +166,6 @@ class Engine:
             self._prefill()
             seconds.lap("prefill")
             plan = self._decode(seconds)
-        seconds.lap("rest")
         results, self._results = self._results, []
         return Round(results, plan, seconds)
 
@@ -161,19 +175,22 @@ class Engine:
             return None
         plan = self.policy.plan([row.state for row in ready])
         self._check(plan, ready)
+        seconds.lap("control")
         outcomes = []
         try:
             verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
             for row, verdict in zip(ready, verdicts, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
-                outcomes.append(RowOutcome(result.request_id, len(result.drafted), result.num_accepted))
+                outcomes.append(verdict.outcome(result.request_id, result.num_accepted))
         finally:
             for row in ready:
                 if row.has_raised:
                     self._cancel(row)
             self.rows = [row for row in self.rows if row.finish_reason is None]
-        self.policy.observe(plan, outcomes)
+        seconds.lap("rest")
+        self.policy.observe(plan, outcomes, seconds)
+        seconds.lap("control")
         return plan
 
     def run(self) -> Iterator[Round]:
@@ -203,24 +220,20 @@ class Engine:
         return Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
 
     def _prefill(self) -> None:
-        """Write keys and values of prompt tokens, all but each prompt's last, which the first round feeds."""
-        budget, spans, tokens, fed = self.prefill_chunk, [], [], []
-        for row in self.rows:
-            count = min(len(row.content) - 1 - row.num_cached, budget)
-            if count > 0:
-                spans.append(Span(row.pages, row.num_cached, count))
-                tokens += row.content[row.num_cached : row.num_cached + count]
-                fed.append((row, count))
-                budget -= count
-        if not spans:
-            return
-        packed = PackedRows(self.cache, spans, self.stack.device)
-        self.stack.run(packed, 0, self.stack.num_layers, torch.tensor(tokens, device=self.stack.device))
-        for row, count in fed:
-            row.num_cached += count
+        prefill(self.stack, self.cache, self.rows, self.prefill_chunk, self.policy)
 
     def _check(self, plan: Plan, rows: Sequence[Row]) -> None:
         """A draft beyond a row's room would be written into pages that are not the row's."""
+        if plan.shadow is not None:
+            layers, chosen = plan.shadow.layers, plan.shadow.rows
+            allowed = set(range(1, self.stack.num_layers)) - {plan.exit_layer}
+            if not layers or not set(layers) <= allowed or not set(chosen) <= set(range(len(rows))):
+                raise ValueError(
+                    f"a plan's shadow must name layers in 1..{self.stack.num_layers - 1}, not its exit layer, and rows "
+                    f"below {len(rows)}, got layers {list(layers)} and rows {list(chosen)}"
+                )
+        if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
+            raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
         if plan.exit_layer is None:
             return
         last, room = self.stack.num_layers - 1, [row.room for row in rows]

@@ -83,30 +83,43 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
-    """Pick one token per packed position.
+def scored(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """The scores `[N, vocab]` whose argmax is the pick: logits when greedy, else filtered logits plus noise.
 
     Args:
         logits: fp32 `[N, vocab]`, after any logits processor.
         samplings: how each of the N positions' rows picks.
         positions: int64 `[N]`, the index in its row's content of the token to be picked.
-
-    Returns:
-        int64 `[N]`.
     """
     kinds = {s.filters for s in samplings}
     if len(kinds) == 1:
-        return _pick_alike(logits, samplings, positions)
-    out = logits.new_empty(len(samplings), dtype=torch.int64)
+        return _scored_alike(logits, samplings, positions)
+    out = torch.empty_like(logits)
     for kind in kinds:
         members = [i for i, s in enumerate(samplings) if s.filters == kind]
         index = torch.tensor(members, device=logits.device)
-        out[index] = _pick_alike(logits[index], [samplings[i] for i in members], positions[index])
+        out[index] = _scored_alike(logits[index], [samplings[i] for i in members], positions[index])
     return out
 
 
-def _pick_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+def _scored_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
     if samplings[0].temperature == 0:
-        return logits.argmax(-1)
+        return logits
     seeds = torch.tensor([s.seed for s in samplings], device=logits.device)
-    return (filtered(logits, samplings[0]) + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
+    return filtered(logits, samplings[0]) + gumbel(seeds, positions, logits.shape[1])
+
+
+def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
+    return scored(logits, samplings, positions).argmax(-1)
+
+
+def pick_surely(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Picks `[N]`, and how sure each is: its share in the softmax of the scores it was picked from, fp32 `[N]`.
+
+    Greedy, that is the token's probability. Sampled, it tells by how much the token won with this very noise, which
+    the target will have too; its probability would say how common the token is, not how likely they are to agree.
+    """
+    scores = scored(logits, samplings, positions)
+    best, picks = scores.max(-1)
+    return picks, (best - scores.logsumexp(-1)).exp().float()

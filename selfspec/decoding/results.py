@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Seconds
 from selfspec.decoding.request import Completion
-from selfspec.decoding.rounds import Seconds
 
 
 class RowResult(NamedTuple):

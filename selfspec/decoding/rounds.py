@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, RowOutcome, Seconds, Shadow
+from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import filtered, pick
+from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
+from selfspec.decoding.shadow import part_of, shadow_picks
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.stack import Stack
-
-
-@dataclass(slots=True)
-class Seconds:
-    """Wall time of a round by stage; on CUDA, without a synchronisation, the time to launch it."""
-
-    prefill: float = 0.0
-    draft: float = 0.0  # early layers
-    verify: float = 0.0  # remaining layers (all layers when nothing is drafted)
-    head: float = 0.0  # final norm and vocabulary product
-    pick: float = 0.0  # processors, filters, noise, argmax, and the copy to the host
-    rest: float = 0.0  # plans, acceptance, stops, text
-    _last: float = field(default_factory=perf_counter, repr=False)
-
-    def lap(self, stage: str) -> None:
-        now = perf_counter()
-        setattr(self, stage, getattr(self, stage) + now - self._last)
-        self._last = now
-
-    @property
-    def total(self) -> float:
-        return self.prefill + self.draft + self.verify + self.head + self.pick + self.rest
+from selfspec.target.stack import Stack, Taps
 
 
 class Verdict(NamedTuple):
@@ -48,34 +27,114 @@ class Verdict(NamedTuple):
     block: list[int]  # the accepted drafts and the target's own next token, before any cut
     logits: Tensor | None  # [len(block), vocab] when the row keeps them
     scores: Tensor | None
+    confidences: tuple[float, ...] = ()  # of the drafted tokens
+    divergences: tuple[float, ...] = ()  # at the judged drafted tokens
+    shadow: Shadow | None = None
+
+    def outcome(self, request_id: int, num_kept: int) -> RowOutcome:
+        """What the policy is told, of a row that kept `num_kept` of its drafted tokens."""
+        drafted = num_kept if num_kept < self.accepted else len(self.drafted)  # beyond the row's end nothing was judged
+        return RowOutcome(
+            request_id, drafted, num_kept, self.confidences[:drafted], self.divergences[:drafted], self.shadow
+        )
 
 
 def decode_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`."""
     last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
+    tapped = plan.shadow.layers if plan.shadow is not None else ()
+    chooser = None
     if plan.exit_layer is None:
         draft, start, given = Draft(last, last, [0] * len(rows)), 0, last
     else:
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
-        chooser = _Chooser(stack, rows, plan, seconds)
-        draft = draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser)
+        chooser = Chooser(stack, rows, plan, seconds)
+        draft = draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped)
         start, given = plan.exit_layer, draft.hidden
     spans = [Span(row.pages, len(row.content) - 1, n + 1) for row, n in zip(rows, draft.lengths, strict=True)]
     packed = PackedRows(cache, spans, stack.device)
     seconds.lap("draft" if start else "rest")
-    hidden = stack.run(packed, start, stack.num_layers, given)
+    later: Taps | None = dict.fromkeys(layer for layer in tapped if layer > start) if tapped else None
+    hidden = stack.run(packed, start, stack.num_layers, given, later)
     seconds.lap("verify")
     logits = stack.logits(hidden)
     seconds.lap("head")
-    return _accept(rows, draft, logits, packed.positions[0] + 1, seconds)
+    verdicts, picks, scores = _accept(rows, draft, logits, packed.positions[0] + 1, seconds)
+    if chooser is not None and plan.reads_confidence:
+        verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
+    if chooser is not None and plan.keep_divergence:
+        verdicts = _with_divergences(verdicts, chooser, scores)
+    if plan.shadow is not None:
+        seconds.lap("rest")
+        seen = [h for h in (later or {}).values() if h is not None]
+        taps = [*([] if draft.taps is None else [draft.taps]), *([torch.stack(seen)] if seen else [])]
+        verdicts = _with_shadows(stack, rows, plan, verdicts, taps, logits, picks)
+        seconds.lap("shadow")
+    return verdicts
 
 
-def _accept(rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Tensor, seconds: Seconds) -> list[Verdict]:
-    """The longest prefix of each draft that equals the target's picks, and the pick after it."""
+def _starts(verdicts: Sequence[Verdict]) -> list[int]:
+    """Where each row's tokens begin in the packed verification."""
+    starts = [0]
+    for verdict in verdicts:
+        starts.append(starts[-1] + len(verdict.drafted) + 1)
+    return starts[:-1]
+
+
+def _with_divergences(verdicts: list[Verdict], chooser: Chooser, logits: Tensor) -> list[Verdict]:
+    out = []
+    for i, (at, verdict) in enumerate(zip(_starts(verdicts), verdicts, strict=True)):
+        judged = min(verdict.accepted + 1, len(verdict.drafted))
+        out.append(verdict._replace(divergences=chooser.divergences(i, logits[at : at + judged]) if judged else ()))
+    return out
+
+
+def _with_shadows(
+    stack: Stack,
+    rows: Sequence[Row],
+    plan: Plan,
+    verdicts: list[Verdict],
+    taps: Sequence[Tensor],  # [some of the plan's layers, N, hidden_size], in order: all of them together
+    logits: Tensor,
+    picks: Tensor,
+) -> list[Verdict]:
+    """Look at the judged positions of the rows the plan names; positions beyond a rejection say nothing."""
+    assert plan.shadow is not None
+    starts, out = _starts(verdicts), list(verdicts)
+    index: list[int] = []  # packed positions to look at
+    cuts: list[tuple[int, int, int]] = []  # row, and its part of the index
+    for i in plan.shadow.rows:
+        if rows[i].request.logits_processor:
+            continue  # asking a processor about every layer's logits would cost more than it tells
+        count = min(verdicts[i].accepted + 1, plan.shadow.max_columns)
+        cuts.append((i, len(index), len(index) + count))
+        index += range(starts[i], starts[i] + count)
+    if not index:
+        return out
+    at = torch.tensor(index, device=logits.device)
+    where = [len(rows[i].content) + column for i, low, high in cuts for column in range(high - low)]
+    samplings = [rows[i].request.sampling for i, low, high in cuts for _ in range(high - low)]
+    positions = torch.tensor(where, device=logits.device)
+    hidden = torch.cat([part[:, at] for part in taps])
+    seen = shadow_picks(
+        stack, plan.shadow.layers, hidden, samplings, positions, logits[at], picks[at], plan.shadow.exact
+    )
+    for i, low, high in cuts:
+        out[i] = out[i]._replace(shadow=part_of(seen, low, high))
+    return out
+
+
+def _accept(
+    rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Tensor, seconds: Seconds
+) -> tuple[list[Verdict], Tensor, Tensor]:
+    """The longest prefix of each draft that equals the target's picks, and the pick after it.
+
+    Also all picks `[N]`, and the scores `[N, vocab]` that they were picked from.
+    """
     owners = [row for row, n in zip(rows, draft.lengths, strict=True) for _ in range(n + 1)]
     if any(row.request.logits_processor for row in rows):
         fed = draft.tokens.tolist()
-        scores = _process_packed(rows, draft.lengths, fed, logits)
+        scores = process_packed(rows, draft.lengths, fed, logits)
     else:
         scores = logits
     picks = pick(scores, [row.request.sampling for row in owners], positions)
@@ -88,62 +147,7 @@ def _accept(rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Tensor
         kept = slice(at, at + accepted + 1)
         keep = row.request.keep_logits
         raw = logits[kept].clone() if keep else None
-        final = filtered(scores[kept], row.request.sampling).clone() if keep else None
-        verdicts.append(Verdict(guess, accepted, own[: accepted + 1], raw, final))
+        told = filtered(scores[kept], row.request.sampling).clone() if keep else None
+        verdicts.append(Verdict(guess, accepted, own[: accepted + 1], raw, told))
         at += drafted + 1
-    return verdicts
-
-
-def _process_packed(rows: Sequence[Row], lengths: Sequence[int], fed: list[int], logits: Tensor) -> Tensor:
-    """Apply each row's processors at every position, each with its own prefix: the content and the drafts before it."""
-    out, at = [], 0
-    for row, drafted in zip(rows, lengths, strict=True):
-        for j in range(drafted + 1):
-            out.append(_process(row, fed[at + 1 : at + 1 + j], logits[at + j]))
-        at += drafted + 1
-    return torch.stack(out)
-
-
-def _process(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """A row's processors on logits `[vocab]`, after its content and the `drafted` tokens."""
-    if not row.request.logits_processor:
-        return logits
-    ids = torch.tensor([[*row.content, *drafted]], device=logits.device)
-    scores = logits[None].clone()
-    with row.blamed():
-        for process in row.request.logits_processor:
-            scores = process(ids, scores)
-    return scores[0]
-
-
-class _Chooser:
-    """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
-
-    def __init__(self, stack: Stack, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> None:
-        self._stack, self._rows, self._plan, self._seconds = stack, rows, plan, seconds
-        self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
-        self._processes = any(row.request.logits_processor for row in rows)
-
-    def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
-        self._seconds.lap("draft")
-        rows = [self._rows[i] for i in members]
-        logits = self._stack.logits(hidden, self._plan.exit_layer)
-        self._seconds.lap("head")
-        if self._processes:
-            pairs = zip(members, logits, strict=True)
-            logits = torch.stack([_process(self._rows[i], self._drafted[i], one) for i, one in pairs])
-        positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
-        picks = pick(logits, [row.request.sampling for row in rows], positions)
-        if self._processes:
-            for i, token in zip(members, picks.tolist(), strict=True):
-                self._drafted[i].append(token)
-        going = self._confident(logits, picks, members)
-        self._seconds.lap("pick")
-        return picks, going
-
-    def _confident(self, logits: Tensor, picks: Tensor, members: list[int]) -> list[int]:
-        """The rows that go on after this token; the token itself is never withdrawn (it would bias the output)."""
-        if self._plan.min_confidence <= 0:
-            return members
-        sure = logits.softmax(-1).gather(1, picks[:, None])[:, 0] >= self._plan.min_confidence
-        return [i for i, on in zip(members, sure.tolist(), strict=True) if on]
+    return verdicts, picks, scores

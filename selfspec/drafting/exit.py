@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.stack import Stack
+from selfspec.target.stack import Stack, Taps
 
 
 class DraftRow(NamedTuple):
@@ -26,6 +26,7 @@ class Draft(NamedTuple):
     tokens: Tensor  # int64 [N]
     hidden: Tensor  # [N, hidden_size], after the exit layer
     lengths: list[int]  # drafted tokens per row; N = sum of (length + 1)
+    taps: Tensor | None = None  # [K, N, hidden_size] after the K tapped layers below the exit, in their order
 
 
 # (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that go on)
@@ -39,19 +40,23 @@ def draft_by_exit(
     tokens: Tensor,  # int64 [len(rows)]: each row's last token
     exit_layer: int,
     choose: Chooser,
+    tapped: Sequence[int] = (),
 ) -> Draft:
-    """Draft each row's tokens in lock step; rows leave as their lengths end.
+    """Draft each row's tokens in lock step; rows leave as their lengths end. `tapped`: layers to look in at.
 
     A row's last drafted token runs through the early layers too: verification can then carry on from the exit for every
     token, and a full acceptance yields its bonus token.
     """
-    steps: list[tuple[list[int], Tensor, Tensor]] = []  # rows fed, their tokens, their hidden states
+    steps: list[_Step] = []
+    inner = [layer for layer in tapped if layer < exit_layer]
     live, lengths = list(range(len(rows))), [row.length for row in rows]
     while live:
         step = len(steps)
         packed = PackedRows(cache, [Span(rows[r].pages, rows[r].position + step, 1) for r in live], stack.device)
-        hidden = stack.run(packed, 0, exit_layer, tokens)
-        steps.append((live, tokens, hidden))
+        taps: Taps | None = dict.fromkeys(inner) if inner else None
+        hidden = stack.run(packed, 0, exit_layer, tokens, taps)
+        seen = torch.stack([h for h in taps.values() if h is not None]) if taps else None
+        steps.append(_Step(live, tokens, hidden, seen))
         going = [r for r in live if lengths[r] > step]
         if not going:
             break
@@ -64,18 +69,28 @@ def draft_by_exit(
     return _row_major(steps, len(rows))
 
 
-def _row_major(steps: list[tuple[list[int], Tensor, Tensor]], num_rows: int) -> Draft:
-    tokens = torch.cat([fed for _, fed, _ in steps])
-    hidden = torch.cat([states for _, _, states in steps])
+class _Step(NamedTuple):
+    rows: list[int]  # fed in this step
+    tokens: Tensor
+    hidden: Tensor
+    taps: Tensor | None  # [K, rows, hidden_size]
+
+
+def _row_major(steps: list[_Step], num_rows: int) -> Draft:
     lengths = [-1] * num_rows
     slots: list[list[int]] = [[] for _ in range(num_rows)]
     at = 0
-    for fed, _, _ in steps:
-        for row in fed:
+    for step in steps:
+        for row in step.rows:
             lengths[row] += 1
             slots[row].append(at)
             at += 1
+    tokens = torch.cat([step.tokens for step in steps])
+    hidden = torch.cat([step.hidden for step in steps])
+    seen = [step.taps for step in steps if step.taps is not None]
+    taps = torch.cat(seen, 1) if seen else None
     if num_rows > 1:
         index = torch.tensor([slot for row in slots for slot in row], device=tokens.device)
         tokens, hidden = tokens[index], hidden[index]
-    return Draft(tokens, hidden, lengths)
+        taps = None if taps is None else taps[:, index]
+    return Draft(tokens, hidden, lengths, taps)

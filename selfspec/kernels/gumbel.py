@@ -24,15 +24,18 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, tokens: Tensor | None = None) -> Tensor:
     """Standard Gumbel noise `[N, vocab_size]`, fp32, for the tokens to be picked at `positions` of rows with `seeds`.
 
     Args:
         seeds: int64 `[N]`.
         positions: int64 `[N]`, the index in its row's content of the token to be picked.
+        tokens: int64 `[N, T]`: only the noise of these, `[N, T]`.
     """
     keys = _mix(_mix(seeds * _STEP + _STEP) + positions * _STEP)
-    tokens = torch.arange(1, vocab_size + 1, device=seeds.device) * _STEP
-    bits = _shift(_mix(keys[:, None] + tokens), 12)  # 52 bits: plus one half is exact in float64 and never 0 or 1
+    counters = torch.arange(vocab_size, device=seeds.device) if tokens is None else tokens
+    bits = _shift(
+        _mix(keys[:, None] + (counters + 1) * _STEP), 12
+    )  # 52 bits: plus one half is exact in float64 and never 0 or 1
     uniform = (bits.double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform)).float()

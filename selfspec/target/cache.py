@@ -68,6 +68,11 @@ class PagedCache:
             self._layers[layer_idx] = known
         return known
 
+    def copy(self, page: int, to: int) -> None:
+        """Give one page the keys and values of another, in every layer that has written any."""
+        for keys, values in self._layers.values():
+            keys[to], values[to] = keys[page], values[page]
+
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
         keys, values = self._layers[layer_idx]

@@ -87,12 +87,16 @@ class LeanBody:
         except AttributeError:  # a part is missing or of another kind
             return None
 
-    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor) -> Tensor:
+    def run(
+        self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
         """See `Stack.run`."""
         x = F.embedding(given, self.embedding) if start == 0 else given  # [N, hidden_size]
         cos, sin = self._rope(rows)
-        for layer in self.layers[start:stop]:
-            x = self._block(layer, x, cos, sin, rows)
+        for depth in range(start, stop):
+            x = self._block(self.layers[depth], x, cos, sin, rows)
+            if taps and depth + 1 in taps:
+                taps[depth + 1] = x
         return _rms(x, self.norm) if stop == len(self.layers) else x
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:

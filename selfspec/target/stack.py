@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from transformers import AttentionInterface
 from selfspec.target import attention
 from selfspec.target.cache import PackedRows
 from selfspec.target.lean import LeanBody
+from selfspec.target.shortlist import sample_of, short_head
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
 AttentionInterface.register(attention.NAME, attention.attend)  # no mask function: transformers then builds no mask
+
+Taps = dict[int, Tensor | None]  # number of layers run -> hidden states there, filled in by the call
 
 
 class Stack:
@@ -35,10 +39,15 @@ class Stack:
         self.num_layers = len(getattr(self._base, self.family.layers))
         self.lean = LeanBody.of(self._twin)
         """The same layers with less overhead, where the model is Llama-shaped; None: the views run everything."""
+        self._looking = threading.local()  # the taps of the call in progress: a target may serve several threads
+        self._look_in()
         embedding = self._twin.get_input_embeddings().weight
         self.vocab_size = int(embedding.shape[0])
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
+        self._short = short_head(self._head, self._twin.get_output_embeddings())
+        self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
+        """A fixed sample of the vocabulary, int64; see `short_logits`."""
 
     @property
     def context_limit(self) -> int:
@@ -55,25 +64,46 @@ class Stack:
                 limit = min(limit, int(one.get("original_max_position_embeddings") or limit))
         return limit
 
-    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor) -> Tensor:
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """Run layers [start, stop) on N packed tokens, writing their keys and values.
 
         Args:
             given: token ids `[N]` (int64) when start is 0, else the hidden states `[N, hidden_size]` after layer
                 `start`.
+            taps: layers to look in at: each key between start and stop gets the hidden states `[N, hidden_size]` after
+                that many layers, before the final norm.
 
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
         """
         if self.lean is not None:
-            return self.lean.run(rows, start, stop, given)
+            return self.lean.run(rows, start, stop, given, taps)
+        self._looking.taps = taps
         view = self._views.get((start, stop))
         if view is None:
             assert 0 <= start < stop <= self.num_layers, f"no layers [{start}, {stop}) among {self.num_layers}"
             view = self._views[start, stop] = layer_view(self._base, self.family, start, stop)
         key = "input_ids" if start == 0 else "inputs_embeds"
         call = {key: given[None], "position_ids": rows.positions, "past_key_values": rows, "use_cache": True}
-        return view(**call, packed=rows).last_hidden_state[0]
+        try:
+            return view(**call, packed=rows).last_hidden_state[0]
+        finally:
+            self._looking.taps = None
+
+    def _look_in(self) -> None:
+        """Have every layer of the twin hand over its output where `taps` ask for it."""
+
+        def after(depth: int) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                taps = getattr(self._looking, "taps", None)
+                if taps is not None and depth in taps:
+                    hidden = output[0] if isinstance(output, tuple) else output
+                    taps[depth] = hidden[0]  # [1, N, hidden_size]
+
+            return hook
+
+        for index, layer in enumerate(getattr(self._base, self.family.layers)):
+            layer.register_forward_hook(after(index + 1))
 
     def logits(self, hidden: Tensor, exit_layer: int | None = None) -> Tensor:
         """Logits `[N, vocab]` in fp32 from hidden states `[N, hidden_size]`, through the whole model's own head.
@@ -84,6 +114,27 @@ class Stack:
         if self.lean is not None:
             return self.lean.logits(hidden, normed=exit_layer is None or exit_layer == self.num_layers)
         if exit_layer is not None and exit_layer < self.num_layers:
-            norm = getattr(self._base, self.family.norm, None)
-            hidden = hidden if norm is None else norm(hidden)
+            hidden = self._normed(hidden)
         return self._head(inputs_embeds=hidden[None]).logits[0].float()
+
+    def short_logits(self, hidden: Tensor, top: Tensor) -> Tensor | None:
+        """Logits `[K, N, T + len(others)]` in fp32 of a few tokens only, from several layers at the same positions.
+
+        Args:
+            hidden: `[K, N, hidden_size]`, before the final norm.
+            top: int64 `[N, T]`, the tokens wanted at each position; those of `others` follow.
+
+        Returns:
+            None where the model's head is not a plain linear layer.
+        """
+        if self._short is None:
+            return None
+        head, short = self._short
+        short.call.top = top
+        flat = self._normed(hidden.reshape(-1, hidden.shape[-1]))[None]
+        logits = short(flat)[0] if self.lean is not None else head(inputs_embeds=flat).logits[0]
+        return logits.float().view(len(hidden), len(top), -1)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        norm = getattr(self._base, self.family.norm, None)
+        return hidden if norm is None else norm(hidden)

@@ -44,7 +44,7 @@ def test_a_policy_object_is_used_as_it_is():
 @pytest.mark.parametrize(
     ("name", "exit_layer", "num_draft_tokens", "sentence"),
     [
-        ("clever", None, None, "policy must be one of plain, fixed.*, got 'clever'"),
+        ("clever", None, None, "policy must be one of adaptive, plain, fixed.*, got 'clever'"),
         ("fixed", 0, None, r"exit_layer must lie in 1\.\.11 for this model, got 0"),
         ("fixed", 12, None, r"exit_layer must lie in 1\.\.11 for this model, got 12"),
         ("fixed", -1, None, r"exit_layer must lie in 1\.\.11 for this model, got -1"),
@@ -87,7 +87,7 @@ class Once:
     def plan(self, rows):
         return self.made
 
-    def observe(self, plan, outcomes):
+    def observe(self, plan, outcomes, seconds):
         pass
 
 

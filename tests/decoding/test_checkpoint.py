@@ -64,7 +64,7 @@ def test_a_text_that_fills_the_context_ends_there(stories):
 def test_sampled_stories_are_those_of_plain_decoding(stories, seed):
     options = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95, "seed": [seed, seed + 1, -seed, 7, 8]}
     done = check_equals_plain(stories, PROMPTS, Schedule(seed, 5, longest=8), **options)
-    assert sum(c.stats.draft_acceptance_rate for c in done) > 0.5
+    assert sum(c.stats.draft_acceptance_rate for c in done) > 0.4
 
 
 def test_a_deeper_exit_of_a_trained_model_is_right_more_often(stories):

@@ -198,7 +198,7 @@ def test_the_first_in_line_is_not_overtaken(target):
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
         ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
         ({"max_cached_tokens": 10, "page_size": 16}, "max_cached_tokens must hold a page of 16 tokens, got 10"),
-        ({"policy": "clever"}, "policy must be one of plain, fixed.*, got 'clever'"),
+        ({"policy": "clever"}, "policy must be one of adaptive, plain, fixed.*, got 'clever'"),
         ({"exit_layer": 4}, r"exit_layer must lie in 1\.\.3 for this model, got 4"),
         ({"exit_layer": 0}, r"exit_layer must lie in 1\.\.3 for this model, got 0"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0 .*, got -1"),
@@ -218,7 +218,8 @@ def test_a_round_tells_its_plan_and_where_its_time_went(target):
     assert len(row.drafted) == 3
     assert row.tokens[: row.num_accepted] == row.drafted[: row.num_accepted]
     seconds = round_.seconds
-    parts = [seconds.prefill, seconds.draft, seconds.verify, seconds.head, seconds.pick, seconds.rest]
+    assert seconds.shadow == 0  # a fixed policy asks for none
+    parts = [seconds.prefill, seconds.draft, seconds.verify, seconds.head, seconds.pick, seconds.control, seconds.rest]
     assert all(part > 0 for part in parts)
     assert seconds.total == pytest.approx(sum(parts))
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from selfspec.decoding import pick, rounds
+from selfspec.decoding.choose import Chooser
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Stopper
@@ -45,7 +47,7 @@ def check_greedy(family="llama", audit=False, longest=4, seeds=3):
 # ---------------------------------------------------------------------------------------------------- processors
 
 
-def bonus_from_raw_logits(rows, lengths, fed, logits, honest=rounds._process_packed):
+def bonus_from_raw_logits(rows, lengths, fed, logits, honest=rounds.process_packed):
     out, at = honest(rows, lengths, fed, logits).clone(), -1
     for drafted in lengths:
         at += drafted + 1
@@ -55,14 +57,14 @@ def bonus_from_raw_logits(rows, lengths, fed, logits, honest=rounds._process_pac
 
 def prefix_of_the_round_everywhere(rows, lengths, fed, logits):
     owners = [row for row, drafted in zip(rows, lengths, strict=True) for _ in range(drafted + 1)]
-    return torch.stack([rounds._process(row, [], one) for row, one in zip(owners, logits, strict=True)])
+    return torch.stack([process(row, [], one) for row, one in zip(owners, logits, strict=True)])
 
 
 @pytest.mark.parametrize("mutation", [bonus_from_raw_logits, prefix_of_the_round_everywhere])
 @pytest.mark.parametrize("name", ["a repetition penalty", "no repeated bigram"])
 def test_processors_left_out_or_given_another_prefix_are_noticed(monkeypatch, mutation, name):
     check = partial(check_processors, tiny("phi"), PROCESSORS[name], schedules=3)
-    must_fail(check, monkeypatch, rounds, "_process_packed", mutation)
+    must_fail(check, monkeypatch, rounds, "process_packed", mutation)
 
 
 # ---------------------------------------------------------------------------------------------------- ends in a block
@@ -105,9 +107,9 @@ def test_a_length_limit_that_is_not_cut_is_noticed(monkeypatch):
 # ----------------------------------------------------------------------------------------------- keys and values
 
 
-def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose):
+def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapped=()):
     """As if the last drafted token had not been through the early layers: its early keys and values stay empty."""
-    draft = draft_by_exit(stack, cache, rows, tokens, exit_layer, choose)
+    draft = draft_by_exit(stack, cache, rows, tokens, exit_layer, choose, tapped)
     for row, drafted in zip(rows, draft.lengths, strict=True):
         at = row.position + drafted
         for layer in range(exit_layer if drafted else 0):
@@ -116,9 +118,9 @@ def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose):
     return draft
 
 
-def exit_changed_in_mid_round(stack, cache, rows, tokens, exit_layer, choose):
+def exit_changed_in_mid_round(stack, cache, rows, tokens, exit_layer, choose, tapped=()):
     """Drafted one layer earlier than verification carries on."""
-    return draft_by_exit(stack, cache, rows, tokens, max(1, exit_layer - 1), choose)
+    return draft_by_exit(stack, cache, rows, tokens, max(1, exit_layer - 1), choose, tapped)
 
 
 @pytest.mark.parametrize("mutation", [last_early_pass_skipped, exit_changed_in_mid_round])
@@ -281,14 +283,15 @@ def test_a_temperature_that_is_a_quarter_off_breaks_the_law(monkeypatch):
     must_fail(check, monkeypatch, pick, "filtered", a_little_too_hot)
 
 
-def withdraw_the_unsure(self, logits, picks, members):
+def withdraw_the_unsure(self, hidden, members, step, honest=Chooser.__call__):
     """Replaces every token that was drafted without confidence."""
-    picks[logits.softmax(-1).amax(-1) < 0.5] = 0
-    return members
+    picks, going = honest(self, hidden, members, step)
+    unsure = self._stack.logits(hidden, self._plan.exit_layer).softmax(-1).amax(-1) < 0.5
+    return picks.masked_fill(unsure, 0), going
 
 
 def test_a_draft_that_is_tampered_with_changes_no_token(monkeypatch):
     """No mutation of the draft alone can be seen in the output: it is verified."""
-    monkeypatch.setattr(rounds._Chooser, "_confident", withdraw_the_unsure)
+    monkeypatch.setattr(Chooser, "__call__", withdraw_the_unsure)
     check_greedy()
     check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), max_new_tokens=12, temperature=1.0)

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from eval.__main__ import main
 from eval.methods import Transformers
-from tests.models import build
+from eval.traces import load
+from tests.eval.models import save_model
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print("]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny random model with a tokenizer of single bytes."""
-    path = tmp_path_factory.mktemp("model")
-    build("llama", vocab_size=260).save_pretrained(path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i + 3 for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    return path
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -72,6 +63,14 @@ def test_a_run_prints_tables_and_then_one_json_document_with_all_methods(argumen
     }
     assert {"commit", "dirty", "threads", "torch", "dtype", "attention_of_transformers"} <= set(record["environment"])
     assert "full comparison" in printed.err
+
+
+def test_traces_of_the_reference_can_be_recorded(arguments, tmp_path):
+    quick = ["-q", "--exit-layers", "1", "--draft-lengths", "2", "--repeats", "1", "--max-new-tokens", "6"]
+    assert main([*arguments, *quick, "--record-traces", str(tmp_path / "traces")]) == 0
+    traces = load(tmp_path / "traces" / "two.npz")
+    assert [(trace.task, len(trace.tokens)) for trace in traces] == [("two", 6)] * 2
+    assert [trace.prompt_length for trace in traces] == [len(text) for text in QUESTIONS]
 
 
 def test_json_only_prints_one_line_and_no_progress(arguments, capsys):

@@ -29,6 +29,17 @@ def run_in_parts(stack, prompts, cuts):
     return out
 
 
+BODIES = [*((family, "views") for family in FAMILIES), *((family, "lean") for family in LEAN)]
+
+
+def stack_of(family, body):
+    stack = Stack(build(family))
+    if body == "views":
+        stack.lean = None
+    assert (stack.lean is not None) == (body == "lean")
+    return stack
+
+
 def whole_logits(model, prompts):
     return torch.cat([model(torch.tensor([prompt])).logits[0].float() for prompt in prompts])
 
@@ -46,13 +57,10 @@ def with_layers(model, family, count):
     return cut
 
 
-@pytest.mark.parametrize(("family", "body"), [*((f, "views") for f in FAMILIES), *((f, "lean") for f in LEAN)])
+@pytest.mark.parametrize(("family", "body"), BODIES)
 @torch.inference_mode()
 def test_logits_after_any_layer_are_those_of_the_model_cut_there(family, body):
-    stack, prompts = Stack(build(family)), make_prompts([11, 4])
-    if body == "views":
-        stack.lean = None
-    assert (stack.lean is not None) == (body == "lean")
+    stack, prompts = stack_of(family, body), make_prompts([11, 4])
     expected = {n: whole_logits(with_layers(stack.model, stack.family, n), prompts) for n in (1, 2, 3, 4)}
     assert torch.equal(expected[4], whole_logits(stack.model, prompts))
     for cuts in ((1, 2, 3, 4), (2, 4), (4,), (3, 4)):
@@ -60,6 +68,50 @@ def test_logits_after_any_layer_are_those_of_the_model_cut_there(family, body):
             got = stack.logits(hidden, layer)
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, expected[layer], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "body"), BODIES)
+@torch.inference_mode()
+def test_taps_see_the_hidden_states_at_which_a_run_might_have_stopped(family, body):
+    stack, prompts = stack_of(family, body), make_prompts([11, 4])
+    for start, tapped in ((0, (1, 2, 3)), (0, (2,)), (1, (2, 3)), (2, (3,)), (3, ())):
+        cache = PagedCache(2, 64)
+        rows = PackedRows(cache, [Span([i], 0, len(prompt)) for i, prompt in enumerate(prompts)])
+        given = torch.tensor([token for prompt in prompts for token in prompt])
+        if start:
+            given = stack.run(rows, 0, start, given)
+        taps = dict.fromkeys(tapped)
+        end = stack.run(rows, start, 4, given, taps)
+        assert taps.keys() == set(tapped)
+        for layer, seen in taps.items():
+            expected = run_in_parts(stack, prompts, (layer, 4))
+            torch.testing.assert_close(seen, expected[layer], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(end, expected[4], rtol=1e-4, atol=1e-5)
+    stack.run(rows, 0, 4, torch.tensor([token for prompt in prompts for token in prompt]))
+    assert taps == {}, "a run that asks for nothing is given nothing"
+
+
+@pytest.mark.parametrize(("family", "body"), BODIES)
+@torch.inference_mode()
+def test_logits_of_a_shortlist_are_those_of_the_whole_vocabulary(family, body):
+    stack, prompts = stack_of(family, body), make_prompts([11, 4])
+    runs = [run_in_parts(stack, prompts, (layer, 4))[layer] for layer in (1, 2, 3)]
+    hidden, generator = torch.stack(runs), torch.Generator().manual_seed(0)
+    for width in (1, 7):
+        top = torch.randint(stack.vocab_size, (15, width), generator=generator)
+        got = stack.short_logits(hidden, top)
+        assert got is not None, "every family in the tests has a plain linear head"
+        assert (got.shape, got.dtype) == ((3, 15, width + len(stack.others)), torch.float32)
+        wanted = torch.cat((top, stack.others.expand(15, -1)), 1)
+        for layer, (states, logits) in enumerate(zip(hidden, got, strict=True), 1):
+            torch.testing.assert_close(logits, stack.logits(states, layer).gather(1, wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_no_plain_linear_layer_has_no_shortlist():
+    model = build("llama")
+    model.lm_head = type("Mine", (torch.nn.Linear,), {})(32, 96, bias=False)
+    stack = Stack(model)
+    assert stack.short_logits(torch.zeros(2, 3, 32), torch.zeros(3, 4, dtype=torch.int64)) is None
 
 
 @pytest.mark.parametrize("family", LEAN)

@@ -1,0 +1,138 @@
+"""What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.traces import Bools, Trace
+from selfspec.control.costs import CONTEXT, Costs
+
+THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+MOST_DRAFTED = 18
+MOST_ACCEPTED = 64  # longest draft of the clairvoyant
+
+
+class Static(NamedTuple):
+    """One setting for all rounds; exit_layer None is plain decoding."""
+
+    exit_layer: int | None
+    num_draft_tokens: int
+    min_confidence: float
+    seconds: float
+
+
+class RoundCosts:
+    """Seconds of a round of one row by exit layer, drafted tokens and context, in arrays."""
+
+    def __init__(self, costs: Costs, longest: int) -> None:
+        layers = costs.num_layers
+        self.plain = costs.plain_round(1)
+        self.per_context = layers * costs.context  # plain
+        self.base = np.array([[costs.round(e, [d]) for d in range(longest + 1)] for e in range(1, layers)])
+        self.slope = np.array(
+            [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
+        )
+
+    def plain_at(self, context: float) -> float:
+        return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
+
+    def at(self, context: float) -> NDArray[np.float64]:
+        """`[L - 1, longest + 1]`: seconds of rounds at this many cached tokens."""
+        return self.base + self.slope * max(0.0, context - CONTEXT)
+
+
+def plain_seconds(traces: Sequence[Trace], costs: RoundCosts) -> float:
+    return sum(costs.plain_at(t.prompt_length + i) for t in traces for i in range(len(t.tokens)))
+
+
+def runs(hits: Bools) -> np.ndarray:
+    """Consecutive hits from each position on, along the last axis."""
+    out = np.zeros(hits.shape, np.int64)
+    out[..., -1] = hits[..., -1]
+    for i in range(hits.shape[-1] - 2, -1, -1):
+        out[..., i] = np.where(hits[..., i], out[..., i + 1] + 1, 0)
+    return out
+
+
+def drafted(trace: Trace, line: int, threshold: float, accepted: np.ndarray) -> np.ndarray:
+    """Tokens a draft without a cap writes from each position on before a confidence below `threshold` stops it."""
+    n = len(trace.tokens)
+    limit = np.float64(threshold)  # as decoding compares: a float32 that is the nearest to 0.9 lies below 0.9
+    low = trace.confidences[line] < limit
+    to_low = runs(~low)  # confident tokens from here on
+    wrong_low = trace.wrong[line] < limit  # [n, steps]; NaN is not low
+    recorded = trace.wrong.shape[2]
+    steps = np.where(wrong_low.any(1), wrong_low.argmax(1), recorded) if recorded else np.zeros(n, np.int64)
+    out = np.empty(n, np.int64)
+    for i in range(n):
+        miss = i + accepted[i]
+        if to_low[i] <= accepted[i] and i + to_low[i] < n:  # an unsure token at or before the first wrong one
+            out[i] = to_low[i] + 1
+        else:
+            out[i] = accepted[i] + 2 + steps[miss] if miss < n else n - i
+    return out
+
+
+def statics(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
+    """Every static setting with the seconds it takes for all traces together."""
+    yield Static(None, 0, 0.0, plain_seconds(traces, costs))
+    num_layers = traces[0].num_layers
+    accepted = [runs(trace.hits) for trace in traces]
+    for e in range(1, num_layers):
+        for threshold in thresholds:
+            lengths = [drafted(t, e - 1, threshold, a[e - 1]) for t, a in zip(traces, accepted, strict=True)]
+            for d in range(1, MOST_DRAFTED + 1):
+                seconds = sum(
+                    _walk(t, costs, e, d, a[e - 1], n) for t, a, n in zip(traces, accepted, lengths, strict=True)
+                )
+                yield Static(e, d, threshold, seconds)
+
+
+def _walk(
+    trace: Trace, costs: RoundCosts, exit_layer: int, most: int, accepted: np.ndarray, lengths: np.ndarray
+) -> float:
+    base, slope = costs.base[exit_layer - 1].tolist(), costs.slope[exit_layer - 1].tolist()
+    runs_, stops = accepted.tolist(), lengths.tolist()
+    at, n, seconds = 0, len(trace.tokens), 0.0
+    while at < n:
+        context = trace.prompt_length + at
+        length = min(most, n - at - 1, stops[at])
+        if length == 0:
+            seconds += costs.plain_at(context)
+            at += 1
+            continue
+        seconds += base[length] + slope[length] * max(0, context - CONTEXT)
+        at += min(runs_[at], length) + 1
+    return seconds
+
+
+def best_static(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[float] = THRESHOLDS) -> Static:
+    """The setting that would have been fastest over all the traces together."""
+    return min(statics(traces, costs, thresholds), key=lambda s: s.seconds)
+
+
+def clairvoyant(trace: Trace, costs: RoundCosts) -> float:
+    """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
+
+    A round is plain, or drafts what will be accepted. A wrong token, drafted alone, is allowed as well: where a table
+    makes that cheaper than a plain round, a static setting has it too, and the bound must hold.
+    """
+    n, most = len(trace.tokens), costs.base.shape[1] - 1
+    accepted = np.minimum(runs(trace.hits), most)  # [L - 1, n]
+    rest = np.zeros(n + most + 2)
+    lengths = np.arange(most + 1)
+    for i in range(n - 1, -1, -1):
+        context = trace.prompt_length + i
+        best = costs.plain_at(context) + rest[i + 1]
+        if i < n - 1:
+            of_round = costs.at(context)
+            longest = np.minimum(accepted[:, i], n - i - 1)
+            options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + most + 2], np.inf)
+            wrong = of_round[longest == 0, 1] + rest[i + 1]
+            best = min(best, options[:, 1:].min(), wrong.min(initial=np.inf))
+        rest[i] = best
+    return float(rest[0])

@@ -1,0 +1,125 @@
+"""Compare policies by replay: each on every task, at every length and head cost, beside what could have been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from eval.bounds import MOST_ACCEPTED, RoundCosts, Static, clairvoyant, plain_seconds, statics
+from eval.config import MEASURED, ReplayConfig
+from eval.replay import Replayed, make, replay
+from eval.tasks import Recorded
+from eval.timing import Say
+from eval.traces import Trace
+from selfspec.control.costs import Costs
+from selfspec.control.policies import CHOOSES_EXIT, POLICIES
+
+STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
+KEEPS_PRIOR = ("adaptive",)  # policies that can begin with what was seen before
+BOUNDS = (STATIC, STOPPED, CLAIRVOYANT)
+
+
+def compare(tasks: Sequence[Recorded], config: ReplayConfig, say: Say) -> list[dict[str, Any]]:
+    """One section per length and head cost; a row per policy and bound, with its speedup over plain by task."""
+    sections = []
+    for length in config.lengths:
+        for head in config.head_layers:
+            say(f"{length} tokens, head: {head if head == MEASURED else f'{head:g} layers'}")
+            columns = [_column(task, length, head, config) for task in tasks]
+            rows = [_row(same, tasks) for same in zip(*columns, strict=True)]
+            sections.append({"length": length, "head_layers": head, "rows": rows})
+    return sections
+
+
+class Cell(NamedTuple):
+    """What a policy or bound comes to in one task."""
+
+    name: str
+    kind: str
+    start: str | None
+    speedup: float
+    figures: dict[str, Any]
+
+
+def _row(cells: Sequence[Cell], tasks: Sequence[Recorded]) -> dict[str, Any]:
+    """A policy or bound over all tasks."""
+    names = [task.name for task in tasks]
+    return {
+        "name": cells[0].name,
+        "kind": cells[0].kind,
+        "start": cells[0].start,
+        "speedup": {name: cell.speedup for name, cell in zip(names, cells, strict=True)},
+        "mean": fmean(cell.speedup for cell in cells),
+        "tasks": {name: cell.figures for name, cell in zip(names, cells, strict=True)},
+    }
+
+
+def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig) -> list[Cell]:
+    """One task's cells from top to bottom."""
+    traces = [trace.cut(length) for trace in task.traces]
+    costs = task.costs if isinstance(head, str) else task.costs.with_head(head)
+    of_rounds = RoundCosts(costs, MOST_ACCEPTED)
+    plain = plain_seconds(traces, of_rounds)
+    cells = []
+    for start in config.starts:
+        for name in config.policies or POLICIES:
+            if start != config.starts[0] and name not in KEEPS_PRIOR:
+                continue  # one start is as the other
+            done = play(name, traces, costs, start == "warm", *_told(name, task, config))
+            cells.append(Cell(name, "policy", start, plain / done.seconds, _summary(done)))
+    for name, seconds, settings in _bounds(traces, of_rounds):
+        cells.append(Cell(name, "bound", None, plain / seconds, {"seconds": seconds, **settings}))
+    return cells
+
+
+def _told(name: str, task: Recorded, config: ReplayConfig) -> tuple[int | None, int | None]:
+    """The exit layer and draft length for a policy that does not choose them itself."""
+    if name in CHOOSES_EXIT:
+        return None, None
+    return config.exit_layer or task.exit_layer, config.num_draft_tokens or task.num_draft_tokens
+
+
+def play(
+    name: str,
+    traces: Sequence[Trace],
+    costs: Costs,
+    is_warm: bool = False,
+    exit_layer: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> Replayed:
+    """Replay a new policy on each prompt; warm, what it has seen so far is the next one's prior, as in a process."""
+    done, prior = Replayed(), None
+    for trace in traces:
+        policy = make(name, costs, exit_layer, num_draft_tokens, prior)
+        done.add(replay([trace], policy, costs))
+        tracker = getattr(policy, "tracker", None)
+        if is_warm and tracker is not None:
+            prior = tracker.state()
+    return done
+
+
+def _summary(done: Replayed) -> dict[str, Any]:
+    rows = [row for round_ in done.rounds for row in round_.rows]
+    return {
+        "seconds": done.seconds,
+        "num_tokens": done.num_tokens,
+        "num_rounds": len(done.rounds),
+        "num_drafted": sum(row.num_drafted for row in rows),
+        "num_accepted": sum(row.num_accepted for row in rows),
+        "control_microseconds_per_round": 1e6 * done.control / max(1, len(done.rounds)),
+    }
+
+
+def _bounds(traces: Sequence[Trace], costs: RoundCosts) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    tried = list(statics(traces, costs))
+    for name, among in ((STATIC, [s for s in tried if s.min_confidence == 0]), (STOPPED, tried)):
+        best = min(among, key=lambda s: s.seconds)
+        yield name, best.seconds, {"settings": _settings(best)}
+    yield CLAIRVOYANT, sum(clairvoyant(trace, costs) for trace in traces), {}
+
+
+def _settings(static: Static) -> dict[str, Any]:
+    settings = static._asdict()
+    del settings["seconds"]
+    return settings

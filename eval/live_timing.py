@@ -1,0 +1,113 @@
+"""Timed live decoding: what one call of a policy took, by stage, what it planned, and what it wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from eval.methods import Endless, Ids
+from eval.timing import Say, quiet, rotated, timed
+from eval.traces import Trace, record
+from selfspec.control.costs import Costs
+from selfspec.control.plan import Policy
+from selfspec.decoding.results import Round
+from selfspec.decoding.stats import SpecStats
+
+STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
+
+
+class Way(NamedTuple):
+    """A way to decode: its policy is made anew for every call, so that no call knows of another."""
+
+    name: str
+    kind: str  # "plain", "adaptive", "fixed", or "other"
+    make: Callable[[], Policy]
+    settings: Mapping[str, int]
+
+
+class Scene(NamedTuple):
+    """A target and its prompts, with what plain decoding writes after each of them alone."""
+
+    target: Endless
+    prompts: Ids
+    traces: Sequence[Trace]
+    costs: Costs
+
+    def filled(self, batch_size: int) -> Scene:
+        """All prompts, from the first on again and again, until there are two full batches or more, the last one full.
+
+        A batch that begins half empty would be measured as if it were full.
+        """
+        least = max(len(self.prompts), 2 * batch_size)
+        order = [i % len(self.prompts) for i in range(least + -least % batch_size)]
+        return self._replace(prompts=[self.prompts[i] for i in order], traces=[self.traces[i] for i in order])
+
+
+class Call(NamedTuple):
+    """One call over all prompts of a scene."""
+
+    wall: float
+    seconds: dict[str, float]  # by stage of a round
+    prefill: float
+    rounds: int
+    exits: Counter[int | None]  # rounds by planned exit layer; None is plain
+    rows: int  # rows of drafting rounds, added up
+    stats: SpecStats
+    tokens: list[list[int]]  # per prompt
+
+    @property
+    def decoding(self) -> float:
+        """Seconds without the reading of prompts, which replay leaves out as well."""
+        return self.wall - self.prefill
+
+
+def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Scene:
+    """Decode every prompt by itself, plainly, as far as the model's context lets it, and record its trace."""
+    say(f"{task}: decoding and recording {len(prompts)} prompts")
+    traces = []
+    for prompt in prompts:
+        room = min(num_tokens, target.stack.context_limit - len(prompt))
+        (answer,) = target.generate([prompt], policy="plain", max_new_tokens=room)
+        traces.append(record(target.stack, prompt, answer.tokens, task=task))
+    return Scene(target, prompts, traces, costs)
+
+
+def call(scene: Scene, way: Way, batch_size: int, most: int | None = None) -> Call:
+    """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end."""
+    room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
+    options = {"policy": way.make(), "max_batch_size": batch_size, "max_new_tokens": room}
+    stream = scene.target.stream
+    rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
+    return _call(rounds, wall)
+
+
+def _call(rounds: Sequence[Round], wall: float) -> Call:
+    rows = [row for round_ in rounds for row in round_.rows]
+    done = sorted((row.completion for row in rows if row.completion is not None), key=lambda c: c.request_id)
+    planned = [round_ for round_ in rounds if round_.plan is not None]
+    return Call(
+        wall,
+        seconds={stage: sum(getattr(round_.seconds, stage) for round_ in rounds) for stage in STAGES},
+        prefill=sum(round_.seconds.prefill for round_ in rounds),
+        rounds=len(planned),
+        exits=Counter(r.plan.exit_layer for r in planned if r.plan is not None),
+        rows=sum(len(r.rows) for r in planned if r.plan is not None and r.plan.exit_layer is not None),
+        stats=sum((completion.stats for completion in done), SpecStats()),
+        tokens=[completion.tokens for completion in done],
+    )
+
+
+def interleave(
+    scene: Scene, ways: Sequence[Way], batch_size: int, repeats: int, warmup_tokens: int, say: Say
+) -> dict[str, list[Call]]:
+    """Every way's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed."""
+    for way in ways:
+        call(scene, way, batch_size, warmup_tokens)
+    calls: dict[str, list[Call]] = {way.name: [] for way in ways}
+    for repeat in range(repeats):
+        with quiet():
+            for way in rotated(ways, repeat):
+                calls[way.name].append(call(scene, way, batch_size))
+        say(f"repeat {repeat + 1} of {repeats}")
+    return calls

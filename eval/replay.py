@@ -1,0 +1,234 @@
+"""Replay: run a policy on recorded traces, with any table of costs, without a model.
+
+The simulator admits, reads prompts, plans and accepts as the engine does; a test holds the two equal, round by round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from eval.traces import WRONG_STEPS, Trace
+from selfspec.control.costs import Costs
+from selfspec.control.plan import SEED_POSITIONS, Plan, Policy, RowOutcome, RowState, Seconds, Shadow, confidence_bin
+from selfspec.control.policies import make_policy
+
+PREFILL_CHUNK = 512  # the engine's default
+
+
+class ReplayedRow(NamedTuple):
+    """What one row got out of a round."""
+
+    request_id: int
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+
+
+class ReplayedRound(NamedTuple):
+    plan: Plan
+    rows: tuple[ReplayedRow, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Replayed:
+    """A policy's rounds over some traces, and the seconds they would take."""
+
+    rounds: list[ReplayedRound] = field(default_factory=list)
+    seconds: float = 0.0  # of all rounds, and of looking at prompts; reading prompts is left out
+    plain_seconds: float = 0.0  # what plain decoding would take for the same tokens, in the same batches
+    control: float = 0.0  # real seconds that the policy itself took
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_emitted for round_ in self.rounds for row in round_.rows)
+
+    def add(self, other: Replayed) -> None:
+        """Count another replay's rounds as well."""
+        self.rounds += other.rounds
+        self.seconds += other.seconds
+        self.plain_seconds += other.plain_seconds
+        self.control += other.control
+
+
+@dataclass(slots=True)
+class _Row:
+    request_id: int
+    trace: Trace
+    at: int = 0  # tokens emitted
+    num_cached: int = 0  # prompt tokens read
+
+    @property
+    def state(self) -> RowState:
+        return RowState(self.request_id, self.trace.prompt_length + self.at, len(self.trace.tokens) - self.at)
+
+
+def replay(
+    traces: Sequence[Trace],
+    policy: Policy,
+    costs: Costs,
+    batch_size: int = 1,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Replayed:
+    """Decode the traces in order, `batch_size` at a time, as the engine would with this policy."""
+    done = Replayed()
+    waiting = deque(_Row(i, trace) for i, trace in enumerate(traces))
+    rows: list[_Row] = []
+    while waiting or rows:
+        while waiting and len(rows) < batch_size:
+            rows.append(waiting.popleft())
+        done.seconds += _prefill(rows, prefill_chunk, policy, costs)
+        ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
+        if ready:
+            _round(ready, policy, costs, done)
+        rows = [row for row in rows if row.at < len(row.trace.tokens)]
+    return done
+
+
+def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) -> float:
+    """Read prompts; the policy is first asked about all of them and then shown what it asked for, as in the engine."""
+    looks: list[tuple[RowState, Shadow]] = []
+    for row in rows:
+        end = row.trace.prompt_length - 1
+        count = min(end - row.num_cached, budget)
+        if count <= 0:
+            continue
+        first = max(row.num_cached, end - SEED_POSITIONS)
+        row.num_cached += count
+        budget -= count
+        if not hasattr(policy, "seed_layers") or first >= row.num_cached:
+            continue
+        layers = tuple(policy.seed_layers(row.state))
+        if layers:
+            base = max(0, end - SEED_POSITIONS)
+            hits, sure = row.trace.prompt_hits, row.trace.prompt_confidences
+            looks.append((row.state, _shadow_of(hits, sure, layers, first - base, row.num_cached - base)))
+    seconds = 0.0
+    for state, shadow in looks:
+        policy.seed(state, shadow)  # type: ignore[attr-defined]  # whoever has seed_layers has it
+        seconds += costs.seed(len(shadow.layers), len(shadow.hits[0]))
+    return seconds
+
+
+def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) -> None:
+    clock = Seconds()
+    plan = policy.plan([row.state for row in ready])
+    clock.lap("control")
+    context = sum(row.state.content_length for row in ready) / len(ready)
+    lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
+    outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
+    took = Seconds(**costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context))
+    if plan.shadow is not None:
+        looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
+        took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
+    replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
+    done.rounds.append(ReplayedRound(plan, replayed, took.total))
+    done.seconds += took.total
+    most = max(row.num_emitted for row in replayed)
+    emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
+    done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
+    clock.lap("rest")
+    policy.observe(plan, outcomes, took)
+    clock.lap("control")
+    done.control += clock.control
+
+
+def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
+    outcome = draft(row.trace, row.at, plan, length)
+    shadow = None
+    if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
+        stop = row.at + min(outcome.num_accepted + 1, plan.shadow.max_columns)
+        trace, exact = row.trace, plan.shadow.exact
+        hits = trace.hits if exact else trace.short_hits
+        sure = trace.confidences if exact else trace.short_confidences
+        shadow = _shadow_of(hits, sure, plan.shadow.layers, row.at, stop)
+    return outcome._replace(request_id=row.request_id, shadow=shadow)
+
+
+def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
+    """How many tokens each row drafts, from output position `at` of its trace, until a stop of the plan ends it.
+
+    Raises:
+        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
+    """
+    if plan.exit_layer is None:
+        return [0] * len(places)
+    lengths = list(plan.draft_lengths)
+    if plan.stop is None and plan.min_confidence <= 0:
+        return lengths
+    line = plan.exit_layer - 1
+    sure = [_confidences(trace, line, at, n) for (trace, at), n in zip(places, lengths, strict=True)]
+    survival = [1.0] * len(places)
+    live = [i for i, length in enumerate(lengths) if length]
+    step = 0
+    while live:  # all rows draft in lock step: what one does may depend on the others
+        for i in live:
+            if step >= len(sure[i]):
+                raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
+        if plan.stop is not None:
+            for i in live:
+                survival[i] *= plan.stop.calibration[confidence_bin(sure[i][step])]
+            going = [plan.stop.goes_on([survival[i] for i in live])] * len(live)
+        else:
+            going = [sure[i][step] >= plan.min_confidence for i in live]
+        step += 1
+        for i, on in zip(live, going, strict=True):
+            lengths[i] = lengths[i] if on else step
+        live = [i for i in live if lengths[i] > step]
+    return lengths
+
+
+def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
+    """What a draft of `length` tokens from output position `at` comes to.
+
+    Raises:
+        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
+    """
+    if plan.exit_layer is None or length == 0:
+        return RowOutcome(0, 0, 0)
+    line = plan.exit_layer - 1
+    hits = trace.hits[line, at : at + length]
+    accepted = length if hits.all() else int(hits.argmin())
+    confidences = tuple(_confidences(trace, line, at, length)) if plan.reads_confidence else ()
+    if plan.reads_confidence and len(confidences) < length:
+        raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
+    judged = min(accepted + 1, length)
+    away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
+    return RowOutcome(0, length, accepted, confidences, away)
+
+
+def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
+    """Of a draft of `length` tokens: on the output, then on what the layer goes on to write after a wrong token."""
+    hits, end = trace.hits[line, at : at + length], at + length
+    wrong_at = end if hits.all() else at + int(hits.argmin())
+    sure: list[float] = trace.confidences[line, at : min(wrong_at + 1, end)].tolist()
+    if wrong_at + 1 < end:
+        sure += trace.wrong[line, wrong_at, : end - wrong_at - 1].tolist()
+    return sure
+
+
+def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
+    emitted = outcome.num_accepted + 1
+    row.at += emitted
+    return ReplayedRow(row.request_id, outcome.num_drafted, outcome.num_accepted, emitted)
+
+
+def _shadow_of(hits: object, confidences: object, layers: Sequence[int], start: int, stop: int) -> Shadow:
+    def part(array: object) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(array[layer - 1, start:stop].tolist()) for layer in layers)  # type: ignore[index]
+
+    return Shadow(tuple(layers), part(hits), part(confidences))  # type: ignore[arg-type]
+
+
+def make(
+    name: str,
+    costs: Costs,
+    exit_layer: int | None = None,
+    num_draft_tokens: int | None = None,
+    prior: object = None,
+) -> Policy:
+    """A fresh policy by name, for a machine of these costs."""
+    return make_policy(name, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior)

@@ -1,0 +1,55 @@
+"""The record of a comparison by replay as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from eval.config import MEASURED
+from eval.table import table
+
+
+def render(record: dict[str, Any]) -> str:
+    """Per length: every policy by task at the first head cost, and its mean over tasks at every head cost."""
+    return "\n\n".join(_parts(record))
+
+
+def _parts(record: dict[str, Any]) -> Iterator[str]:
+    config = record["config"]
+    picked = "greedy" if config["temperature"] == 0 else f"sampled at temperature {config['temperature']:g}"
+    for task in record["tasks"]:
+        name = (task["model"] or {}).get("model", "traces from a file")
+        tokens = f"{task['num_prompts']} prompts, {task['num_tokens']} tokens"
+        yield f"{task['name']}: {name}, {task['num_layers']} layers, {tokens}, {picked}"
+    for length in config["lengths"]:
+        sections = [section for section in record["sections"] if section["length"] == length]
+        first, several = sections[0], len(config["starts"]) > 1
+        head = _head(first)
+        yield f"{length} tokens, head: {head}; speedup over plain decoding in replay\n\n{_by_task(first, several)}"
+        if len(sections) > 1:
+            yield f"{length} tokens: mean over tasks by what the head costs, in layers\n\n{_by_head(sections, several)}"
+
+
+def _by_task(section: dict[str, Any], several: bool) -> str:
+    rows = section["rows"]
+    names = list(rows[0]["speedup"])
+    figures = [[*(row["speedup"][name] for name in names), row["mean"]] for row in rows]
+    body = [[_name(row, several), *(f"{x:.3f}" for x in line)] for row, line in zip(rows, figures, strict=True)]
+    return table(["", *names, "mean"], body)
+
+
+def _by_head(sections: Sequence[dict[str, Any]], several: bool) -> str:
+    body = [
+        [_name(same[0], several), *(f"{row['mean']:.3f}" for row in same)]
+        for same in zip(*(section["rows"] for section in sections), strict=True)
+    ]
+    return table(["", *map(_head, sections)], body)
+
+
+def _head(section: dict[str, Any]) -> str:
+    layers = section["head_layers"]
+    return MEASURED if layers == MEASURED else f"{layers:g}"
+
+
+def _name(row: dict[str, Any], several: bool) -> str:
+    return f"{row['name']}, {row['start']}" if several and row["start"] else str(row["name"])

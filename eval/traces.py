@@ -1,0 +1,223 @@
+"""`Trace`: what every layer would have drafted along a finished output, so that any policy can be replayed on it.
+
+A drafted token counts only while everything before it is the target's own output. So one teacher-forced pass tells, for
+each position and layer, whether a draft there would be right and how sure it would be. What a draft would go on to
+write after its first wrong token changes nothing but its length; those confidences are recorded too, layer by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfspec.control.plan import SEED_POSITIONS
+from selfspec.decoding.pick import Sampling, pick, pick_surely
+from selfspec.decoding.shadow import shadow_picks
+from selfspec.drafting.exit import DraftRow, draft_by_exit
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.stack import Stack
+
+PAGE = 32
+CHUNK = 256  # tokens per forward and per head product
+ROWS = 64  # wrong drafts continued together
+WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
+
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "short_hits", "short_confidences")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One finished output of n tokens by a model of L layers; row e - 1 of each array is exit layer e.
+
+    Attributes:
+        hits: bool `[L - 1, n]`, whether the layer would have picked the output's token.
+        confidences: `[L - 1, n]`, the probability of the layer's pick under it.
+        divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
+        wrong: `[L - 1, n, steps]`, the confidences of what the layer would have drafted after a wrong pick; NaN
+            elsewhere.
+        short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
+        prompt_hits, prompt_confidences: `[L - 1, up to 32]`, the same at the prompt's last positions.
+    """
+
+    task: str
+    prompt_length: int
+    tokens: tuple[int, ...]
+    hits: Bools
+    confidences: Floats
+    divergences: Floats
+    wrong: Floats
+    short_hits: Bools
+    short_confidences: Floats
+    prompt_hits: Bools
+    prompt_confidences: Floats
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.hits) + 1
+
+    def cut(self, num_tokens: int) -> Trace:
+        """The same output, ended after `num_tokens`."""
+        cut = {name: getattr(self, name)[:, :num_tokens] for name in _BY_TOKEN}
+        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
+
+
+def record(
+    stack: Stack,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    sampling: Sampling | None = None,
+    task: str = "",
+    wrong_steps: int = WRONG_STEPS,
+) -> Trace:
+    """Record the trace of `tokens`, which `stack` wrote after `prompt` with `sampling` (default: greedy)."""
+    with torch.inference_mode():
+        return _Recorder(stack, prompt, tokens, sampling or Sampling(), wrong_steps).trace(task)
+
+
+class _Recorder:
+    def __init__(
+        self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, wrong_steps: int
+    ) -> None:
+        self.stack, self.sampling, self.wrong_steps = stack, sampling, wrong_steps
+        self.prompt_length, self.tokens = len(prompt), list(tokens)
+        self.content = [*prompt, *tokens]
+        self.exits = range(1, stack.num_layers)
+        spare = ROWS * (2 + -(-wrong_steps // PAGE))
+        self.cache = PagedCache(-(-len(self.content) // PAGE) + spare, PAGE)
+        self.pages = self.cache.reserve(len(self.content)) or []
+        self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position looked at
+        self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
+
+    def trace(self, task: str) -> Trace:
+        parts = list(self.forward())
+        hits, sure, divergences, short_hits, short_sure = (np.concatenate([p[i] for p in parts], 1) for i in range(5))
+        at = self.prompt_length - 1 - self.first
+        own = torch.cat(self.picks, 1)[:, at:]
+        wrong = np.full((*hits[:, at:].shape, self.wrong_steps), np.nan, np.float32)
+        for e in self.exits:
+            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], wrong[e - 1])
+        return Trace(
+            task,
+            self.prompt_length,
+            tuple(self.tokens),
+            hits[:, at:],
+            sure[:, at:],
+            divergences[:, at:],
+            wrong,
+            short_hits[:, at:],
+            short_sure[:, at:],
+            short_hits[:, :at],
+            short_sure[:, :at],
+        )
+
+    def forward(self) -> Iterator[tuple[Bools, Floats, Floats, Bools, Floats]]:
+        """Teacher-forced, chunk by chunk, from `first` on: hits, confidences, divergences, and the shortlist's view."""
+        inputs = self.content[:-1]
+        for start in range(0, len(inputs), CHUNK):
+            part = inputs[start : start + CHUNK]
+            taps: dict[int, Tensor | None] = dict.fromkeys(self.exits)
+            packed = PackedRows(self.cache, [Span(self.pages, start, len(part))], self.stack.device)
+            given = torch.tensor(part, device=self.stack.device)
+            last = self.stack.run(packed, 0, self.stack.num_layers, given, taps)
+            skip = max(0, self.first - start)
+            if skip < len(part):
+                yield self.judge(last[skip:], {e: h[skip:] for e, h in taps.items() if h is not None}, start + skip)
+
+    def judge(self, last: Tensor, taps: dict[int, Tensor], first: int) -> tuple[Bools, Floats, Floats, Bools, Floats]:
+        positions = torch.arange(first + 1, first + 1 + len(last), device=last.device)
+        samplings = [self.sampling] * len(last)
+        target = self.stack.logits(last)
+        judged = pick(target, samplings, positions)
+        own = torch.tensor(self.tokens, device=last.device)
+        past = positions >= self.prompt_length
+        judged[past] = own[positions[past] - self.prompt_length]
+        log_p = target.log_softmax(-1)
+        picks, rows = [], []
+        for e in self.exits:
+            logits = self.stack.logits(taps[e], e)
+            log_q = logits.log_softmax(-1)
+            chosen, sure = pick_surely(logits, samplings, positions)
+            away = (log_p.exp() * (log_p - log_q)).sum(-1)
+            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away)])
+            picks.append(chosen)
+        self.picks.append(torch.stack(picks))
+        hits, confidences, divergences = (np.stack([row[i] for row in rows]) for i in range(3))
+        seen_there = torch.stack([taps[e] for e in self.exits])
+        short = shadow_picks(self.stack, self.exits, seen_there, samplings, positions, target, judged)
+        seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
+        return hits, confidences.astype(np.float32), divergences.astype(np.float32), *seen
+
+    def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: Floats) -> None:
+        """Fill `into[i]` with the confidences of the draft that goes on after the wrong pick at output position i."""
+        misses = np.flatnonzero(~hits)
+        for start in range(0, len(misses), ROWS):
+            members = misses[start : start + ROWS]
+            rows, owned = [], []
+            for i in members:
+                at = self.prompt_length + int(i)  # content index of the wrong token
+                length = min(self.wrong_steps, self.stack.context_limit - at - 1)
+                shared, inside = at // PAGE, at % PAGE
+                own = self.cache.reserve(inside + length + 1) or []
+                if inside:
+                    self.cache.copy(self.pages[shared], own[0])
+                rows.append(DraftRow([*self.pages[:shared], *own], at, max(0, length)))
+                owned += own
+            self.draft(exit_layer, members, rows, picks[torch.from_numpy(members).to(picks.device)], into)
+            self.cache.release(owned)
+
+    def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: Floats) -> None:
+        def choose(hidden: Tensor, going: list[int], step: int) -> tuple[Tensor, list[int]]:
+            logits = self.stack.logits(hidden, exit_layer)
+            positions = torch.tensor([rows[r].position + step + 1 for r in going], device=hidden.device)
+            chosen, sure = pick_surely(logits, [self.sampling] * len(going), positions)
+            into[members[going], step] = sure.numpy(force=True)
+            return chosen, going
+
+        draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)
+
+
+def save(traces: Sequence[Trace], path: str | Path) -> None:
+    """Write traces into one `.npz` file, whole or not at all."""
+    arrays: dict[str, Any] = {"count": np.array(len(traces))}
+    for i, trace in enumerate(traces):
+        arrays |= {f"{i}.{f.name}": np.asarray(getattr(trace, f.name)) for f in dataclasses.fields(Trace)}
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    partial.replace(path)
+
+
+def load(path: str | Path) -> list[Trace]:
+    """Read what `save` wrote; ValueError when it is anything else."""
+    try:
+        with Path(path).open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
+            return [_trace(arrays, i) for i in range(int(arrays["count"]))]
+    except (OSError, KeyError, TypeError, ValueError, EOFError, BadZipFile, zlib.error) as problem:
+        raise ValueError(f"cannot read the traces {str(path)!r}: {' '.join(str(problem).split())}") from problem
+
+
+def _trace(arrays: Any, i: int) -> Trace:
+    given = {f.name: arrays[f"{i}.{f.name}"] for f in dataclasses.fields(Trace)}
+    given |= {
+        "task": str(given["task"]),
+        "prompt_length": int(given["prompt_length"]),
+        "tokens": tuple(int(t) for t in given["tokens"]),
+    }
+    shape = (len(given["hits"]), len(given["tokens"]))
+    shapes = {given[name].shape[:2] for name in _BY_TOKEN}
+    if shapes != {shape} or given["prompt_hits"].shape != given["prompt_confidences"].shape:
+        raise ValueError(f"the arrays of output {i} do not fit together")
+    return Trace(**given)

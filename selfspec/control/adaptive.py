@@ -1,0 +1,217 @@
+"""`Adaptive`, the default: the exit layer and draft lengths of most expected tokens per measured second, or none.
+
+It joins what the literature keeps apart: shadow statistics of every layer (DEL, arXiv 2504.05598), a measured table of
+costs with the head in it and goodput as the aim (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813), confidence
+calibrated into probability (SpecDec++, arXiv 2405.19715), and a batch whose slow rows do not hold up the others (DSDE,
+arXiv 2509.01083).
+
+In a round, rows draft on as long as one more token is worth its time: as long as the chance that all of a row's tokens
+so far are right, in the mean over the rows, times the exit's acceptance, times the seconds a token is worth, exceeds
+the seconds one more costs. That is the best moment to stop if tokens are independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.plan import (
+    SEED_POSITIONS,
+    Plan,
+    RowOutcome,
+    RowState,
+    Seconds,
+    Shadow,
+    ShadowPlan,
+    SurvivalStop,
+)
+from selfspec.control.tracker import Tracker
+from selfspec.control.worth import MOST, Worth
+
+HANDICAP = 1.1  # what a draft must promise over plain decoding before it is begun (arXiv 2406.14066)
+STAY = 1.02  # and to go on; and what another exit layer must promise over the present one
+REPLAN, EARLY_REPLAN, EARLY = 6, 2, 24  # rounds between decisions; at first, and for how many rounds
+IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
+SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = 0.025, 0.012, 0.006  # of the time, for shadow picks: one row, several, no draft
+SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and for how many prompts of a batch
+SHADOW_COLUMNS = 20  # judged positions looked at per row
+SHADOW_ROWS = 4  # most rows looked at in a round
+TRUST, FORGET = 20.0, 60.0  # tokens a forecast is believed for beside what came true; after which that counts half
+PICK_STEP, MOST_PICK = 0.1, 200.0  # how fast the price of picks follows the clock, and how far
+
+
+class Adaptive:
+    """Plans from a tracker's statistics and a machine's costs.
+
+    Args:
+        prior: statistics of an earlier run of the same model, from `Tracker.state`.
+        exit_layers: those to choose from; default: all.
+        most: longest draft.
+    """
+
+    def __init__(
+        self, costs: Costs, prior: Any = None, exit_layers: Sequence[int] | None = None, most: int = MOST
+    ) -> None:
+        self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
+        self.most = min(most, MOST)
+        self._allowed = list(exit_layers or range(1, costs.num_layers))
+        self._pick = 1.0  # how much longer picks take than in the table of costs
+        self._worths: dict[int, Worth] = {}
+        self._credit = 0.0  # seconds that shadow picks may still take
+        self._round = 0
+        self._next = 0  # the round of the next decision
+        self._batch = 0
+        self._exit_layer: int | None = None
+        self._stop: SurvivalStop | None = None
+        self._length = 0.0  # drafted tokens expected per row
+        self._speedup = 1.0
+        self._rate = 0.0  # tokens per second forecast for the choice in use
+        self._came, self._forecast = 0.0, 0.0  # tokens that came, and that were forecast, in drafting rounds; decayed
+        self._turn = 0  # whose turn it is to be looked at in a large batch
+        self._context = float(CONTEXT)
+        self._seeds = 0  # prompts looked at
+        self._idle_rounds = 0  # plain rounds that are not counted yet
+        self._acceptance = 0.0  # of the exit layer in use
+        self._idle = Plan(None, (0,), speedup=1.0)
+        self._most_credit = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
+
+    def seed_layers(self, row: RowState) -> tuple[int, ...]:
+        """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
+        if self._batch > 1 and self._seeds >= BATCH_SEEDS:
+            return ()  # a batch shares its statistics, and knows enough by now
+        self._seeds += 1
+        positions = min(SEED_POSITIONS, row.content_length - 1)
+        budget = SEED_SHARE * row.room * self.costs.plain_round(1)
+        order = _spread(self.costs.num_layers)
+        count = len(order)
+        while count and self.costs.seed(count, positions) > budget:
+            count -= 1
+        return tuple(sorted(order[:count]))
+
+    def seed(self, row: RowState, shadow: Shadow) -> None:
+        self.tracker.add_shadow(shadow)
+        self._next = self._round
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        self._round += 1
+        if self._round >= self._next or len(rows) != self._batch:
+            self._decide(len(rows))
+        if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
+            return self._idle
+        self._context = rows[0].content_length if len(rows) == 1 else _mean([row.content_length for row in rows])
+        if self._exit_layer is None:
+            return self._idle if self._credit < 0 else Plan(None, self._idle.draft_lengths, shadow=self._shadow(None))
+        lengths = tuple(min(self.most, row.room - 1) for row in rows)
+        if not any(lengths):
+            return self._idle
+        shadow = None if self._credit < 0 else self._shadow(self._exit_layer)
+        return Plan(
+            self._exit_layer, lengths, stop=self._stop, keep_confidence=True, shadow=shadow, speedup=self._speedup
+        )
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
+            self._idle_rounds += 1
+            self._credit += OFF_SHARE * max(0.0, seconds.verify)
+            return
+        emitted = 0
+        for outcome in outcomes:
+            emitted += outcome.num_accepted + 1
+            if plan.exit_layer is not None and outcome.num_judged:
+                judged, accepted = outcome.num_judged, outcome.num_accepted
+                hits = [j < accepted for j in range(judged)]
+                self.tracker.add(plan.exit_layer, hits, outcome.confidences[:judged])
+            if outcome.shadow is not None:
+                self.tracker.add_shadow(outcome.shadow)
+                if plan.exit_layer is None:
+                    self._next = self._round  # something to decide upon
+        self.tracker.pass_time(emitted / max(1, len(outcomes)) + self._idle_rounds)
+        expected = self.costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], self._context)
+        self._compare(plan, emitted, sum(expected.values()) + (self._pick - 1) * expected["pick"])
+        self._look_at_clock(expected, seconds)
+        self._idle_rounds = 0
+        self._pay(plan, seconds)
+
+    def _compare(self, plan: Plan, emitted: int, took: float) -> None:
+        """Set what came beside what was forecast for a round that takes so many seconds by the table."""
+        fade = 0.5 ** ((emitted / self._batch + self._idle_rounds) / FORGET)
+        self._came, self._forecast = fade * self._came, fade * self._forecast
+        if plan.exit_layer is not None:
+            self._came += emitted / self._batch
+            self._forecast += self._rate * took / self._batch
+
+    def _pay(self, plan: Plan, seconds: Seconds) -> None:
+        """Lay a share of the round's time by for shadow picks, and take out what they took."""
+        spent = max(0.0, seconds.shadow)
+        share = OFF_SHARE if plan.exit_layer is None else SHADOW_SHARE if self._batch == 1 else BATCH_SHARE
+        self._credit += share * max(0.0, seconds.draft + seconds.verify + seconds.head) - spent
+        self._credit = max(min(self._credit, self._most_credit), -10 * self._most_credit)  # a hiccup is forgiven
+
+    def _decide(self, num_rows: int) -> None:
+        """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
+        if num_rows != self._batch:
+            self._batch = num_rows
+            self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
+        worth = self._worths.get(num_rows)
+        if worth is None:
+            worth = self._worths[num_rows] = Worth(self.costs, num_rows)
+        right, share = self.tracker.estimates()
+        worth.price(self._pick)
+        rates, drafted = worth.rates(right, share)
+        best = rates.max(1)
+        exit_layer = max(self._allowed, key=lambda e: best[e - 1])
+        now = self._exit_layer
+        if now is not None and best[exit_layer - 1] < STAY * best[now - 1]:
+            exit_layer = now
+        rate = float(best[exit_layer - 1])
+        came_true = (self._came + TRUST) / (self._forecast + TRUST)  # the best of many estimates is too good on average
+        self._speedup = came_true * rate * worth.plain_seconds / num_rows
+        self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
+        if self._speedup < (HANDICAP if now is None else STAY):
+            self._exit_layer = None
+            self._next = self._round + IDLE_ROUNDS
+            return
+        line = exit_layer - 1
+        self._exit_layer, self._rate = exit_layer, rate
+        self._length = float(drafted[line, rates[line].argmax()])
+        self._acceptance = float((right[line] * share[line]).sum())
+        value = rate / max(self._acceptance, 1e-6)  # of a second, in chances of being right so far
+        self._stop = SurvivalStop(tuple(right[line].tolist()), value * worth.one_more(exit_layer, self._length))
+
+    def _shadow(self, exit_layer: int | None) -> ShadowPlan | None:
+        """All layers, at a few rows in turn; only called when earlier rounds have paid for it."""
+        layers = tuple(layer for layer in self._allowed if layer != exit_layer)
+        if not layers:
+            return None
+        columns = 1 if exit_layer is None else SHADOW_COLUMNS
+        expected = 1 if exit_layer is None else 1 + math.ceil(self._length)
+        rows, count = self._batch, 1
+        most = min(rows, SHADOW_ROWS)
+        while count < most and self.costs.shadow(len(layers), (count + 1) * expected) < self._credit:
+            count += 1
+        chosen = tuple(sorted((self._turn + i) % rows for i in range(count)))
+        self._turn = (self._turn + count) % rows
+        return ShadowPlan(layers, chosen, columns)
+
+    def _look_at_clock(self, expected: Mapping[str, float], seconds: Seconds) -> None:
+        """Learn what picks cost beside everything else, which is as slow or fast as the machine is just now.
+
+        That is all the clock tells: what a round takes when others use the machine says nothing about other rounds.
+        """
+        layers = seconds.draft + seconds.verify + seconds.head
+        pace = layers / (expected["draft"] + expected["verify"] + expected["head"])
+        if layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # a clock that was set back says nothing
+            ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
+            self._pick += PICK_STEP * (ratio - self._pick)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _spread(num_layers: int) -> list[int]:
+    """All exit layers, those near a quarter of the depth first, then evenly outwards."""
+    near = sorted(range(1, num_layers), key=lambda e: abs(math.log(4 * e / num_layers)))
+    return near[::2] + near[1::2]

@@ -1,0 +1,188 @@
+"""`Costs`: what each piece of a round takes on this machine, as measured tables.
+
+Values between measured points are interpolated, values beyond the last continue its slope; nothing is fitted over the
+whole range, since real costs have steps (arXiv 2310.18813; the field's engines agree on tables).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+CONTEXT = 128  # cached tokens per row at which the tables hold
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Seconds at measured points, ascending in both."""
+
+    points: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rises = all(a < b for a, b in zip(self.points, self.points[1:], strict=False))
+        if not self.points or len(self.points) != len(self.seconds) or not rises:
+            raise ValueError(f"a table needs ascending points, one value each, got {self.points} and {self.seconds}")
+        if not all(0 <= s < float("inf") for s in self.seconds):
+            raise ValueError(f"a table's seconds must be finite and not negative, got {self.seconds}")
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float]) -> Table:
+        """From measurements, made ascending where noise is not (pooling adjacent violators)."""
+        points = sorted(measured)
+        pools: list[list[float]] = []  # [mean, how many]
+        for point in points:
+            pools.append([measured[point], 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                mean, count = pools.pop()
+                before = pools[-1]
+                pools[-1] = [(before[0] * before[1] + mean * count) / (before[1] + count), before[1] + count]
+        return cls(tuple(points), tuple(mean for mean, count in pools for _ in range(int(count))))
+
+    def __call__(self, at: float) -> float:
+        points, seconds = self.points, self.seconds
+        if at <= points[0] or len(points) == 1:
+            return seconds[0]
+        i = min(bisect_left(points, at), len(points) - 1)  # beyond the last point: the last slope
+        share = (at - points[i - 1]) / (points[i] - points[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+
+    def scaled(self, factor: float) -> Table:
+        return Table(self.points, tuple(s * factor for s in self.seconds))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the pieces of a round. `early` and `late` are keyed by the number of rows in the batch.
+
+    Attributes:
+        plain: a whole forward, one token per row, by rows.
+        early: rows -> an early pass of one token per row, by the number of layers it runs.
+        late: rows -> one layer of a verification, by tokens per row.
+        head: final norm and vocabulary product, by tokens.
+        pick: picking tokens and copying them to the host, by tokens.
+        rest: everything else of a round, by rows.
+        short: shadow picks over a shortlist of the vocabulary, by positions times layers.
+        context: one layer's extra seconds per row and cached token, beyond `CONTEXT`.
+    """
+
+    num_layers: int
+    plain: Table
+    early: Mapping[int, Table]
+    late: Mapping[int, Table]
+    head: Table
+    pick: Table
+    rest: Table
+    short: Table
+    context: float = 0.0
+    _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
+
+    def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
+        """One token for every row by the whole model."""
+        return self.round(None, (0,) * num_rows, context)
+
+    def early_pass(self, exit_layer: int, num_rows: int, context: float = CONTEXT) -> float:
+        """`exit_layer` layers over one token of each of `num_rows` rows."""
+        extra = exit_layer * num_rows * self.context * max(0.0, context - CONTEXT)
+        return self._between(self.early, num_rows, exit_layer, "early") + extra
+
+    def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
+        """The layers from `exit_layer` on over `num_tokens` tokens in all."""
+        extra = num_rows * self.context * max(0.0, context - CONTEXT)
+        one = self._between(self.late, num_rows, num_tokens / num_rows, "late")
+        return (self.num_layers - exit_layer) * (one + extra)
+
+    def stages(self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT) -> dict[str, float]:
+        """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
+
+        Args:
+            context: mean number of cached tokens per row.
+        """
+        rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
+        if exit_layer is None:
+            extra = self.num_layers * rows * self.context * max(0.0, context - CONTEXT)
+            verify, tokens = self.plain(rows) + extra, rows
+        else:
+            for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
+                draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context)
+                picking = sum(length > step for length in lengths)
+                if picking:
+                    head, pick = head + self.head(picking), pick + self.pick(picking)
+            tokens = sum(lengths) + rows
+            verify = self.verify(exit_layer, rows, tokens, context)
+        head, pick = head + self.head(tokens), pick + self.pick(tokens)
+        return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
+
+    def round(self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT) -> float:
+        """Seconds of a whole round; see `stages`."""
+        return sum(self.stages(exit_layer, lengths, context).values())
+
+    def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
+        """Shadow picks at `num_positions` positions for `num_layers` layers each."""
+        tokens = num_layers * num_positions
+        if not tokens:
+            return 0.0
+        return self.head(tokens) + self.pick(tokens) if exact else self.short(tokens)
+
+    def seed(self, num_layers: int, num_positions: int) -> float:
+        """A look at a prompt's last positions: the whole model's logits there, and shadow picks."""
+        return self.head(num_positions) + self.short(num_layers * num_positions) if num_layers else 0.0
+
+    def with_head(self, layers: float) -> Costs:
+        """The same machine with a head that costs as much as `layers` layers of a plain forward, at any width."""
+        one = self.plain(1) / self.num_layers
+        grows = [self.late[1](n) / self.late[1](1) for n in self.head.points]
+        head = Table(self.head.points, tuple(layers * one * g for g in grows))
+        return replace(self, head=head, _known={})
+
+    def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, kind: str) -> float:
+        """Linear in the number of rows between the two measured ones around it."""
+        key = (kind, num_rows, at)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _interpolate(sorted(tables), num_rows, lambda rows: tables[rows](at))
+        return known
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for a profile file."""
+
+        def plain(table: Table) -> dict[str, float]:
+            return {str(p): s for p, s in zip(table.points, table.seconds, strict=True)}
+
+        return {
+            "num_layers": self.num_layers,
+            **{name: plain(getattr(self, name)) for name in ("plain", "head", "pick", "rest", "short")},
+            **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("early", "late")},
+            "context": self.context,
+        }
+
+    @classmethod
+    def from_dict(cls, given: Any) -> Costs:
+        """What `as_dict` wrote; ValueError when it is anything else."""
+        try:
+            ones = {name: _read(given[name]) for name in ("plain", "head", "pick", "rest", "short")}
+            many = {n: {int(r): _read(t) for r, t in given[n].items()} for n in ("early", "late")}
+            if not all(1 in tables for tables in many.values()):
+                raise ValueError("tables of a single row are missing")
+            context = float(given["context"])
+            if not 0 <= context < float("inf"):
+                raise ValueError(f"context must be finite and not negative, got {context}")
+            return cls(int(given["num_layers"]), **ones, **many, context=context)  # type: ignore[arg-type]
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
+            raise ValueError(f"not a table of costs: {problem}") from problem
+
+
+def _read(given: Mapping[str, float]) -> Table:
+    return Table(tuple(int(p) for p in given), tuple(float(s) for s in given.values()))
+
+
+def _interpolate(points: Sequence[int], at: float, value: Callable[[int], float]) -> float:
+    if at <= points[0] or len(points) == 1:
+        return value(points[0])
+    i = min(bisect_left(points, at), len(points) - 1)
+    low, high = points[i - 1], points[i]
+    a = value(low)
+    b = max(a, value(high))  # more rows never take less, whatever noise says
+    return a + (at - low) / (high - low) * (b - a)

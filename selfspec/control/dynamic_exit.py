@@ -1,0 +1,107 @@
+"""`DynamicExit`: the exit layer that promises most tokens per loaded layer, by what every layer would have drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, Shadow, ShadowPlan
+
+OMEGA = 0.95  # what a round leaves of the older counts
+MOST = 18  # drafted tokens
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class DynamicExit:
+    """DEL (arXiv 2504.05598): the exit layer by tokens per layer (TPL), the draft's length by its confidence.
+
+    After each round every layer's picks are compared with the target's. Of exit layer l, with a share alpha of hits,
+    a draft of d tokens promises TPL = (1 + alpha + .. + alpha^d) / (d l + L). The best TPL chooses the layer only: a
+    draft ends after a token whose confidence is below the middle between the layer's mean confidences of hits and of
+    misses, or at 18 tokens. As published, the vocabulary product costs nothing in TPL.
+
+    Counts belong to a row and start with the end of its prompt; a batch decides by their sum.
+    """
+
+    num_layers: int
+    exact: bool = True  # shadow picks over the whole vocabulary, as published
+    _rows: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)  # by request; see `_add`
+    _cost: Floats = field(init=False, repr=False, compare=False)  # layers loaded, by exit layer and draft length
+
+    def __post_init__(self) -> None:
+        layers, lengths = np.arange(1, self.num_layers), np.arange(MOST)
+        self._cost = (layers[:, None] * lengths + self.num_layers).astype(np.float64)
+
+    def seed_layers(self, row: RowState) -> tuple[int, ...]:
+        return tuple(range(1, self.num_layers))
+
+    def seed(self, row: RowState, shadow: Shadow) -> None:
+        if row.request_id not in self._rows:
+            self._rows[row.request_id] = self._nothing()
+        _add(self._rows[row.request_id], shadow)
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        self._prune(rows)
+        exit_layer, most, threshold = self._choose(sum(self._rows[row.request_id] for row in rows) + self._nothing())
+        lengths = tuple(min(most, row.room - 1) for row in rows)
+        if not any(lengths):
+            return Plan(None, lengths)
+        others = tuple(layer for layer in range(1, self.num_layers) if layer != exit_layer)
+        shadow = ShadowPlan(others, tuple(range(len(rows))), MOST + 1, self.exact) if others else None
+        return Plan(exit_layer, lengths, threshold, keep_confidence=True, shadow=shadow)
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        for outcome in outcomes:
+            counts = self._rows.get(outcome.request_id)
+            if counts is None:
+                continue
+            counts *= OMEGA
+            if plan.exit_layer is not None:
+                # The draft is the exit layer's own picks. After it the layer picked nothing, so where all was accepted
+                # it has no datum at the target's own token, unlike the other layers.
+                hits = tuple(i < outcome.num_accepted for i in range(outcome.num_judged))
+                confidences = (*outcome.confidences, *(0.0 for _ in hits))[: len(hits)]
+                _add(counts, Shadow((plan.exit_layer,), (hits,), (confidences,)))
+            if outcome.shadow is not None:
+                _add(counts, outcome.shadow)
+
+    def _choose(self, counts: Floats) -> tuple[int, int, float]:
+        """Exit layer, longest draft, and the confidence below which it ends."""
+        hits, misses, sure, unsure = counts
+        seen = hits + misses
+        if not seen.any():
+            return 1, 1, 0.0  # only to get statistics
+        alpha = np.divide(hits, seen, out=np.zeros_like(hits), where=seen > 0)
+        tpl: Floats = (alpha[:, None] ** np.arange(MOST)).cumsum(1) / self._cost
+        tpl[seen == 0] = -np.inf
+        at = int(tpl.max(1).argmax())
+        if not hits[at] or not misses[at]:
+            return at + 1, MOST, 0.0  # the published threshold is NaN, which never stops
+        return at + 1, MOST, float(sure[at] / hits[at] + unsure[at] / misses[at]) / 2
+
+    def _prune(self, rows: Sequence[RowState]) -> None:
+        """Prompts are read in the order of their ids, so those still being read are newer than all rows here."""
+        live = {row.request_id for row in rows}
+        newest = max(live, default=-1)
+        self._rows = {i: counts for i, counts in self._rows.items() if i in live or i > newest}
+        for i in live - self._rows.keys():
+            self._rows[i] = self._nothing()
+
+    def _nothing(self) -> Floats:
+        return np.zeros((4, self.num_layers - 1))
+
+
+def _add(counts: Floats, shadow: Shadow) -> None:
+    """Count hits, misses, and the confidences of each, by layer."""
+    if not shadow.layers:
+        return
+    at = np.array(shadow.layers) - 1
+    hits = np.array(shadow.hits, dtype=bool)
+    confidences = np.nan_to_num(np.array(shadow.confidences, dtype=float))
+    num_hits, sure = hits.sum(1), (confidences * hits).sum(1)
+    counts[:, at] += np.stack([num_hits, hits.shape[1] - num_hits, sure, confidences.sum(1) - sure])

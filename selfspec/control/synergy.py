@@ -1,0 +1,51 @@
+"""`Synergy`: one draft length per batch size, from a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from selfspec.control.costs import Costs
+from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+
+SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s: SCALE * s ** POWER, the paper's fit on its own models
+
+
+@dataclass(slots=True)
+class Synergy:
+    """The adaptive length of arXiv 2310.18813: for each batch size, the one with the fewest seconds per token.
+
+    A round of s drafted tokens per row emits accepted(s) + 1 tokens per row. Among the lengths is 0, plain decoding.
+    Nothing is learned while decoding.
+    """
+
+    exit_layer: int
+    costs: Costs
+    most: int = 8
+    accepted: tuple[float, ...] = ()  # measured accepted tokens per draft of 0, 1, 2, .. tokens; empty: the paper's fit
+    _lengths: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by batch size
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        length = self.length(len(rows)) if rows else 0
+        lengths = tuple(min(length, row.room - 1) for row in rows)
+        return Plan(self.exit_layer if any(lengths) else None, lengths)
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        pass
+
+    def length(self, batch_size: int) -> int:
+        """Tokens that each row of such a batch drafts."""
+        if batch_size not in self._lengths:
+            most = min(self.most, len(self.accepted) - 1) if self.accepted else self.most
+            self._lengths[batch_size] = min(range(most + 1), key=lambda s: self._seconds_per_token(batch_size, s))
+        return self._lengths[batch_size]
+
+    def table(self, batch_sizes: Iterable[int]) -> dict[int, int]:
+        """Draft length by batch size, to be shown."""
+        return {batch_size: self.length(batch_size) for batch_size in batch_sizes}
+
+    def _seconds_per_token(self, batch_size: int, num_draft_tokens: int) -> float:
+        s = num_draft_tokens
+        accepted = self.accepted[s] if self.accepted else SCALE * s**POWER
+        seconds = self.costs.round(self.exit_layer if s else None, (s,) * batch_size)
+        return seconds / (batch_size * (accepted + 1))

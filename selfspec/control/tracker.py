@@ -1,0 +1,167 @@
+"""`Tracker`: how often each layer would have been right, by how sure it was.
+
+Per exit layer and bin of confidence it keeps two decayed counts of hits and misses: a recent one, of the last tokens,
+and a lasting one. Estimates are shrunk: recent to lasting, lasting to a curve with two parameters per layer (a logistic
+in the confidence's log-odds, fitted to the lasting counts), the curve to a prior; what a few observations cannot tell
+is taken from the next wider view. Layers that were never seen have the prior's estimates, and no division by zero.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow
+
+Floats = NDArray[np.float64]
+
+RECENT = 20.0  # tokens after which an observation counts half, recent and lasting
+LASTING = 100.0
+LASTING_WEIGHT = 4.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
+CURVE_WEIGHT = 10.0
+SHARE_WEIGHTS = (8.0, 2.0)  # the same for how often each bin occurs
+CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # of offset and slope; a slope of 1 takes confidence at its word
+EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves are fitted anew
+PRIOR_SIZE = 60.0  # most observations per layer that a saved prior counts for
+
+_bounds = np.array(CONFIDENCE_EDGES)
+_edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
+_centres = (_edges[1:] + _edges[:-1]) / 2
+LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
+_POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
+_MEAN, _PRECISION = np.array(CURVE_MEAN)[:, None], 1 / np.array(CURVE_VARIANCE)[:, None]
+_RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
+_HALF_LIVES = np.array((RECENT, LASTING))[:, None]
+
+
+class Tracker:
+    """Statistics of one engine's rows. Arrays are `[L - 1, NUM_BINS]`, exit layer e in row e - 1.
+
+    Args:
+        prior: what `state` of an earlier tracker of the same model returned.
+    """
+
+    def __init__(self, num_layers: int, prior: Any = None) -> None:
+        self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
+        self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
+        self._curve = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # offset and slope, [2, L - 1]
+        self._expected, self._asked = self._curves(), 0
+        self._new: list[tuple[int, float]] = []  # observations not counted yet: index into the counts, age then
+        self._shadows: list[tuple[Shadow, float]] = []
+        self._age = 0.0  # tokens emitted per row since the counts were last faded
+        if prior is not None:
+            self.lasting = read_prior(prior, num_layers)
+            for _ in range(8):
+                self._fit()
+
+    def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
+        """Count picks of one layer."""
+        at, misses, age = (layer - 1) * NUM_BINS, self._shape[1] * NUM_BINS, self._age
+        for hit, confidence in zip(hits, confidences, strict=True):
+            column = bisect_right(CONFIDENCE_EDGES, confidence)
+            self._new.append((at + column if hit else misses + at + column, age))
+
+    def add_shadow(self, shadow: Shadow) -> None:
+        """Count what several layers would have picked."""
+        if shadow.layers and shadow.hits[0]:
+            self._shadows.append((shadow, self._age))
+
+    def pass_time(self, tokens: float) -> None:
+        """Let older observations fade by `tokens` emitted tokens per row."""
+        self._age += tokens
+
+    def _settle(self) -> None:
+        """Fade the counts and add what is new, once per estimate: rounds are many, and most need none."""
+        if self._age:
+            self.recent *= 0.5 ** (self._age / RECENT)
+            self.lasting *= 0.5 ** (self._age / LASTING)
+        if self._new or self._shadows:
+            index, since = self._gathered()
+            recent, lasting = np.exp2(-since / _HALF_LIVES)
+            self.recent += np.bincount(index, recent, self.recent.size).reshape(self._shape)
+            self.lasting += np.bincount(index, lasting, self.recent.size).reshape(self._shape)
+        self._new, self._shadows, self._age = [], [], 0.0
+
+    def _gathered(self) -> tuple[NDArray[np.int64], Floats]:
+        """Indices into the flat counts, and tokens since, of all that is new."""
+        index = [np.array([at for at, _ in self._new], np.int64)]
+        since = [self._age - np.array([age for _, age in self._new])]
+        for (layers, hits, confidences), age in self._shadows:
+            columns = np.searchsorted(_bounds, np.array(confidences), "right")  # [layers, positions]
+            columns += (np.array(layers)[:, None] - 1) * NUM_BINS
+            columns[~np.array(hits, bool)] += self._shape[1] * NUM_BINS
+            index.append(columns.ravel())
+            since.append(np.full(columns.size, self._age - age))
+        return np.concatenate(index), np.concatenate(since)
+
+    def estimates(self) -> tuple[Floats, Floats]:
+        """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
+        self._settle()
+        self._asked += 1
+        if self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0:
+            self._fit()
+        seen = self.lasting[0] + self.lasting[1]
+        right = (self.lasting[0] + CURVE_WEIGHT * self._expected) / (seen + CURVE_WEIGHT)
+        share = (seen + SHARE_WEIGHTS[1] / NUM_BINS) / (seen.sum(1, keepdims=True) + SHARE_WEIGHTS[1])
+        lately = self.recent[0] + self.recent[1]
+        right = (self.recent[0] + LASTING_WEIGHT * right) / (lately + LASTING_WEIGHT)
+        share = (lately + SHARE_WEIGHTS[0] * share) / (lately.sum(1, keepdims=True) + SHARE_WEIGHTS[0])
+        return np.maximum.accumulate(right, 1), share
+
+    def mean_confidences(self, layer: int) -> tuple[float, float]:
+        """Mean confidence of a layer's lasting hits and of its misses, to the width of a bin; NaN where none."""
+        self._settle()
+        counts = self.lasting[:, layer - 1]
+        totals = counts.sum(1)
+        hit, miss = (float(c @ _centres / t) if t > 0 else float("nan") for c, t in zip(counts, totals, strict=True))
+        return hit, miss
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers to start a later tracker from."""
+        self._settle()
+        hits, misses = (counts.round(2).tolist() for counts in self.lasting)
+        return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses}
+
+    def _curves(self) -> Floats:
+        offset, slope = self._curve[:, :, None]
+        return 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
+
+    def _fit(self) -> None:
+        """One Newton step of every layer's curve; the next one follows at a later estimate."""
+        seen, expected = self.lasting[0] + self.lasting[1], self._expected
+        hoped = seen * expected
+        gradient = ((self.lasting[0] - hoped) @ _POWERS[:, :2]).T - (self._curve - _MEAN) * _PRECISION
+        a, b, d = ((hoped - hoped * expected) @ _POWERS + _RIDGE).T
+        step = np.stack((d * gradient[0] - b * gradient[1], a * gradient[1] - b * gradient[0])) / (a * d - b * b)
+        self._curve += np.clip(step, -1.5, 1.5)
+        self._expected = self._curves()
+
+
+def read_prior(given: Any, num_layers: int) -> Floats:
+    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`, thinned to what a prior may weigh.
+
+    Raises:
+        ValueError: it is something else, or another model's.
+    """
+    try:
+        counts = np.array([given["hits"], given["misses"]], np.float64)
+        fits = counts.shape == (2, num_layers - 1, NUM_BINS) and list(given["edges"]) == list(CONFIDENCE_EDGES)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"not a prior: {problem}") from problem
+    if not fits or not np.isfinite(counts).all() or (counts < 0).any():
+        raise ValueError(f"not a prior of a model with {num_layers} layers")
+    total = counts.sum((0, 2))
+    return counts * (np.minimum(total, PRIOR_SIZE) / np.maximum(total, 1e-9))[None, :, None]
+
+
+def is_prior(given: Any, num_layers: int) -> bool:
+    """Whether a tracker of a model of this depth can start from it."""
+    try:
+        read_prior(given, num_layers)
+        return True
+    except ValueError:
+        return False

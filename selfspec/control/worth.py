@@ -1,0 +1,73 @@
+"""What a draft is worth: expected tokens per second, for every exit layer and every confidence to stop at."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from selfspec.control.costs import Costs
+from selfspec.control.tracker import Floats
+
+MOST = 18  # longest draft considered
+NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
+
+
+class Worth:
+    """Costs of a round of `num_rows` rows in arrays, and what they say of drafts.
+
+    One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, at most `MOST` tokens,
+    each token independently of those before it; it stops after the first token below. Several rows are taken to stop
+    together, after a number of tokens.
+    """
+
+    def __init__(self, costs: Costs, num_rows: int) -> None:
+        exits = range(1, costs.num_layers)
+        self.num_rows = num_rows
+        self.early = np.array([[costs.early_pass(e, num_rows)] for e in exits])  # [L - 1, 1]
+        self.step_head, self.step_pick = costs.head(num_rows), costs.pick(num_rows)
+        tokens = [num_rows * width for width in range(1, MOST + 2)]
+        self.late = np.array([[costs.verify(e, num_rows, n) for n in tokens] for e in exits])  # [L - 1, MOST + 1]
+        self.head = np.array([costs.head(n) for n in tokens])
+        self.pick = np.array([costs.pick(n) for n in tokens])
+        self.rest = costs.rest(num_rows)
+        self.plain = costs.stages(None, (0,) * num_rows)
+        self._lengths = np.arange(1.0, MOST + 1)
+        self._lines = np.arange(costs.num_layers - 1)[:, None]
+        self._pick = 1.0
+        self._price()
+
+    def price(self, pick: float) -> None:
+        """Take on how much longer picks take than in the table: sampling costs more than the argmax timed there."""
+        if abs(pick / self._pick - 1) < NOTICEABLE:
+            return
+        self._pick = pick
+        self._price()
+
+    def _price(self) -> None:
+        self._step = self.early + self.step_head + self._pick * self.step_pick  # [L - 1, 1]: one drafted token per row
+        self._verify = self.late + self.head + self._pick * self.pick + self.rest  # [L - 1, MOST + 1]
+        self.plain_seconds = sum(self.plain.values()) + (self._pick - 1) * self.plain["pick"]
+        # drafts of every length; the last drafted token runs through the early layers too, without a head
+        self._rounds = self._step * self._lengths + self.early + self._verify[:, 1:]  # [L - 1, MOST]
+
+    def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
+        """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
+
+        Of one row, the ways are to stop below each bin; of several, after each number of tokens.
+        """
+        if self.num_rows > 1:
+            acceptance = (right * share).sum(1, keepdims=True)
+            kept = 1 + (acceptance**self._lengths).cumsum(1)
+            return self.num_rows * kept / self._rounds, np.broadcast_to(self._lengths, kept.shape)
+        above = np.stack((share, right * share))[:, :, ::-1].cumsum(2)[:, :, ::-1]
+        above = np.minimum(above, 1 - 1e-6)  # P(a token lies above the bound), P(it does, and is right)
+        drafted, kept = (1 - above**MOST) / (1 - above)
+        low = np.minimum(drafted.astype(np.int64), MOST - 1)
+        verifying = self._verify[self._lines, low]
+        verifying += (drafted - low) * (self._verify[self._lines, low + 1] - verifying)
+        return (1 + above[1][:, :1] * kept) / (drafted * self._step + self.early + verifying), drafted
+
+    def one_more(self, exit_layer: int, drafted: float) -> float:
+        """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""
+        line, at = exit_layer - 1, min(int(drafted), MOST - 2)
+        wider = (self._verify[line, at + 2] - self._verify[line, at]) / 2
+        return float(self._step[line, 0] + wider) / self.num_rows

@@ -1,0 +1,68 @@
+"""`Chooser`: the picks of a draft, and where each row's draft stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.control.plan import Plan, Seconds, confidence_bin
+from selfspec.decoding.pick import pick, pick_surely
+from selfspec.decoding.process import process
+from selfspec.decoding.row import Row
+from selfspec.target.stack import Stack
+
+
+class Chooser:
+    """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
+
+    def __init__(self, stack: Stack, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> None:
+        self._stack, self._rows, self._plan, self._seconds = stack, rows, plan, seconds
+        self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
+        self._processes = any(row.request.logits_processor for row in rows)
+        self._survival = [1.0] * len(rows)
+        self.confidences: list[list[float]] = [[] for _ in rows]
+        self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
+
+    def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
+        self._seconds.lap("draft")
+        rows = [self._rows[i] for i in members]
+        logits = self._stack.logits(hidden, self._plan.exit_layer)
+        self._seconds.lap("head")
+        if self._processes:
+            pairs = zip(members, logits, strict=True)
+            logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
+        positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
+        samplings = [row.request.sampling for row in rows]
+        if self._plan.reads_confidence:
+            picks, sure = pick_surely(logits, samplings, positions)
+            going = self._confident(sure.tolist(), members)
+        else:
+            picks, going = pick(logits, samplings, positions), members
+        if self._processes:
+            for i, token in zip(members, picks.tolist(), strict=True):
+                self._drafted[i].append(token)
+        if self._plan.keep_divergence:
+            for i, one in zip(members, logits, strict=True):
+                self.logits[i].append(one)
+        self._seconds.lap("pick")
+        return picks, going
+
+    def _confident(self, sure: list[float], members: list[int]) -> list[int]:
+        """The rows that go on after this token; the token itself is never withdrawn."""
+        plan = self._plan
+        for i, confidence in zip(members, sure, strict=True):
+            self.confidences[i].append(confidence)
+        if plan.stop is not None:
+            for i, confidence in zip(members, sure, strict=True):
+                self._survival[i] *= plan.stop.calibration[confidence_bin(confidence)]
+            return members if plan.stop.goes_on([self._survival[i] for i in members]) else []
+        return [i for i, confidence in zip(members, sure, strict=True) if confidence >= plan.min_confidence]
+
+    def divergences(self, row: int, target: Tensor) -> tuple[float, ...]:
+        """KL(target || draft) in nats at the row's first drafted positions, given the target's logits `[n, vocab]`."""
+        log_p = target.log_softmax(-1)
+        log_q = torch.stack(self.logits[row][: len(target)]).log_softmax(-1)
+        terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
+        return tuple(terms.sum(-1).tolist())

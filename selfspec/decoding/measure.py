@@ -1,0 +1,258 @@
+"""Measure a machine's `Costs` on real rounds of the model itself.
+
+Early passes and verifications are timed inside whole rounds, one after the other: a few early layers that run again and
+again stay in the processor's caches, and a whole model often does not, so that pieces timed alone would mislead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+
+from selfspec.control.costs import CONTEXT, Costs, Table
+from selfspec.control.plan import Plan, Seconds
+from selfspec.decoding.pick import Sampling
+from selfspec.decoding.request import Request
+from selfspec.decoding.rounds import decode_round
+from selfspec.decoding.row import Row
+from selfspec.decoding.shadow import shadow_picks
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.stack import Stack
+
+QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
+REPEATS = 7
+LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18)  # tokens per row of a verification
+HEAD_TOKENS = (8, 12, 16, 24, 32, 64, 128)  # beyond what rounds themselves show
+BATCH_WIDTHS, MOST = (1, 2, 4, 8), 256  # of several rows: tokens per row, and in all
+SHADOW_POSITIONS = (1, 4, 8, 32)
+LONG_CONTEXT = 1024
+RAGGED = 9  # tokens by which rows of a batch differ in length
+STEPS = 4  # early passes of a timed round
+THIN_WIDTHS, THIN_HEADS = (1, 2, 4, 8), (16, 128)  # what a slow model is measured at in a hurry
+MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
+TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
+REST = 2e-5  # seconds of bookkeeping per round and row, until real rounds say better
+
+
+def exits_to_time(num_layers: int) -> list[int]:
+    """Exit layers at which early passes are timed, from a single layer to all but one."""
+    some = (min(max(1, round(num_layers * i / 8)), num_layers - 1) for i in (1, 1.5, 2, 3, 4, 6))
+    return sorted({1, *some, num_layers - 1})
+
+
+def measure(
+    stack: Stack,
+    batch_sizes: Sequence[int] = (1,),
+    repeats: int = REPEATS,
+    widths: Sequence[int] = WIDTHS,
+    within: float | None = QUICK_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
+) -> Costs:
+    """Time every piece of a round.
+
+    Args:
+        batch_sizes: numbers of rows to measure; a single row is always among them.
+        within: seconds after which no further repeat is begun (each point is timed at least once, and a slow model
+            is measured at fewer of them); None: no limit.
+        say: told what is being measured.
+
+    Raises:
+        ValueError: a model of one layer, which has no early pass.
+    """
+    if stack.num_layers < 2:
+        raise ValueError(f"a model of {stack.num_layers} layer has no layer to leave early at, so no costs to measure")
+    sizes = sorted({1, *batch_sizes})
+    with torch.inference_mode():
+        costs = _Clock(stack, sizes, widths, say).costs(repeats, within)
+        if doubtful(costs):  # somebody else had the processor just then; a profile is kept, so it is worth a second try
+            say("these figures do not fit together; measuring again")
+            costs = _Clock(stack, sizes, widths, say).costs(max(3, repeats), None if within is None else 2 * within)
+        return costs
+
+
+def doubtful(costs: Costs) -> bool:
+    """Whether one layer seems to cost as much as half of all of them, of a model of several."""
+    return costs.num_layers >= 4 and costs.early[1](1) > costs.plain(1) / 2
+
+
+class _Clock:
+    """Runs every probe in turn, and all again, so that what drifts reaches all alike.
+
+    In its turn a probe follows itself, as rounds do while decoding: its weights are in the caches that they then are
+    in. The first of a turn is not counted.
+    """
+
+    def __init__(
+        self, stack: Stack, batch_sizes: Sequence[int], widths: Sequence[int], say: Callable[[str], None]
+    ) -> None:
+        self.stack, self.batch_sizes, self.say = stack, batch_sizes, say
+        self.middle = max(1, stack.num_layers // 4)
+        limit, widest = stack.context_limit, max(STEPS, *widths)
+        self.base = max(0, min(CONTEXT, limit - 2 * widest))
+        self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
+        self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
+        self.steps = min(STEPS, limit - self.base)
+        self.room = self.base + widest
+        self.cache, self.pages = _rows(max(batch_sizes), self.room)
+        self.far = _rows(1, self.long + 1)
+        self.taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
+        self.keeps, self.thin = False, False
+        self.inputs: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def costs(self, repeats: int, within: float | None) -> Costs:
+        self.plain(1, self.base, "plain")
+        start = self.now()
+        self.plain(1, self.base, "plain")
+        self.thin = within is not None and (self.now() - start) * MANY_FORWARDS > within
+        probes, turn = list(self.probes()), (False, True) if self.thin else (False, True, True)
+        for repeat in range(repeats):
+            if repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within:
+                break
+            self.say(f"repeat {repeat + 1} of {repeats}")
+            for probe in probes:
+                for self.keeps in turn:
+                    probe()
+        return self.tables()
+
+    def probes(self) -> Iterator[Callable[[], None]]:
+        layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
+        few = [e for e in exits_to_time(layers) if e <= max(self.middle, layers // 2)]
+        for rows in self.batch_sizes:
+            widths = self.widths if rows == 1 else [w for w in self.widths if w in BATCH_WIDTHS]
+            widths = [w for w in widths if rows * w <= max(MOST, 2 * rows) and (not self.thin or w in THIN_WIDTHS)]
+            exits = few if rows > 1 else sorted({*few, layers - 1}) if self.thin else exits_to_time(layers)
+            yield partial(self.plain, rows, self.base, "plain")
+            if self.stack.device.type == "cpu":
+                yield from (partial(self.draft, rows, exit_layer) for exit_layer in exits)
+            else:  # a round's own clock reads launches there
+                yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
+            yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
+        yield partial(self.plain, 1, self.long, "long")
+        yield from (partial(self.pick, self.given(n, 1), self.middle) for n in heads)
+        yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
+
+    def tables(self) -> Costs:
+        layers = self.stack.num_layers
+        late = {r: {w: s / (layers - self.middle) for w, s in t.items()} for r, t in self.typical("late").items()}
+        plain, far = self.typical("plain"), self.typical("long")[1][1]
+        beyond = self.long - self.base
+        context = max(0.0, far - plain[1][1]) / beyond / layers if beyond > self.base else 0.0
+        return Costs(
+            layers,
+            plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
+            early={rows: Table.of(by_exit) for rows, by_exit in self.typical("early").items()},
+            late={rows: Table.of(by_width) for rows, by_width in late.items()},
+            head=Table.of(self.typical("head")[1]),
+            pick=Table.of(self.typical("pick")[1]),
+            rest=Table.of({rows: REST * (1 + rows) for rows in (1, 64)}),
+            short=Table.of(self.typical("short")[1]),
+            context=context,
+        )
+
+    def typical(self, piece: str) -> dict[int, dict[int, float]]:
+        """rows -> size -> seconds of a piece, near the lowest of its readings.
+
+        Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones,
+        so that medians would set the pieces against each other. Readings of a clock that went backwards do not count.
+        """
+        found: dict[int, dict[int, float]] = {}
+        for (name, rows, size), seconds in self.taken.items():
+            if name == piece:
+                real = sorted(s for s in seconds if s >= TICK) or [TICK]
+                found.setdefault(rows, {})[size] = real[int(len(real) * LOW)]
+        return found
+
+    def plain(self, rows: int, context: int, piece: str) -> None:
+        start = self.now()
+        hidden = self.forward(rows, 1, 0, self.stack.num_layers, context)
+        self.keep(piece, rows, 1, self.now() - start)
+        self.pick(hidden, self.stack.num_layers)
+
+    def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
+        """A round of `width` tokens per row; its early passes or its verification are kept, and its heads.
+
+        The first few early passes bring the caches to where more of them would.
+        """
+        early, steps = 0.0, min(width, self.steps)
+        for step in range(steps):
+            start = self.now()
+            hidden = self.forward(rows, 1, 0, exit_layer, self.base + step)
+            early += self.now() - start
+            if step < steps - 1:
+                self.pick(hidden, exit_layer)
+        start = self.now()
+        hidden = self.forward(rows, width, exit_layer, self.stack.num_layers, self.base)
+        late = self.now() - start
+        self.pick(hidden, self.stack.num_layers)
+        if piece == "early":
+            self.keep(piece, rows, exit_layer, early / steps)
+        else:
+            self.keep(piece, rows, width, late)
+        if width == 1:  # a whole forward in two parts: one more reading of what is short of them
+            self.keep("plain", rows, 1, early + late)
+
+    def draft(self, rows: int, exit_layer: int) -> None:
+        """The drafting of a round as the engine does it, with all that happens between the passes."""
+        at = [max(0, self.base - RAGGED * (row % 8)) for row in range(rows)]
+        made = [Row(row, Request([0]), cast(Any, None), self.pages[row], [0] * (at[row] + 1)) for row in range(rows)]
+        plan, seconds = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True), Seconds()
+        decode_round(self.stack, self.cache, made, plan, seconds)
+        self.keep("early", rows, exit_layer, seconds.draft / self.steps)
+
+    def pick(self, hidden: torch.Tensor, depth: int) -> None:
+        start = self.now()
+        logits = self.stack.logits(hidden, depth)
+        between = self.now()
+        logits.argmax(-1).tolist()
+        self.keep("head", 1, len(hidden), between - start)
+        self.keep("pick", 1, len(hidden), self.now() - between)
+
+    def shadow(self, positions: int) -> None:
+        """Shadow picks of all layers at a few positions."""
+        hidden, sampling = self.given(positions, 1), [Sampling()] * positions
+        at = torch.arange(positions, device=self.stack.device)
+        scores = self.stack.logits(hidden)
+        layers = range(1, self.stack.num_layers)
+        seen = hidden.expand(len(layers), -1, -1).contiguous()
+        start = self.now()
+        shadow_picks(self.stack, layers, seen, sampling, at, scores, scores.argmax(-1))
+        self.keep("short", 1, positions * len(layers), self.now() - start)
+
+    def forward(self, rows: int, width: int, start: int, stop: int, context: int) -> torch.Tensor:
+        cache, pages = (self.cache, self.pages) if context < self.room else self.far
+        starts = [max(0, context - RAGGED * (row % 8)) for row in range(rows)]
+        spans = [Span(pages[row], starts[row], width) for row in range(rows)]
+        packed = PackedRows(cache, spans, self.stack.device)
+        return self.stack.run(packed, start, stop, self.given(rows * width, start))
+
+    def given(self, num_tokens: int, start: int) -> torch.Tensor:
+        """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""
+        known = self.inputs.get((num_tokens, start > 0))
+        if known is None:
+            source = torch.Generator().manual_seed(num_tokens)
+            if start == 0:
+                known = torch.randint(self.stack.vocab_size, (num_tokens,), generator=source)
+            else:
+                known = torch.randn(num_tokens, self.stack.config.hidden_size, generator=source).to(self.stack.dtype)
+            known = self.inputs[num_tokens, start > 0] = known.to(self.stack.device)
+        return known
+
+    def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
+        if self.keeps:
+            self.taken.setdefault((piece, rows, size), []).append(seconds)
+
+    def now(self) -> float:
+        if self.stack.device.type == "cuda":
+            torch.cuda.synchronize(self.stack.device)
+        return perf_counter()
+
+
+def _rows(count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
+    """A cache with one page for each of `count` rows."""
+    cache = PagedCache(count, room)
+    return cache, [cache.reserve(room) or [] for _ in range(count)]

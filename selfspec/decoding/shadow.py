@@ -1,0 +1,104 @@
+"""Shadow picks: what layers that were not the exit would have picked at positions the target has judged.
+
+No layer runs for it: the hidden states are there already. Nor, as a rule, does the whole head: a layer is right if it
+prefers the target's pick to the target's other likeliest tokens and to a fixed sample of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.control.plan import Shadow
+from selfspec.decoding.pick import Sampling, filtered, pick_surely
+from selfspec.kernels.gumbel import gumbel
+from selfspec.target.stack import Stack
+
+TOP = 32  # of the target's likeliest tokens
+CHUNK = 256  # rows of one vocabulary product
+
+
+def shadow_picks(
+    stack: Stack,
+    layers: Sequence[int],
+    hidden: Tensor,  # [layers, N, hidden_size], after each of them
+    samplings: Sequence[Sampling],  # per position
+    positions: Tensor,  # int64 [N]: index in its row's content of the token picked there
+    target: Tensor,  # [N, vocab]: the target's logits
+    judged: Tensor,  # int64 [N]: its picks
+    exact: bool = False,
+) -> Shadow:
+    """What each layer would have picked at N positions, with the noise and filters of their rows."""
+    hits, sure = None, None
+    if not exact:
+        hits, sure = _over_shortlist(stack, hidden, samplings, positions, target, judged)
+    if hits is None or sure is None:
+        hits, sure = _over_vocabulary(stack, layers[0], hidden, samplings, positions, judged)
+    told = torch.stack([hits.float(), sure]).tolist()  # one copy to the host
+    seen = tuple(tuple(bool(hit) for hit in row) for row in told[0])
+    return Shadow(tuple(layers), seen, tuple(tuple(row) for row in told[1]))
+
+
+def _over_shortlist(
+    stack: Stack,
+    hidden: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Tensor,
+    target: Tensor,
+    judged: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Hits and confidences `[layers, N]`, or None where the head is of an unknown kind."""
+    own = judged[:, None]
+    likely = target.scatter(1, own, float("-inf")).topk(min(TOP, target.shape[1]) - 1).indices
+    top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first
+    logits = stack.short_logits(hidden, top)
+    if logits is None:
+        return None, None
+    twice = (stack.others[:, None] == top[:, None, :]).any(-1)  # [N, others]
+    num_top, num_others = top.shape[1], len(stack.others)
+    logits[:, :, num_top:].masked_fill_(twice, float("-inf"))
+    unseen = (target.shape[1] - num_top) / (num_others - twice.sum(-1)).clamp(
+        min=1
+    )  # tokens that each other stands for
+    weights = torch.ones_like(logits[0])
+    weights[:, num_top:] = unseen.clamp(min=1)[:, None]
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for i, sampling in enumerate(samplings):
+        groups.setdefault(sampling.filters, []).append(i)
+    for members in groups.values():
+        if samplings[members[0]].temperature > 0:
+            at = torch.tensor(members, device=logits.device)
+            tokens = torch.cat((top[at], stack.others.expand(len(members), -1)), 1)
+            seeds = torch.tensor([samplings[i].seed for i in members], device=logits.device)
+            noise = gumbel(seeds, positions[at], target.shape[1], tokens)
+            kept = filtered(logits[:, at].flatten(0, 1), samplings[members[0]]).view(len(logits), len(members), -1)
+            logits[:, at] = kept + noise
+            weights[at] = 1  # noise makes a few of many tokens stand out; a sample cannot stand for the rest
+    best = logits.amax(-1)
+    sure = 1 / ((logits - best[..., None]).exp() * weights).sum(-1)
+    return logits[..., 0] >= best, sure
+
+
+def _over_vocabulary(
+    stack: Stack, layer: int, hidden: Tensor, samplings: Sequence[Sampling], positions: Tensor, judged: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Hits and confidences `[layers, N]`."""
+    num_layers, count = hidden.shape[:2]
+    hidden = hidden.flatten(0, 1)
+    hits, sure = [], []
+    for start in range(0, len(hidden), CHUNK):
+        logits = stack.logits(hidden[start : start + CHUNK], layer)
+        index = [i % count for i in range(start, start + len(logits))]
+        at = torch.tensor(index, device=logits.device)
+        chosen, confidence = pick_surely(logits, [samplings[i] for i in index], positions[at])
+        hits.append(chosen == judged[at])
+        sure.append(confidence)
+    return torch.cat(hits).view(num_layers, count), torch.cat(sure).view(num_layers, count)
+
+
+def part_of(shadow: Shadow, start: int, stop: int) -> Shadow:
+    """The positions [start, stop) of a shadow over several rows."""
+    hits = tuple(row[start:stop] for row in shadow.hits)
+    return Shadow(shadow.layers, hits, tuple(row[start:stop] for row in shadow.confidences))

@@ -1,0 +1,180 @@
+"""The default policy, driven through replay: when it drafts, when it stops, what it spends on looking."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.replay import replay
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
+from selfspec.control.tracker import Tracker
+from selfspec.control.worth import MOST, Worth
+from tests.eval.replays import made_up_costs, trace_of
+
+LAYERS = 8
+
+
+def traces(acceptance, count=4, tokens=256, informative=True, layers=LAYERS):
+    """All layers right equally often, with confidences that tell of it, or that do not."""
+    made = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        hits = rng.random((layers - 1, tokens)) < acceptance
+        sure = rng.random(hits.shape, np.float32)
+        if informative:
+            sure = np.where(hits, 0.5 + 0.5 * sure, 0.7 * sure).astype(np.float32)
+        made.append(trace_of(hits, sure, rng, prompt_length=33))
+        made[-1].short_hits[:], made[-1].short_confidences[:] = hits, sure
+        made[-1].prompt_hits[:] = rng.random(made[-1].prompt_hits.shape) < acceptance
+    return made
+
+
+def speedup(acceptance, **kinds):
+    costs = made_up_costs(LAYERS)
+    runs = [replay([trace], Adaptive(costs), costs) for trace in traces(acceptance, **kinds)]
+    return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
+
+
+@pytest.mark.parametrize("informative", [True, False])
+@pytest.mark.parametrize("acceptance", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1])
+def test_it_costs_next_to_nothing_where_drafts_do_not_pay_and_gains_where_they_do(acceptance, informative):
+    assert speedup(acceptance, informative=informative) >= (0.97 if acceptance < 0.8 else 1.5)
+
+
+def test_it_drafts_nothing_with_layers_that_are_never_right():
+    costs = made_up_costs(LAYERS)
+    [trace] = traces(0, count=1)
+    rounds = replay([trace], Adaptive(costs), costs).rounds
+    assert sum(round_.plan.exit_layer is not None for round_ in rounds) <= 8
+    assert all(round_.plan.exit_layer is None for round_ in rounds[32:])
+
+
+def test_it_leaves_at_the_cheapest_of_layers_that_are_always_right_and_drafts_on():
+    costs = made_up_costs(LAYERS)
+    [trace] = traces(1, count=1)
+    rounds = replay([trace], Adaptive(costs), costs).rounds[4:-1]
+    assert {round_.plan.exit_layer for round_ in rounds} == {1}
+    assert all(round_.rows[0].num_drafted == MOST for round_ in rounds)
+
+
+def test_it_comes_back_when_drafts_begin_to_pay():
+    costs = made_up_costs(LAYERS)
+    [bad], [good] = traces(0, count=1, tokens=300), traces(1, count=1, tokens=900)
+    both = trace_of(
+        np.concatenate((bad.hits, good.hits), 1),
+        np.concatenate((bad.confidences, good.confidences), 1),
+        np.random.default_rng(0),
+        prompt_length=33,
+    )
+    both.short_hits[:], both.short_confidences[:] = both.hits, both.confidences
+    rounds = replay([both], Adaptive(costs), costs).rounds
+    assert rounds[200].plan.exit_layer is None and rounds[-2].plan.exit_layer is not None
+
+
+def test_an_exit_layer_and_a_longest_draft_can_be_given():
+    costs = made_up_costs(LAYERS)
+    [trace] = traces(1, count=1)
+    rounds = replay([trace], Adaptive(costs, exit_layers=[3], most=5), costs).rounds
+    assert {round_.plan.exit_layer for round_ in rounds} <= {3, None}
+    assert max(row.num_drafted for round_ in rounds for row in round_.rows) == 5
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_looking_at_other_layers_stays_within_its_share(batch_size):
+    costs = made_up_costs(LAYERS, rows=(1, 4, 16))
+    run = replay(traces(0.7, count=16), Adaptive(costs), costs, batch_size)
+    looked = sum(
+        costs.shadow(
+            len(round_.plan.shadow.layers), sum(round_.rows[i].num_accepted + 1 for i in round_.plan.shadow.rows)
+        )
+        for round_ in run.rounds
+        if round_.plan.shadow is not None
+    )
+    assert 0 < looked < 0.03 * run.seconds
+    assert all(len(round_.plan.shadow.rows) <= 4 for round_ in run.rounds if round_.plan.shadow)
+
+
+def test_a_prompt_is_looked_at_as_far_as_the_output_can_pay_for_it():
+    dear = Adaptive(made_up_costs(LAYERS, head=1.0))
+    assert dear.seed_layers(RowState(0, 100, 20)) == ()
+    cheap = Adaptive(made_up_costs(LAYERS))
+    assert cheap.seed_layers(RowState(0, 100, 1)) == ()
+    assert cheap.seed_layers(RowState(0, 100, 10_000)) == tuple(range(1, LAYERS))
+
+
+@pytest.mark.parametrize("reading", [0.0, -1.0, float("nan")])
+def test_a_clock_that_stands_or_runs_backwards_changes_nothing(reading):
+    costs, policy = made_up_costs(LAYERS), Adaptive(made_up_costs(LAYERS))
+    for _ in range(100):
+        plan = policy.plan([RowState(0, 50, 500)])
+        layers = plan.shadow.layers if plan.shadow else ()
+        shadow = Shadow(layers, ((True,) * 3,) * len(layers), ((0.9,) * 3,) * len(layers))
+        drafted = plan.draft_lengths[0]
+        seconds = Seconds(*[reading] * 8)
+        policy.observe(plan, [RowOutcome(0, drafted, drafted, (0.9,) * drafted, shadow=shadow)], seconds)
+    assert plan.exit_layer is not None and plan.draft_lengths[0] > 0
+    assert math.isfinite(plan.stop.least)
+    assert costs.num_layers == LAYERS
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_plans_are_always_allowed(data):
+    rows = data.draw(st.integers(1, 5))
+    policy = Adaptive(made_up_costs(LAYERS))
+    for _ in range(data.draw(st.integers(1, 30))):
+        states = [RowState(i, 40, data.draw(st.integers(1, 30))) for i in range(rows)]
+        plan = policy.plan(states)
+        assert plan.exit_layer is None or 1 <= plan.exit_layer < LAYERS
+        assert all(0 <= length < state.room for length, state in zip(plan.draft_lengths, states, strict=True))
+        drafted = [data.draw(st.integers(0, n)) if n else 0 for n in plan.draft_lengths]
+        outcomes = [
+            RowOutcome(i, n, data.draw(st.integers(0, n)), (data.draw(st.floats(0, 1)),) * n)
+            for i, n in enumerate(drafted)
+        ]
+        policy.observe(plan, outcomes, Seconds(draft=1e-3, verify=data.draw(st.floats(0, 1)), head=1e-4))
+
+
+def test_rows_draft_on_together_while_their_mean_survival_pays():
+    stop = SurvivalStop((0.5,) * NUM_BINS, least=0.4)
+    assert stop.goes_on([0.9, 0.1]) and stop.goes_on([0.4])
+    assert not stop.goes_on([0.9, 0.1, 0.1]) and not stop.goes_on([0.39])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, NUM_BINS - 1), st.integers(1, LAYERS - 1))
+def test_the_worth_of_stopping_below_a_bin_is_what_adding_up_all_drafts_gives(seed, bin_, exit_layer):
+    rng = np.random.default_rng(seed)
+    right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
+    share /= share.sum(1, keepdims=True)
+    costs, line = made_up_costs(LAYERS), exit_layer - 1
+    rates, drafted = Worth(costs, 1).rates(right, share)
+    on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
+    chance, expected, kept = 1.0, 0.0, 0.0
+    for length in range(1, MOST + 1):  # the chance that a draft has this many tokens, and that so many are right
+        chance_here = chance * (1 - on if length < MOST else 1.0)
+        expected += length * chance_here
+        kept += also_right ** (length - 1) * (share * right)[line].sum()
+        chance *= on
+    assert drafted[line, bin_] == pytest.approx(expected, rel=1e-4)
+    low, part = int(expected), expected - int(expected)
+    fixed = [costs.round(exit_layer, [n]) for n in (low, min(low + 1, MOST))] if low else None
+    if fixed is not None:
+        assert (1 + kept) / rates[line, bin_] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
+
+
+def test_a_prior_of_the_same_model_is_where_it_starts():
+    tracker = Tracker(LAYERS)
+    for _ in range(50):
+        tracker.add(2, [True] * 4, [0.9] * 4)
+        tracker.add(1, [False] * 4, [0.9] * 4)
+    plan = Adaptive(made_up_costs(LAYERS), tracker.state()).plan([RowState(0, 2, 100)])
+    assert plan == Plan(
+        2, plan.draft_lengths, stop=plan.stop, keep_confidence=True, shadow=plan.shadow, speedup=plan.speedup
+    )
+    assert plan.speedup > 1.1

@@ -1,0 +1,190 @@
+"""Tables between, at and beyond their points; costs add up, travel as plain numbers, and refuse what is none."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.control.costs import CONTEXT, Costs, Table
+
+seconds = st.floats(0, 1, allow_nan=False)
+points = st.integers(1, 300)
+measured = st.dictionaries(points, seconds, min_size=1, max_size=9)
+
+
+def line(start, slope, at=(1, 2, 4, 8, 16)):
+    return Table(tuple(at), tuple(start + slope * (n - 1) for n in at))
+
+
+def some_costs(context=1e-6):
+    """Eight layers; every piece a straight line of its own."""
+    return Costs(
+        8,
+        plain=line(10.0, 0.5),
+        early={1: line(1.0, 1.0), 4: line(2.0, 2.0)},
+        late={1: line(1.0, 0.1), 4: line(2.0, 0.4)},
+        head=line(0.5, 0.05),
+        pick=line(0.1, 0.01),
+        rest=line(0.2, 0.02),
+        short=line(0.3, 0.003),
+        context=context,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+
+
+@given(measured, st.floats(0, 600))
+def test_a_table_never_falls_and_is_never_negative(values, at):
+    table = Table.of(values)
+    assert table.points == tuple(sorted(values))
+    assert all(a <= b for a, b in pairwise(table.seconds))
+    assert 0 <= table(at) <= table(at + 1) + 1e-12
+
+
+@given(measured)
+def test_made_ascending_a_table_stays_as_near_as_it_can(values):
+    table = Table.of(values)
+    assert sum(table.seconds) == pytest.approx(sum(values.values()))  # pooling keeps the sum
+    assert min(values.values()) - 1e-12 <= table.seconds[0] and table.seconds[-1] <= max(values.values()) + 1e-12
+    ordered = [values[point] for point in table.points]
+    if ordered == sorted(ordered):
+        assert list(table.seconds) == ordered
+
+
+def test_one_bad_reading_is_shared_with_its_neighbours():
+    assert Table.of({1: 1.0, 2: 5.0, 3: 2.0, 4: 2.0, 5: 6.0}).seconds == (1.0, 3.0, 3.0, 3.0, 6.0)
+
+
+@given(measured)
+def test_a_table_is_exact_at_its_points_and_straight_between(values):
+    table = Table.of(values)
+    for point, value in zip(table.points, table.seconds, strict=True):
+        assert table(point) == pytest.approx(value)
+    for (a, x), (b, y) in pairwise(zip(table.points, table.seconds, strict=True)):
+        assert table((a + b) / 2) == pytest.approx((x + y) / 2)
+
+
+def test_beyond_its_ends_a_table_is_flat_below_and_goes_on_above():
+    table = Table((2, 4, 8), (1.0, 2.0, 3.0))
+    assert [table(n) for n in (0, 1, 2, 3, 12)] == [1.0, 1.0, 1.0, 1.5, 4.0]
+    assert Table((3,), (1.0,))(99) == 1.0
+    assert table.scaled(2)(8) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("at", "values"),
+    [((), ()), ((1, 1), (1.0, 2.0)), ((2, 1), (1.0, 2.0)), ((1,), (1.0, 2.0))]
+    + [((1,), (bad,)) for bad in (-1.0, float("nan"), float("inf"))],
+)
+def test_what_is_no_table_is_refused(at, values):
+    with pytest.raises(ValueError, match="a table"):
+        Table(at, values)
+
+
+# ----------------------------------------------------------------------------------------------------------- costs
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 7), st.floats(0, 5000))
+def test_a_round_is_the_sum_of_its_parts(lengths, exit_layer, context):
+    costs, rows = some_costs(), len(lengths)
+    stages = costs.stages(exit_layer, lengths, context)
+    assert costs.round(exit_layer, lengths, context) == pytest.approx(sum(stages.values()))
+    live = [sum(length >= step for length in lengths) for step in range(max(lengths) + 1)]
+    assert stages["draft"] == pytest.approx(sum(costs.early_pass(exit_layer, n, context) for n in live))
+    tokens = sum(lengths) + rows
+    assert stages["verify"] == pytest.approx(costs.verify(exit_layer, rows, tokens, context))
+    picks = [*live[1:], tokens]
+    assert stages["head"] == pytest.approx(sum(map(costs.head, picks)))
+    assert stages["pick"] == pytest.approx(sum(map(costs.pick, picks)))
+    assert stages["rest"] == costs.rest(rows)
+
+
+def test_a_round_by_hand():
+    costs = some_costs()
+    # two tokens drafted at layer 2 by one row: three early passes, two heads of one token, six layers over three tokens
+    by_hand = 3 * 2.0 + 6 * 1.2 + (0.5 + 0.5 + 0.6) + (0.1 + 0.1 + 0.12) + 0.2
+    assert costs.round(2, (2,)) == pytest.approx(by_hand)
+    assert costs.plain_round(1) == pytest.approx(10.0 + 0.5 + 0.1 + 0.2)
+    assert costs.early_pass(2, 2) == pytest.approx(2.0 + (4.0 - 2.0) / 3)  # between one and four rows
+
+
+@given(st.integers(1, 8), st.integers(0, 8), st.integers(1, 7), st.integers(0, 4000))
+def test_more_of_anything_never_costs_less(rows, length, exit_layer, context):
+    costs = some_costs()
+    one = costs.round(exit_layer, (length,) * rows, context)
+    assert one <= costs.round(exit_layer, (length + 1,) * rows, context)
+    assert one <= costs.round(exit_layer, (length,) * (rows + 1), context)
+    assert one <= costs.round(exit_layer, (length,) * rows, context + 100)
+
+
+def test_a_longer_context_costs_every_layer_alike():
+    costs = some_costs(context=1e-3)
+    for exit_layer in (None, 3):
+        longer = costs.round(exit_layer, (0, 0), CONTEXT + 100) - costs.round(exit_layer, (0, 0), 5)
+        assert longer == pytest.approx(8 * 2 * 100 * 1e-3)
+
+
+def test_shadow_picks_cost_a_shortlist_or_the_whole_head():
+    costs = some_costs()
+    assert costs.shadow(0, 4) == costs.seed(0, 4) == 0
+    assert costs.shadow(2, 4) == costs.short(8)
+    assert costs.shadow(2, 4, exact=True) == pytest.approx(costs.head(8) + costs.pick(8))
+    assert costs.seed(2, 4) == pytest.approx(costs.head(4) + costs.short(8))
+
+
+def test_another_head_is_counted_in_layers_and_changes_nothing_else():
+    costs = some_costs()
+    costs.early_pass(3, 2)  # remembered values must not be shared
+    other = costs.with_head(2.0)
+    assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
+    assert other.head(8) / other.head(1) == pytest.approx(costs.late[1](8) / costs.late[1](1))
+    assert other.early_pass(3, 2) == costs.early_pass(3, 2) and other._known is not costs._known
+    assert costs.with_head(0.0).head(16) == 0
+
+
+# --------------------------------------------------------------------------------------------------- plain numbers
+
+
+@given(measured, measured, st.floats(0, 1e-3))
+def test_costs_survive_a_file(one, other, context):
+    a, b = Table.of(one), Table.of(other)
+    costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context)
+    assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
+
+
+def _broken(**changes):
+    return {**some_costs().as_dict(), **changes}
+
+
+BAD = {
+    "not a dict": [1, 2],
+    "nothing": None,
+    "a part is missing": {name: value for name, value in some_costs().as_dict().items() if name != "head"},
+    "a table is a number": _broken(head=3),
+    "an empty table": _broken(pick={}),
+    "points that fall": _broken(plain={"2": 1.0, "1": 2.0}),
+    "a point that is no number": _broken(plain={"one": 1.0}),
+    "a value that is no number": _broken(plain={"1": None}),
+    "negative": _broken(plain={"1": -1.0}),
+    "NaN": _broken(plain={"1": float("nan")}),
+    "infinite": _broken(plain={"1": float("inf")}),
+    "no single row": _broken(early={"2": {"1": 1.0}}),
+    "no rows": _broken(late={}),
+    "rows that are a list": _broken(late=[{"1": 1.0}]),
+    "context NaN": _broken(context=float("nan")),
+    "context negative": _broken(context=-1e-9),
+    "layers": _broken(num_layers="many"),
+    "infinitely many layers": _broken(num_layers=float("inf")),
+}
+
+
+@pytest.mark.parametrize("given_", BAD.values(), ids=BAD.keys())
+def test_a_bad_dict_is_refused(given_):
+    with pytest.raises(ValueError, match="not a table of costs"):
+        Costs.from_dict(copy.deepcopy(given_))

@@ -1,0 +1,122 @@
+"""Statistics of every layer: what is counted, how it fades, and what is believed where little has been seen."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow, confidence_bin
+from selfspec.control.tracker import CURVE_MEAN, LASTING, LOG_ODDS, RECENT, Tracker, is_prior, read_prior
+
+
+def test_layers_never_seen_have_the_prior_and_no_nan():
+    right, share = Tracker(5).estimates()
+    assert right.shape == share.shape == (4, NUM_BINS)
+    assert np.isfinite(right).all() and np.isfinite(share).all()
+    np.testing.assert_allclose(right, np.tile(1 / (1 + np.exp(-(CURVE_MEAN[0] + CURVE_MEAN[1] * LOG_ODDS))), (4, 1)))
+    np.testing.assert_allclose(share.sum(1), 1)
+    assert all(math.isnan(mean) for mean in Tracker(5).mean_confidences(1))
+
+
+def test_observations_fade_by_tokens_whenever_they_were_made():
+    tracker = Tracker(3)
+    tracker.add(1, [True], [0.9])
+    tracker.pass_time(RECENT)
+    tracker.add(1, [True, False], [0.9, 0.9])
+    tracker.pass_time(RECENT)
+    tracker.estimates()
+    column = confidence_bin(0.9)
+    assert tracker.recent[0, 0, column] == pytest.approx(0.25 + 0.5)
+    assert tracker.recent[1, 0, column] == pytest.approx(0.5)
+    fade = 0.5 ** (RECENT / LASTING)
+    assert tracker.lasting[0, 0, column] == pytest.approx(fade**2 + fade)
+    assert tracker.recent[:, 1].sum() == 0
+
+
+def test_a_shadow_counts_for_every_layer_it_saw():
+    tracker = Tracker(4)
+    tracker.add_shadow(Shadow((1, 3), ((True, False), (True, True)), ((0.1, 0.9), (0.6, 0.999))))
+    tracker.estimates()
+    assert tracker.recent[0, 0, confidence_bin(0.1)] == tracker.recent[1, 0, confidence_bin(0.9)] == 1
+    assert tracker.recent[0, 2, confidence_bin(0.6)] == tracker.recent[0, 2, confidence_bin(0.999)] == 1
+    assert tracker.recent[:, 1].sum() == 0
+
+
+def test_estimates_come_to_what_is_seen():
+    tracker = Tracker(3)
+    for i in range(600):
+        tracker.add(1, [i % 10 != 0], [0.75])
+        tracker.add(2, [i % 10 == 0], [0.75])
+        tracker.pass_time(1)
+        if i % 5 == 0:
+            right, share = tracker.estimates()
+    column = confidence_bin(0.75)
+    assert right[0, column] == pytest.approx(0.9, abs=0.05) and right[1, column] == pytest.approx(0.1, abs=0.06)
+    assert share[0, column] > 0.9
+
+
+def test_what_was_seen_at_one_confidence_tells_of_others():
+    tracker = Tracker(3)
+    for _ in range(12):
+        tracker.add(1, [False] * 5, [0.7] * 5)
+        right, _ = tracker.estimates()
+    assert right[0, confidence_bin(0.9)] < 0.5 < right[1, confidence_bin(0.9)]
+
+
+def test_mean_confidences_of_hits_and_misses():
+    tracker = Tracker(3)
+    tracker.add(2, [True, True, False], [0.99, 0.96, 0.4])
+    hit, miss = tracker.mean_confidences(2)
+    assert 0.95 < hit < 0.99 and 0.35 <= miss <= 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_estimates_are_probabilities_that_rise_with_confidence(data):
+    layers = data.draw(st.integers(2, 6))
+    tracker = Tracker(layers)
+    for _ in range(data.draw(st.integers(0, 25))):
+        count = data.draw(st.integers(0, 6))
+        hits = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        sure = data.draw(st.lists(st.floats(0, 1), min_size=count, max_size=count))
+        tracker.add(data.draw(st.integers(1, layers - 1)), hits, sure)
+        tracker.pass_time(data.draw(st.integers(0, 100_000)))
+        if data.draw(st.booleans()):
+            tracker.estimates()
+    right, share = tracker.estimates()
+    assert ((right > 0) & (right < 1)).all() and (np.diff(right, axis=1) >= 0).all()
+    assert (share >= 0).all()
+    np.testing.assert_allclose(share.sum(1), 1)
+
+
+def test_a_tracker_starts_from_an_earlier_ones_state():
+    first = Tracker(4)
+    for i in range(200):
+        first.add(2, [i % 4 != 0], [0.8])
+        first.pass_time(1)
+        first.estimates()
+    again = Tracker(4, first.state())
+    column = confidence_bin(0.8)
+    assert again.estimates()[0][1, column] == pytest.approx(0.75, abs=0.08)
+    assert again.lasting.sum() <= 60.01  # thinned: what is seen now soon counts for more
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        None,
+        [],
+        {},
+        {"edges": [], "hits": [], "misses": []},
+        {"edges": list(CONFIDENCE_EDGES), "hits": [[1.0] * NUM_BINS] * 2, "misses": [[1.0] * NUM_BINS] * 2},
+        {"edges": list(CONFIDENCE_EDGES), "hits": [[-1.0] * NUM_BINS] * 3, "misses": [[1.0] * NUM_BINS] * 3},
+        {"edges": list(CONFIDENCE_EDGES), "hits": [["x"] * NUM_BINS] * 3, "misses": [[1.0] * NUM_BINS] * 3},
+        {"edges": [0.5], "hits": [[1.0] * NUM_BINS] * 3, "misses": [[1.0] * NUM_BINS] * 3},
+    ],
+)
+def test_a_state_of_something_else_is_refused(given_):
+    assert not is_prior(given_, 4)
+    with pytest.raises(ValueError, match="not a prior"):
+        read_prior(given_, 4)

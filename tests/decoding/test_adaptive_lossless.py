@@ -1,0 +1,106 @@
+"""The default policy, and one that asks for everything a plan can ask for, change no token."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs, Table
+from tests.decoding.test_greedy import check_equals_generate
+from tests.decoding.test_processors import PROCESSORS
+from tests.decoding.test_sampling import WAYS, check_equals_plain
+from tests.helpers import Adversary, decode, generate, make_prompts
+from tests.models import tiny
+
+ONE, RAGGED = (9,), (12, 1, 20)
+SOME = [
+    "llama",
+    "gemma2",
+    "qwen3_moe",
+    "gpt2",
+    "gpt_oss",
+]  # lean body, soft caps, experts, learned positions, sinks
+
+
+def ways(count):
+    return {name: values[:count] for name, values in WAYS.items()}
+
+
+def where_drafts_pay(num_layers=4):
+    """A machine on which a layer is slow, and early passes cost nearly nothing."""
+    nothing = Table.of({1: 0.0})
+    late = {1: Table.of({1: 1.0, 9: 1.1}), 8: Table.of({1: 1.0, 9: 2.0})}
+    early = {1: Table.of({1: 0.01, num_layers: 0.02})}
+    plain = Table.of({1: float(num_layers)})
+    return Costs(num_layers, plain, early, late, head=nothing, pick=nothing, rest=nothing, short=nothing)
+
+
+# -------------------------------------------------------------------------------------------------------- the default
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+def test_the_default_with_costs_measured_here_changes_no_token(family, lengths):
+    target, prompts = tiny(family), make_prompts(lengths, seed=1)
+    expected = [generate(target.model, prompt, 30) for prompt in prompts]
+    for _ in range(2):  # the second call starts from what the first has seen
+        assert [c.tokens for c in target.generate(prompts, max_new_tokens=30)] == expected
+    check_equals_plain(target, prompts, None, max_new_tokens=30, **ways(len(prompts)))
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+def test_the_default_where_drafts_pay_equals_generate(family, lengths):
+    done = check_equals_generate(tiny(family), make_prompts(lengths, seed=1), Adaptive(where_drafts_pay()), 40)
+    assert sum(c.stats.num_draft_tokens for c in done) > 0
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+def test_the_default_where_drafts_pay_samples_the_tokens_of_plain_decoding(family, lengths):
+    policy = Adaptive(where_drafts_pay())
+    done = check_equals_plain(
+        tiny(family), make_prompts(lengths, seed=1), policy, max_new_tokens=40, **ways(len(lengths))
+    )
+    assert sum(c.stats.num_draft_tokens for c in done) > 0
+
+
+def test_the_default_on_a_trained_model_changes_no_token(stories):
+    prompts = [stories.tokenizer(text)["input_ids"] for text in ("Once upon a time", "The dog", "One day, Tom and his")]
+    for lengths in (prompts[:1], prompts):
+        done = check_equals_generate(stories, lengths, Adaptive(where_drafts_pay(5)), 90)
+        assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
+        check_equals_plain(stories, lengths, Adaptive(where_drafts_pay(5)), max_new_tokens=90, **ways(len(lengths)))
+
+
+# ------------------------------------------------------------------------------------------------------ the adversary
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_a_plan_asks_for_equals_generate(family, lengths, seed):
+    policy = Adversary(seed, 4)
+    check_equals_generate(tiny(family), make_prompts(lengths, seed=1), policy, 30, prefill_chunk=7)
+    assert policy.shadows and policy.seeds
+    assert len({plan.exit_layer for plan, _ in policy.seen}) > 1
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_a_plan_asks_for_samples_the_tokens_of_plain_decoding(family, lengths, seed):
+    policy, prompts = Adversary(seed, 4), make_prompts(lengths, seed=1)
+    check_equals_plain(tiny(family), prompts, policy, {"prefill_chunk": 7}, max_new_tokens=30, **ways(len(lengths)))
+    assert policy.shadows and policy.seeds
+
+
+def test_whatever_a_plan_asks_for_equals_generate_under_processors_which_shadows_leave_alone():
+    target, policy = tiny("phi"), Adversary(1, 4)
+    [prompt] = make_prompts([7])
+    made = tuple(PROCESSORS["several"](7))
+    done = decode(target, [prompt, prompt], policy, max_new_tokens=30, logits_processor=[made, ()])
+    assert done[0].tokens == generate(target.model, prompt, 30, made)
+    assert done[1].tokens == generate(target.model, prompt, 30) != done[0].tokens
+    assert {row.request_id for row, _, _ in policy.shadows} == {1}
+    assert {row.request_id for row, _ in policy.seeds} <= {1}

@@ -1,0 +1,140 @@
+"""Measured costs are whole, finite and ascending, whatever the clock does and however short the model's context is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from selfspec.api import Target
+from selfspec.control.costs import Costs, Table
+from selfspec.decoding import measure as module
+from selfspec.decoding.measure import exits_to_time, measure
+from tests.models import build, tiny
+
+
+def tables_of(costs):
+    return [costs.plain, costs.head, costs.pick, costs.rest, costs.short, *costs.early.values(), *costs.late.values()]
+
+
+def assert_sound(costs, num_layers):
+    assert costs.num_layers == num_layers
+    assert math.isfinite(costs.context) and costs.context >= 0
+    for table in tables_of(costs):
+        assert all(math.isfinite(s) and s > 0 for s in table.seconds)
+        assert list(table.seconds) == sorted(table.seconds)
+    assert Costs.from_dict(costs.as_dict()) == costs
+    assert math.isfinite(costs.round(num_layers - 1, (3,) * 5)) and costs.plain_round(1) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_every_piece_is_measured(family):
+    costs = measure(tiny(family).stack, (1, 3), repeats=1)
+    assert_sound(costs, 4)
+    assert costs.plain.points == (1, 3)
+    assert costs.early[1].points == (1, 2, 3) and set(costs.early) == set(costs.late) == {1, 3}
+    assert costs.late[1].points == module.WIDTHS and costs.late[3].points == module.BATCH_WIDTHS
+    assert {1, 3, 8, 24, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
+
+
+def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():
+    costs = measure(tiny("llama").stack, (200,), repeats=1)
+    assert costs.plain.points == (1, 200)
+    assert costs.late[200].points == (1, 2)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 16, 33, 64])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # rotary positions, and a table that ends where the context does
+def test_a_tiny_context_is_enough(family, limit):
+    target = Target(build(family, max_position_embeddings=limit), check=False)
+    costs = measure(target.stack, (1, 2), repeats=1)
+    assert_sound(costs, 4)
+    assert max(costs.late[1].points) <= limit
+
+
+def test_two_layers_are_enough_and_one_is_refused():
+    assert_sound(measure(Target(build("llama", num_hidden_layers=2)).stack, repeats=1), 2)
+    with pytest.raises(ValueError, match="1 layer"):
+        measure(Target(build("llama", num_hidden_layers=1), check=False).stack)
+
+
+class Clock:
+    """Says whatever it is told to, one reading after the other."""
+
+    def __init__(self, steps):
+        self.now, self.steps = 1000.0, steps
+
+    def __call__(self):
+        self.now += next(self.steps)
+        return self.now
+
+
+def falling(seed):
+    dice = random.Random(seed)
+    return (dice.choice((-2.0, -1e-3, 0.0, 1e-4, 3e-3)) for _ in itertools.count())
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [falling(0), falling(1), itertools.repeat(-1.0), itertools.repeat(0.0), itertools.repeat(10.0)],
+    ids=["jumps", "other jumps", "backwards", "stopped", "slow"],
+)
+def test_a_bad_clock_still_gives_costs_to_divide_by(monkeypatch, steps):
+    monkeypatch.setattr(module, "perf_counter", Clock(steps))
+    assert_sound(measure(tiny("llama").stack, (1, 2), repeats=2), 4)
+
+
+def test_a_slow_model_is_measured_at_fewer_points_unless_there_is_time(monkeypatch):
+    monkeypatch.setattr(module, "perf_counter", Clock(itertools.repeat(0.1)))
+    stack = tiny("llama").stack
+    assert measure(stack).late[1].points == module.THIN_WIDTHS
+    assert measure(stack, repeats=1, within=None).late[1].points == module.WIDTHS
+
+
+def test_repeats_end_with_the_time_given(monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "perf_counter", Clock(itertools.repeat(1e-3)))
+    monkeypatch.setattr(module, "doubtful", lambda costs: False)
+    measure(tiny("llama").stack, repeats=5, within=0.11, say=told.append)
+    assert told == ["repeat 1 of 5"]
+    measure(tiny("llama").stack, repeats=3, within=None, say=told.append)
+    assert told[1:] == ["repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
+
+
+def test_measuring_leaves_no_trace():
+    """Neither torch's settings and generator, nor what the target writes, are touched."""
+    target = tiny("llama")
+    [before] = target.generate([[5, 6, 7]], max_new_tokens=12, temperature=0.7)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    measure(target.stack, (1, 2), repeats=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    [after] = target.generate([[5, 6, 7]], max_new_tokens=12, temperature=0.7)
+    assert before.tokens == after.tokens
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 12, 16, 80])
+def test_exits_to_time_lie_inside_the_model(num_layers):
+    exits = exits_to_time(num_layers)
+    assert exits[0] == 1 and exits[-1] == num_layers - 1
+    assert isinstance(Table.of(dict.fromkeys(exits, 1.0)), Table) and exits == sorted(set(exits))
+
+
+def test_figures_that_do_not_fit_together_are_measured_once_more(monkeypatch):
+    told, doubts = [], iter([True])
+    monkeypatch.setattr(module, "doubtful", lambda costs: next(doubts))
+    measure(tiny("llama").stack, repeats=1, within=None, say=told.append)
+    again = "these figures do not fit together; measuring again"
+    assert told == ["repeat 1 of 1", again, "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
+
+
+def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
+    costs = measure(tiny("llama").stack, repeats=1)
+    slow = Table.of({exit_layer: costs.plain(1) for exit_layer in costs.early[1].points})
+    assert module.doubtful(dataclasses.replace(costs, early={1: slow}))
+    fast = Table.of({exit_layer: 0.2 * exit_layer * costs.plain(1) for exit_layer in costs.early[1].points})
+    assert not module.doubtful(dataclasses.replace(costs, early={1: fast}))

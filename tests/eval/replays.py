@@ -1,0 +1,177 @@
+"""What the tests of replay share: a policy that throws every die there is, costs made up, and how two runs compare."""
+
+from __future__ import annotations
+
+import random
+from math import isclose
+from typing import NamedTuple
+
+import numpy as np
+
+from eval.replay import replay
+from eval.traces import Trace, record
+from selfspec.control.costs import Costs, Table
+from selfspec.control.plan import NUM_BINS, Plan, Seconds, ShadowPlan, SurvivalStop
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.pick import Sampling
+
+
+def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
+    """Costs of a machine on which a layer takes a millisecond, and a little more for every further token."""
+
+    def layer(tokens):
+        return 1e-3 * (1 + 0.02 * tokens)
+
+    late = {r: Table.of({w: layer(r * w) for w in (1, 2, 4, 8, 18)}) for r in rows}
+    early = {r: Table.of({e: e * layer(r) for e in range(1, num_layers)}) for r in rows}
+    one = Table.of({n: head * (1 + 0.02 * n) for n in (1, 8, 64)})
+    plain = Table.of({r: num_layers * layer(r) for r in rows})
+    few = Table.of({1: 1e-5, 64: 5e-5})
+    return Costs(num_layers, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-6)
+
+
+def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
+    rng = np.random.default_rng(seed)
+    shape = (num_layers - 1, num_tokens)
+    sure = rng.random(shape, np.float32)
+    return trace_of(rng.random(shape) < 0.3 + 0.6 * sure, sure, rng, prompt_length, wrong_steps)
+
+
+def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17):
+    shape, seen = hits.shape, (len(hits), min(32, prompt_length - 1))
+    wrong = np.where(hits[..., None], np.nan, rng.random((*shape, wrong_steps))).astype(np.float32)
+    short = rng.random(shape) < 0.5, rng.random(shape, np.float32)
+    prompt = rng.random(seen) < 0.5, rng.random(seen, np.float32)
+    tokens = tuple(range(3, 3 + shape[1]))
+    return Trace("made up", prompt_length, tokens, hits, sure, rng.random(shape, np.float32), wrong, *short, *prompt)
+
+
+class Dice:
+    """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
+
+    def __init__(self, seed, num_layers, longest=9):
+        self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
+
+    def some(self, among, least=1):
+        return tuple(sorted(self.random.sample(among, self.random.randint(min(least, len(among)), len(among)))))
+
+    def seed_layers(self, row):
+        return self.some(range(1, self.num_layers), least=0)
+
+    def seed(self, row, shadow):
+        pass
+
+    def plan(self, rows):
+        dice = self.random
+        exit_layer = dice.choice([None, *range(1, self.num_layers)])
+        lengths = [dice.randint(0, min(self.longest, row.room - 1)) for row in rows]
+        stop = None
+        if dice.random() < 0.3:
+            stop = SurvivalStop(tuple(dice.random() for _ in range(NUM_BINS)), dice.choice((0.05, 0.3)))
+        looked_at = self.some([layer for layer in range(1, self.num_layers) if layer != exit_layer])
+        shadow = ShadowPlan(
+            looked_at, self.some(range(len(rows)), least=0), dice.randint(1, 6), exact=dice.random() < 0.5
+        )
+        return Plan(
+            exit_layer,
+            tuple(0 if exit_layer is None else length for length in lengths),
+            dice.choice((0.0, 0.2, 0.6, 1.0)),
+            stop,
+            keep_confidence=dice.random() < 0.3,
+            keep_divergence=dice.random() < 0.5,
+            shadow=shadow if looked_at and dice.random() < 0.7 else None,
+        )
+
+    def observe(self, plan, outcomes, seconds):
+        pass
+
+
+class Witness:
+    """Writes down all that a policy is told and what it says, and hides the clock from it."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, []
+        if hasattr(inner, "seed_layers"):
+            self.seed_layers, self.seed = self._seed_layers, self._seed
+
+    def _seed_layers(self, row):
+        layers = tuple(self.inner.seed_layers(row))
+        self.calls.append(("seed_layers", row, layers))
+        return layers
+
+    def _seed(self, row, shadow):
+        self.calls.append(("seed", tuple(row)[:1], shadow))
+        self.inner.seed(row, shadow)
+
+    def plan(self, rows):
+        plan = self.inner.plan(rows)
+        self.calls.append(("plan", tuple(rows), plan))
+        return plan
+
+    def observe(self, plan, outcomes, seconds):
+        self.calls.append(("observe", tuple(outcomes)))
+        self.inner.observe(plan, outcomes, Seconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4))
+
+
+class Setting(NamedTuple):
+    """How prompts are decoded, by the engine and in replay alike."""
+
+    max_batch_size: int = 1
+    temperature: float = 0.0
+    prefill_chunk: int = 512
+
+
+class Scene:
+    """A target with its prompts, and the traces of what it writes after them, which no policy changes."""
+
+    def __init__(self, target, prompts, lengths):
+        self.target, self.prompts, self.lengths = target, prompts, lengths
+        self.num_layers = target.stack.num_layers
+        self.costs = made_up_costs(self.num_layers)
+        self.known = {}
+
+    def traces(self, temperature):
+        if temperature not in self.known:
+            self.known[temperature] = [self.trace(i, temperature) for i in range(len(self.prompts))]
+        return self.known[temperature]
+
+    def trace(self, i, temperature):
+        options = {"max_new_tokens": self.lengths[i], "temperature": temperature, "seed": i}
+        (done,) = self.target.generate([self.prompts[i]], policy="plain", **options)
+        return record(self.target.stack, self.prompts[i], done.tokens, Sampling(temperature, seed=i))
+
+    def live(self, policy, setting):
+        """All that passes between the engine and the policy, emitted tokens by round, and the outputs."""
+        witness = Witness(policy)
+        batch = {"max_batch_size": setting.max_batch_size, "prefill_chunk": setting.prefill_chunk}
+        engine = Engine(self.target, policy=witness, **batch)
+        for i, (prompt, n) in enumerate(zip(self.prompts, self.lengths, strict=True)):
+            engine.submit(prompt, max_new_tokens=n, temperature=setting.temperature, seed=i)
+        rounds = list(engine.run())
+        emitted = [{row.request_id: len(row.tokens) for row in r.rows} for r in rounds if r.plan is not None]
+        done = sorted((row.completion for r in rounds for row in r.rows if row.completion), key=lambda c: c.request_id)
+        return witness.calls, emitted, [tuple(completion.tokens) for completion in done]
+
+
+def replayed(traces, policy, costs, setting):
+    """The same of a replay."""
+    witness = Witness(policy)
+    done = replay(traces, witness, costs, setting.max_batch_size, setting.prefill_chunk)
+    return witness.calls, [{row.request_id: row.num_emitted for row in r.rows} for r in done.rounds]
+
+
+def assert_same(here, there, where="", near=1e-4):
+    """Equal in all; numbers that models compute may differ by what rounding does to them."""
+    assert type(here) is type(there), f"{where}: {here!r} and {there!r}"
+    if hasattr(here, "__dataclass_fields__"):
+        parts = [(name, getattr(here, name), getattr(there, name)) for name in here.__dataclass_fields__]
+    elif isinstance(here, tuple | list):
+        assert len(here) == len(there), f"{where}: {here!r} and {there!r}"
+        names = getattr(here, "_fields", range(len(here)))
+        parts = list(zip(names, here, there, strict=True))
+    else:
+        is_same = isclose(here, there, rel_tol=1e-3, abs_tol=near) if isinstance(here, float) else here == there
+        assert is_same, f"{where}: {here!r} and {there!r}"
+        return
+    for name, a, b in parts:
+        assert_same(a, b, f"{where}.{name}", 1e-5 if name == "divergences" else near)

@@ -1,0 +1,132 @@
+"""The bounds are what trying everything finds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from eval.bounds import MOST_DRAFTED, RoundCosts, best_static, clairvoyant, plain_seconds, statics
+from eval.replay import replay
+from selfspec.control.costs import Costs, Table
+from selfspec.control.fixed import Fixed, Plain
+from selfspec.control.plan import Plan
+from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
+
+FEW = (0.0, 0.5, 0.9)
+
+
+@st.composite
+def traces(draw, most_tokens=30, most_layers=4):
+    """A trace of any hits; confidences lie on both sides of the thresholds, and on them."""
+    shape = draw(st.integers(1, most_layers - 1)), draw(st.integers(1, most_tokens))
+    hits = draw(arrays.arrays(np.bool_, shape))
+    sure = draw(arrays.arrays(np.float32, shape, elements=st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0])))
+    return trace_of(hits, sure, np.random.default_rng(draw(st.integers(0, 99))), draw(st.integers(1, 140)))
+
+
+@st.composite
+def costs_for(draw, num_layers):
+    """Any tables that rise, the plain one dear or cheap beside the others; contexts that begin to cost within reach."""
+    seconds = st.floats(0.1, 4.0)
+
+    def table(points, size=1.0):
+        steps = draw(st.lists(seconds, min_size=len(points), max_size=len(points)))
+        return Table(tuple(points), tuple(float(x) for x in size * np.cumsum(steps)))
+
+    layer = {1: table((1, 2, 5, 19))}
+    early = {1: table(range(1, num_layers))}
+    plain = Table((1,), (draw(st.floats(0.1, 3.0)) * num_layers,))
+    few = table((1, 8), 0.1)
+    context = draw(st.sampled_from([0.0, 0.05]))
+    return Costs(num_layers, plain, early, layer, table((1, 4, 19), 0.2), few, few, few, context)
+
+
+@given(st.data())
+def test_every_static_setting_takes_the_seconds_of_its_replay(data):
+    trace = data.draw(traces())
+    costs = data.draw(costs_for(trace.num_layers))
+    pair = [trace, trace.cut(-(-len(trace.tokens) // 2))]
+    found = list(statics(pair, RoundCosts(costs, MOST_DRAFTED), FEW))
+    assert len(found) == 1 + (trace.num_layers - 1) * len(FEW) * MOST_DRAFTED
+    for static in found:
+        policy = Plain() if static.exit_layer is None else Fixed(*static[:3])
+        assert static.seconds == pytest.approx(replay(pair, policy, costs).seconds)
+    best = best_static(pair, RoundCosts(costs, MOST_DRAFTED), FEW)
+    assert best.seconds == min(static.seconds for static in found)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_plain_seconds_are_those_of_plain_decoding(data):
+    trace = data.draw(traces())
+    costs = data.draw(costs_for(trace.num_layers))
+    done = replay([trace], Plain(), costs)
+    assert plain_seconds([trace], RoundCosts(costs, 4)) == pytest.approx(done.seconds)
+    assert done.plain_seconds == pytest.approx(done.seconds)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data):
+    trace = data.draw(traces())
+    costs = data.draw(costs_for(trace.num_layers))
+    of_rounds = RoundCosts(costs, MOST_DRAFTED)
+    least = clairvoyant(trace, of_rounds)
+    assert least <= best_static([trace], of_rounds, FEW).seconds * (1 + 1e-9)
+    chance = replay([trace], NoEmptyDraft(Dice(data.draw(st.integers(0, 99)), trace.num_layers)), costs)
+    assert least <= chance.seconds * (1 + 1e-9)
+
+
+class NoEmptyDraft:
+    """A round that drafts nothing is plain: tables of early passes are no measure of it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def plan(self, rows):
+        plan = self.inner.plan(rows)
+        return plan if any(plan.draft_lengths) else Plan(None, plan.draft_lengths)
+
+    def observe(self, plan, outcomes, seconds):
+        pass
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
+    trace = data.draw(traces(most_tokens=6, most_layers=3))
+    costs = data.draw(costs_for(trace.num_layers))
+    assert clairvoyant(trace, RoundCosts(costs, 6)) == pytest.approx(fastest_schedule(trace, costs))
+
+
+def fastest_schedule(trace, costs):
+    """By trying every exit layer and every length in every round."""
+
+    @cache
+    def rest(at):
+        left = len(trace.tokens) - at
+        if left == 0:
+            return 0.0
+        context = trace.prompt_length + at
+        options = [costs.plain_round(1, context) + rest(at + 1)]
+        for line in range(trace.num_layers - 1):
+            for length in range(1, left):
+                hits = trace.hits[line, at : at + length].tolist()
+                accepted = [*hits, False].index(False)
+                options.append(costs.round(line + 1, [length], context) + rest(at + accepted + 1))
+        return min(options)
+
+    return rest(0)
+
+
+@example(longest=1)
+@given(longest=st.integers(1, 40))
+def test_a_clairvoyant_with_longer_drafts_is_never_slower(longest):
+    trace, costs = random_trace(4, 4, 60), made_up_costs(4)
+    shorter, longer = (clairvoyant(trace, RoundCosts(costs, most)) for most in (longest, longest + 1))
+    assert longer <= shorter

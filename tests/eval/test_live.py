@@ -1,0 +1,245 @@
+"""`python -m eval live` on tiny models: what a record holds, that tokens are plain decoding's, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+import yaml
+
+from eval import live, plots, synthetic
+from eval.__main__ import main
+from eval.config import LIVE, LiveConfig, Task, load_live_config
+from eval.live import best_in_replay, compare, fixed, way_of
+from eval.live_timing import STAGES, call, scene_of
+from eval.methods import Endless
+from eval.replay import replay
+from eval.traces import load
+from selfspec.api import Target
+from selfspec.control.policies import POLICIES
+from tests.eval.models import save_model
+from tests.eval.replays import made_up_costs
+from tests.models import build
+
+QUESTIONS = ["def f(x):\n", "for name in names:\n    print(", "x"]
+TINY = partial(synthetic.build, num_layers=4, hidden_size=64, vocab_size=256)
+
+
+def ignore(text):
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(folder, tmp_path):
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in QUESTIONS))
+    keys = {"tokens": 9, "batch_sizes": [1, 2], "draft_lengths": [1, 3], "repeats": 2, "warmup_tokens": 2}
+    task = {"name": "code", "model": str(folder), "questions": "three.jsonl"}
+    few = {"cost_repeats": 1, "synthetic": False, "synthetic_batch_sizes": [2]}
+    path = tmp_path / "live.yaml"
+    path.write_text(yaml.safe_dump({"tasks": [task], **keys, **few}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def scene():
+    """A tiny target with prompts of several lengths, and made-up costs."""
+    target = Endless(Target(build("llama")))
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
+    return scene_of(target, prompts, 12, made_up_costs(4), "made up", ignore)
+
+
+def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config, tmp_path, capsys):
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    given = ["--output", str(out), "--record-traces", str(kept), "--policies", "fs", "plain", "fs"]
+    assert main(["live", "--config", str(config), *given]) == 0
+    printed = capsys.readouterr()
+    *tables, last = printed.out.splitlines()
+    record = json.loads(last)
+    assert json.loads((out / "live.json").read_text()) == record
+    assert record["benchmark"] == "live" and record["synthetic"] is None and "commit" in record["environment"]
+    (task,) = record["tasks"]
+    assert (task["name"], task["prompts"]["count"], task["num_tokens"]) == ("code", 3, 27)
+    assert task["model"]["num_layers"] == 4 and task["costs"]["num_layers"] == 4
+    assert [(b["batch_size"], b["num_prompts"]) for b in task["batches"]] == [(1, 3), (2, 4)]
+    for batch in task["batches"]:
+        methods = {method["method"]: method for method in batch["methods"]}
+        kinds = [method["kind"] for method in methods.values()]
+        assert kinds == ["plain", "adaptive", "fixed", "fixed", "other"] and "fs" in methods
+        assert batch["adaptive"] == "adaptive"
+        timed = [method for method in methods.values() if method["kind"] == "fixed"]
+        assert batch["best_fixed"] == max(timed, key=lambda m: m["live"]["median"])["method"]
+        for method in timed:
+            assert method["settings"]["exit_layer"] in (1, 2) and method["settings"]["num_draft_tokens"] in (1, 3)
+            assert method["rounds_by_exit_layer"].keys() == {str(method["settings"]["exit_layer"])}
+            assert method["rounds_by_exit_layer"] == method["predicted_rounds_by_exit_layer"]
+        for method in methods.values():
+            assert method["differing_prompts"] == 0
+            assert method["live"]["num_values"] == method["whole_call"]["num_values"] == 2
+            assert method["live_over_predicted"] == pytest.approx(method["live"]["median"] / method["predicted"], 1e-4)
+            assert list(method["shares"]) == list(STAGES)
+            assert sum(method["shares"].values()) == pytest.approx(1, 1e-4)
+        plain = methods["plain"]
+        assert (plain["predicted"], plain["live"]["low"], plain["live"]["high"]) == (1, 1, 1)
+        rounds = {1: 27, 2: 18}[batch["batch_size"]]
+        assert plain["num_rounds"] == plain["plain_rounds"] == plain["predicted_rounds"] == rounds
+        assert plain["mean_exit_layer"] is None and plain["mean_drafted"] == 0 and plain["acceptance_length"] == 1
+    assert any("E=" in line and "D=" in line for line in tables)
+    assert any("live/predicted" in line for line in tables) and any("fs" in line for line in tables)
+    assert [len(trace.tokens) for trace in load(kept / "code.npz")] == [9, 9, 9]
+    assert "<svg" in (out / "live.svg").read_text()
+    assert "batch size 2" in printed.err
+
+
+def test_batches_are_filled_with_all_prompts_again_and_again(scene):
+    counts = {size: len(scene.filled(size).prompts) for size in (1, 2, 3, 4, 5)}
+    assert counts == {1: 3, 2: 4, 3: 6, 4: 8, 5: 10}
+    filled = scene.filled(4)
+    assert list(filled.prompts) == [*scene.prompts, *scene.prompts, *scene.prompts[:2]]
+    assert all(len(p) == t.prompt_length for p, t in zip(filled.prompts, filled.traces, strict=True))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(scene, batch_size, monkeypatch):
+    made, make = [], live.make
+    monkeypatch.setattr(live, "make", lambda *given: made.append(make(*given)) or made[-1])
+    config = LiveConfig(repeats=2, warmup_tokens=3)
+    ways = [way_of(scene, "plain"), way_of(scene, "adaptive"), fixed(scene.costs, 2, 3), way_of(scene, "dsde")]
+    methods = compare(scene, ways, batch_size, config, ignore)
+    assert [method["differing_prompts"] for method in methods] == [0, 0, 0, 0]
+    assert len({id(policy) for policy in made}) == len(made) == len(ways) * (1 + config.repeats + 1)
+    done = methods[2]
+    assert done["num_rounds"] == done["predicted_rounds"]  # a fixed setting is decoded as it is replayed
+    rounds = replay(scene.traces, make("fixed", scene.costs, 2, 3), scene.costs, batch_size).rounds
+    drafted = [row.num_drafted for round_ in rounds if round_.plan.exit_layer is not None for row in round_.rows]
+    assert done["mean_drafted"] == sum(drafted) / len(drafted)
+
+
+def test_an_output_that_is_not_plain_decodings_is_counted(scene):
+    wrong = dataclasses.replace(scene.traces[1], tokens=(*scene.traces[1].tokens[:-1], 1))
+    other = scene._replace(traces=[scene.traces[0], wrong, scene.traces[2]])
+    (method,) = compare(other, [way_of(other, "plain")], 2, LiveConfig(repeats=1), ignore)
+    assert method["differing_prompts"] == 1
+
+
+def test_the_reading_of_prompts_is_not_decoding(scene):
+    done = call(scene, way_of(scene, "plain"), 2)
+    assert 0 < done.prefill < done.wall
+    assert done.decoding == done.wall - done.prefill >= sum(done.seconds.values())
+    assert [len(tokens) for tokens in done.tokens] == [12, 12, 12]
+    assert [len(tokens) for tokens in call(scene, way_of(scene, "plain"), 2, most=5).tokens] == [5, 5, 5]
+
+
+def test_the_fixed_settings_are_those_that_replay_finds_fastest(scene):
+    config = LiveConfig(exit_layers=(1, 3), draft_lengths=(1, 2, 5), finalists=4)
+    ways = best_in_replay(scene, 2, config)
+    seconds = [replay(scene.traces, way.make(), scene.costs, 2).seconds for way in ways]
+    assert len(ways) == 4 and seconds == sorted(seconds)
+    assert len(best_in_replay(scene, 2, dataclasses.replace(config, finalists=99))) == 6
+
+
+def test_acceptance_of_synthetic_targets_falls_from_one_to_nearly_zero(monkeypatch):
+    monkeypatch.setattr(synthetic, "build", TINY)
+    record = synthetic.sweep(
+        LiveConfig(tokens=12, repeats=1, warmup_tokens=1, cost_repeats=1, synthetic_batch_sizes=(4,)), ignore
+    )
+    levels = record["levels"]
+    found = [level["acceptance"] for level in levels]
+    assert [level["scale"] for level in levels] == sorted(synthetic.SCALES)
+    assert found == sorted(found, reverse=True) and found[0] == 1 and found[-1] < 0.2
+    assert len(set(found)) == len(found) >= 6
+    speeds = [
+        method["live"]["median"]
+        for level in levels
+        for batch in level["batches"]
+        for method in batch["methods"]
+        if method["method"] == "adaptive"
+    ]
+    assert len(speeds) == len(levels) and record["lowest"]["live"]["median"] == min(speeds)
+    every = [method for level in levels for batch in level["batches"] for method in batch["methods"]]
+    assert all(method["differing_prompts"] == 0 for method in every)
+
+
+def test_the_synthetic_targets_have_a_table_of_their_own_and_need_no_task(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(synthetic, "build", TINY)
+    monkeypatch.setattr(synthetic, "SCALES", (0.0, 1.0))
+    (tmp_path / "live.yaml").write_text("tokens: 6\nrepeats: 1\ncost_repeats: 1\nsynthetic_batch_sizes: [2]")
+    assert main(["live", "--config", str(tmp_path / "live.yaml"), "--output", str(tmp_path / "out")]) == 0
+    *tables, last = capsys.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert record["tasks"] == [] and len(record["synthetic"]["levels"]) == 2
+    assert any("acceptance at layer 1 of 4" in line for line in tables)
+    assert any(line.startswith("Lowest: ") for line in tables)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["live.json"]
+
+
+def test_the_plot_names_its_lines_and_is_the_same_twice(tmp_path):
+    spread = {"median": 1.5, "low": 1.2, "high": 1.6}
+    methods = [{"method": name, "live": spread} for name in ("adaptive", "fixed (E=1, D=2)")]
+    named = {"adaptive": "adaptive", "best_fixed": "fixed (E=1, D=2)", "methods": methods}
+    tasks = [{"name": n, "batches": [{"batch_size": b, **named} for b in (1, 8)]} for n in ("code", "stories")]
+    for name in ("one.svg", "two.svg"):
+        plots.plot_live(tasks, tmp_path / name)
+    one = (tmp_path / "one.svg").read_text()
+    assert one == (tmp_path / "two.svg").read_text()
+    assert all(f">{text}<" in one for text in ("code", "stories", "adaptive", "best fixed", "plain", "8"))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--batch-sizes"], "batch_sizes must be different numbers of at least 1, got []"),
+        (["--batch-sizes", "2", "0"], "batch_sizes must be different numbers of at least 1, got [2, 0]"),
+        (["--draft-lengths", "2", "2"], "draft_lengths must be different numbers of at least 1, got [2, 2]"),
+        (["--exit-layers", "4"], "exit_layers must be in 1..3 for this model, got [4]"),
+        (["--policies", "best"], f"policies must be among {', '.join(POLICIES)}, got ['best']"),
+        (["--task", "more", "no/such/model", "q.jsonl"], "there is no folder no/such/model"),
+        (["--config", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
+    ],
+)
+def test_what_is_not_possible_is_one_sentence_and_exit_code_two(config, given, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(live, "time_batch", lambda *given: {})  # a task before the wrong one is well
+    assert main(["live", "--config", str(config), "-q", *given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"eval: {sentence}")
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size: 3", "no key 'batch_size'; known keys: tasks"),
+        ("batch_sizes: 3", "batch_sizes must be a list, got 3"),
+        ("synthetic: 1", "synthetic must be of type bool, got 1"),
+        ("synthetic: false", "tasks must be at least one where synthetic is off, got []"),
+        ("tasks: [code]", "tasks must be mappings of name, model, questions, got 'code'"),
+        ("finalists: 0", "finalists must be at least 1, got 0"),
+        ("num_questions: -1", "num_questions must be at least 0, got -1"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_name(tmp_path, text, message):
+    (tmp_path / "live.yaml").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_live_config(tmp_path / "live.yaml")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_shipped_file_holds_every_key_with_a_sentence_and_the_dataclass_defaults():
+    text = LIVE.read_text()
+    assert list(yaml.safe_load(text)) == [key.name for key in dataclasses.fields(LiveConfig)]
+    lines = text.splitlines()
+    keys = [i for i, line in enumerate(lines) if line and line[0] not in "# "]
+    assert all(lines[i - 1].startswith("# ") for i in keys)
+    shipped = load_live_config(LIVE)
+    assert dataclasses.replace(shipped, tasks=()) == LiveConfig()
+    assert [(task.name, task.model) for task in shipped.tasks] == [("code", "demo")]
+    own = Task("code", "demo", "other.jsonl")
+    assert load_live_config(LIVE, (own,)).tasks == (own,)

@@ -1,0 +1,61 @@
+"""Replay predicts the engine: every plan, every draft, how many tokens a round emits, and all a policy is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from eval.methods import Endless
+from eval.replay import make
+from selfspec import load
+from selfspec.control.policies import POLICIES
+from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
+from tests.helpers import make_prompts
+from tests.models import tiny
+
+ALONE, TOGETHER = Setting(), Setting(max_batch_size=2, prefill_chunk=24)
+SAMPLED = [setting._replace(temperature=0.8) for setting in (ALONE, TOGETHER)]
+SETTINGS = [ALONE, TOGETHER, *SAMPLED]
+
+
+IDS = ["greedy", "greedy, batch", "sampled", "sampled, batch"]
+TEXTS = ["def add(a, b):\n    return", "for name in names:\n    if name", "class Stack:\n    def __init__(self"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    target = load("demo")
+    return Scene(Endless(target), [target.tokenizer(text)["input_ids"] for text in TEXTS], (48, 40, 48))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Scene(Endless(tiny("llama")), make_prompts((40, 1, 60, 7, 2), seed=5), (48, 30, 61, 1, 44))
+
+
+def compare(scene, policy, setting):
+    """Decode with a fresh policy, replay with another, and hold the two side by side, call by call."""
+    traces = scene.traces(setting.temperature)
+    calls, emitted, outputs = scene.live(policy(), setting)
+    again, predicted = replayed(traces, policy(), scene.costs, setting)
+    for number, (here, there) in enumerate(zip(calls, again, strict=True)):
+        assert_same(here, there, f"call {number}, {here[0]}")
+    assert emitted == predicted
+    assert outputs == [trace.tokens for trace in traces]
+
+
+def factory(name, scene):
+    if "dice" in name:
+        return lambda: Dice(int(name[-1]), scene.num_layers)
+    return lambda: make(name, scene.costs)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("name", [*POLICIES, "dice 0", "dice 1", "dice 2", "dice 3"])
+def test_replay_predicts_every_round_of_a_random_model(small, name, setting):
+    compare(small, factory(name, small), setting)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("name", [*POLICIES, "dice 7", "dice 8"])
+def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
+    compare(demo, factory(name, demo), setting)

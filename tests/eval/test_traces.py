@@ -1,0 +1,135 @@
+"""Traces say what drafts would have been, and survive a file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eval.methods import Endless
+from eval.replay import draft, draft_lengths, replay
+from eval.traces import Trace, load, record, save
+from selfspec.control.fixed import Fixed
+from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.pick import Sampling
+from tests.eval.replays import made_up_costs, random_trace
+from tests.helpers import make_prompts
+from tests.models import tiny
+
+
+def equal(here, there):
+    pairs = [(getattr(here, f.name), getattr(there, f.name)) for f in dataclasses.fields(Trace)]
+    return all(np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f") for a, b in pairs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
+def test_hits_are_what_a_draft_of_one_token_accepts_at_every_position(temperature):
+    """Outputs of two tokens, from ever longer prompts: one round, whose draft is the layer's pick for the first."""
+    target, (prompt,) = Endless(tiny("llama")), make_prompts((37,))
+    (done,) = target.generate([prompt], policy="plain", max_new_tokens=40, temperature=temperature, seed=3)
+    trace = record(target.stack, prompt, done.tokens, Sampling(temperature, seed=3))
+    for e in range(1, target.stack.num_layers):
+        accepted = []
+        for i in range(len(done.tokens)):
+            engine = Engine(target, policy=Fixed(e, 1), max_batch_size=1)
+            engine.submit([*prompt, *done.tokens[:i]], max_new_tokens=2, temperature=temperature, seed=3)
+            accepted.append(bool(engine.step().rows[0].num_accepted))
+        assert accepted == trace.hits[e - 1].tolist()
+        assert 0 < sum(accepted) < len(accepted)
+
+
+def test_what_a_draft_writes_after_a_wrong_token_is_recorded_where_there_is_one():
+    target, (prompt,) = Endless(tiny("llama")), make_prompts((9,))
+    (done,) = target.generate([prompt], policy="plain", max_new_tokens=30)
+    trace = record(target.stack, prompt, done.tokens, wrong_steps=5)
+    assert trace.wrong.shape == (3, 30, 5)
+    assert np.isnan(trace.wrong[trace.hits]).all()
+    assert ((trace.wrong[~trace.hits] > 0) & (trace.wrong[~trace.hits] <= 1)).all()
+    assert (trace.divergences >= -1e-5).all()
+    assert trace.prompt_hits.shape == trace.prompt_confidences.shape == (3, 8)
+
+
+def test_at_the_end_of_the_context_nothing_is_recorded_beyond_it():
+    target, (prompt,) = Endless(tiny("llama")), make_prompts((100,))
+    limit = target.stack.context_limit
+    (done,) = target.generate([prompt], policy="plain", max_new_tokens=limit)
+    trace = record(target.stack, prompt, done.tokens)
+    assert len(trace.tokens) == limit - 100
+    for i in range(len(trace.tokens)):
+        known = (~np.isnan(trace.wrong[:, i])).sum(1)
+        assert (known == np.where(trace.hits[:, i], 0, min(17, limit - 100 - i - 1))).all()
+
+
+def test_a_cut_trace_is_the_beginning_of_the_output():
+    trace = random_trace(0, 4, 20)
+    short = trace.cut(7)
+    assert short.tokens == trace.tokens[:7]
+    assert short.hits.shape == short.confidences.shape == short.divergences.shape == (3, 7)
+    assert short.wrong.shape[:2] == short.short_hits.shape == short.short_confidences.shape == (3, 7)
+    assert equal(trace.cut(20), trace) and equal(trace.cut(99), trace)
+    assert replay([short], Fixed(2, 3), made_up_costs(4)).num_tokens == 7
+
+
+def test_saved_traces_are_read_back_as_they_were(tmp_path):
+    traces = [random_trace(seed, 3, n, prompt) for seed, n, prompt in ((0, 1, 1), (1, 12, 50))]
+    save(traces, tmp_path / "traces.npz")
+    again = load(tmp_path / "traces.npz")
+    assert len(again) == 2 and all(map(equal, traces, again))
+    assert (again[1].task, again[1].tokens) == (traces[1].task, traces[1].tokens)
+    assert [path.name for path in tmp_path.iterdir()] == ["traces.npz"]
+
+
+def damaged(tmp_path):
+    save([random_trace(0, 3, 50)], tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    yield b""
+    yield b"no traces"
+    yield whole[: len(whole) // 2]
+    yield whole[:300] + bytes(40) + whole[340:]
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    yield (tmp_path / "one.npy").read_bytes()
+    np.savez(tmp_path / "other.npz", count=np.array(1), tokens=np.zeros(3))
+    yield (tmp_path / "other.npz").read_bytes()
+    trace = random_trace(0, 3, 50)
+    save([dataclasses.replace(trace, hits=trace.hits[:, 1:])], tmp_path / "shifted.npz")
+    yield (tmp_path / "shifted.npz").read_bytes()
+
+
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path):
+    for content in damaged(tmp_path):
+        (tmp_path / "broken.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot read the traces '.*broken.npz'") as caught:
+            load(tmp_path / "broken.npz")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="cannot read the traces"):
+        load(tmp_path / "nowhere.npz")
+
+
+def played(trace, at, plan):
+    return draft(trace, at, plan, draft_lengths([(trace, at)], plan)[0])
+
+
+def test_drafts_longer_than_the_trace_knows_end_where_a_stop_does_and_are_refused_where_none_does():
+    trace = random_trace(1, 3, 60, wrong_steps=2)
+    at = int(trace.hits[0].argmin())
+    assert played(trace, at, Plan(1, (9,)))[1:3] == (9, 0)  # nobody asks how sure it was
+    assert played(trace, at, Plan(1, (9,), min_confidence=1.0))[1:3] == (1, 0)
+    with pytest.raises(ValueError, match="a draft goes on for 8 tokens after a wrong one, beyond the trace"):
+        played(trace, at, Plan(1, (9,), keep_confidence=True))
+
+
+def test_a_survival_stop_ends_a_draft_after_the_token_that_makes_it_unlikely():
+    trace = random_trace(2, 3, 60)
+    halves = SurvivalStop((0.5,) * NUM_BINS, 0.2)
+    outcome = played(trace, 0, Plan(1, (9,), stop=halves))
+    assert outcome.num_drafted == len(outcome.confidences) == 3  # .5, .25, .125
+
+
+def test_rows_that_draft_together_stop_together_when_their_mean_survival_does_not_pay():
+    traces = [random_trace(seed, 3, 60) for seed in (2, 3)]
+    halves = SurvivalStop((0.5,) * NUM_BINS, 0.2)
+    places = [(trace, 0) for trace in traces]
+    assert draft_lengths(places, Plan(1, (9, 9), stop=halves)) == [3, 3]
+    assert draft_lengths(places, Plan(1, (1, 9), stop=halves)) == [1, 3]  # a row at its end is no longer asked

@@ -1,0 +1,377 @@
+"""Profiles: saved and reloaded, never torn, and nothing on the disk can make a run fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.methods import Endless
+from selfspec import profile
+from selfspec.api import Target
+from selfspec.control.costs import Costs, Table
+from tests.models import build, tiny
+
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def some_costs(scale=1.0, num_layers=4, rows=ROWS):
+    plain = Table(rows, tuple(scale * (3 + r) for r in rows))
+    one = Table((1, 2, 3), (scale, 2 * scale, 3 * scale))
+    return Costs(num_layers, plain, {1: one, 8: one.scaled(3)}, {1: one}, one, one, one, one, context=scale / 7)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "profiles"
+
+
+@pytest.fixture
+def stack():
+    return tiny("llama").stack
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Measuring is instant, and every measurement is noted."""
+    done = []
+
+    def measure(stack, batch_sizes=(1,)):
+        done.append(tuple(batch_sizes))
+        return some_costs(num_layers=stack.num_layers, rows=tuple(sorted({1, *batch_sizes})))
+
+    monkeypatch.setattr(profile, "measure", measure)
+    return done
+
+
+def notices(caplog):
+    assert all(record.name == "selfspec" and record.levelno == logging.WARNING for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+# ------------------------------------------------------------------------------------------------------------ place
+
+
+def test_the_environment_says_where(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile.folder() == tmp_path / "own" / "profiles"
+    monkeypatch.setenv("SELFSPEC_CACHE", "~/here")
+    assert profile.folder() == Path("~/here").expanduser() / "profiles"
+    monkeypatch.setenv("SELFSPEC_CACHE", "")
+    assert profile.folder() == tmp_path / "xdg" / "selfspec" / "profiles"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
+    if os.name == "posix":
+        assert profile.folder() == tmp_path / ".cache" / "selfspec" / "profiles"
+
+
+def test_tests_never_touch_the_user_s_own_cache(tmp_path_factory):
+    assert profile.folder().is_relative_to(tmp_path_factory.getbasetemp())
+
+
+# ------------------------------------------------------------------------------------------------- there and back
+
+
+def test_costs_come_back_equal_in_a_file_that_people_can_read(cache, stack, caplog):
+    assert profile.read_costs(stack) is None
+    costs = some_costs(1 / 3)
+    path = profile.save_costs(stack, costs)
+    assert profile.read_costs(stack) == costs
+    assert [path] == list(cache.iterdir()) and path.name.startswith("costs-")
+    content = json.loads(path.read_text("utf-8"))
+    key = content["key"]
+    assert (key["architecture"], key["num_layers"], key["dtype"]) == ("LlamaForCausalLM", 4, "float32")
+    assert (key["schema"], key["torch"], key["threads"]) == (profile.SCHEMA, torch.__version__, torch.get_num_threads())
+    assert content["costs"]["plain"]["1"] == costs.plain(1) and "selfspec" in content["about"]
+    assert notices(caplog) == []
+
+
+def test_a_prior_comes_back_equal_and_belongs_to_the_weights(cache, stack, caplog):
+    assert profile.read_prior(stack) is None
+    prior = {"hits": [[1.5, 2], [3]], "name": "é", "none": None}
+    path = profile.save_prior(stack, prior)
+    assert profile.read_prior(stack) == prior and path.name.startswith("prior-")
+    other = Target(build("llama", seed=1)).stack
+    assert profile.read_prior(other) is None
+    assert profile.costs_key(other) == profile.costs_key(stack)
+    assert notices(caplog) == []
+
+
+@pytest.mark.parametrize("bad", [{"a": float("nan")}, {"a": [float("inf")]}, {"a": {1, 2}}])
+def test_a_prior_that_json_cannot_hold_is_refused_before_anything_is_written(cache, stack, bad):
+    with pytest.raises((ValueError, TypeError)):
+        profile.save_prior(stack, bad)
+    assert not cache.exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_a_key_knows_what_changes_speed(stack, monkeypatch):
+    key = profile.costs_key(stack)
+    assert json.loads(json.dumps(key)) == key == profile.costs_key(Target(build("llama")).stack)
+    others = [
+        Target(build("llama", intermediate_size=64)).stack,
+        Target(build("llama", num_hidden_layers=3)).stack,
+        Target(build("llama").bfloat16()).stack,
+        Target(build("llama"), check=False).stack,  # without the lean body
+        tiny("mistral").stack,
+    ]
+    keys = [key, *map(profile.costs_key, others)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 13)
+    keys.append(profile.costs_key(stack))
+    assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
+
+
+def test_names_and_token_ids_change_no_key(stack):
+    model = build("llama", eos_token_id=7, pad_token_id=3, name_or_path="elsewhere")
+    assert profile.costs_key(Target(model).stack) == profile.costs_key(stack)
+
+
+def test_a_prior_s_key_follows_weights_and_adapters_not_the_number_format(stack):
+    key = profile.prior_key(stack)
+    model = build("llama")
+    assert profile.prior_key(Target(model.double()).stack) == key
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.1)
+    assert profile.prior_key(Target(model).stack) != key
+
+
+def test_an_adapter_has_keys_of_its_own(stack):
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    target = Target(wrapped)
+    on = profile.costs_key(target.stack), profile.prior_key(target.stack)
+    assert on[0] != profile.costs_key(stack) and on[1] != profile.prior_key(stack)
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B" in name:
+                weight.add_(1.0)
+    assert profile.costs_key(target.stack) == on[0] and profile.prior_key(target.stack) != on[1]
+
+
+# ----------------------------------------------------------------------------------------------------- broken files
+
+
+def costs_file(**changes):
+    return {**some_costs().as_dict(), **changes}
+
+
+BROKEN = {
+    "empty": b"",
+    "blank": b" \n",
+    "no JSON": b"{",
+    "half a file": lambda text: text[: len(text) // 2],
+    "not UTF-8": b'{"key": "\xff\xfe"}',
+    "zeros": bytes(200),
+    "a list": b"[]",
+    "a number": b"3",
+    "null": b"null",
+    "deep": b"[" * 100_000,
+    "without costs": lambda text: edited(text, costs=None, drop=True),
+    "without a key": lambda text: edited(text, key=None),
+    "costs are a list": lambda text: edited(text, costs=[1]),
+    "NaN": lambda text: edited(text, costs=costs_file(context=float("nan"))),
+    "infinite": lambda text: edited(text, costs=costs_file(plain={"1": float("inf")})),
+    "negative": lambda text: edited(text, costs=costs_file(plain={"1": -1.0})),
+    "no time at all": lambda text: edited(text, costs=costs_file(plain={"1": 0.0})),
+    "a table is missing": lambda text: edited(text, costs={k: v for k, v in costs_file().items() if k != "late"}),
+    "another number of layers": lambda text: edited(text, costs=costs_file(num_layers=5)),
+    "another model": lambda text: edited(text, key={"schema": profile.SCHEMA, "num_layers": 4}),
+    "an older schema": lambda text: edited(text, schema=profile.SCHEMA - 1),
+    "an older torch": lambda text: edited(text, torch="1.0"),
+}
+
+
+def edited(text, drop=False, **changes):
+    content = json.loads(text)
+    for name, value in changes.items():
+        (content if name in content else content["key"])[name] = value
+        if drop:
+            del content[name]
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_or_stale_file_is_measured_again_with_one_notice(cache, stack, fake, caplog, damage):
+    path = profile.save_costs(stack, some_costs(2.0))
+    path.write_bytes(damage(path.read_bytes()) if callable(damage) else damage)
+    costs = profile.costs_of(stack)
+    [notice] = notices(caplog)
+    assert str(path) in notice and "measuring again" in notice and "\n" not in notice
+    assert fake == [(1,)] and profile.read_costs(stack) == costs == some_costs(rows=(1,))
+    assert list(cache.iterdir()) == [path] and len(notices(caplog)) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"key": 1}', lambda text: edited(text, prior=[1])])
+def test_a_broken_prior_is_left_aside_with_one_notice(cache, stack, caplog, damage):
+    path = profile.save_prior(stack, {"a": 1})
+    path.write_bytes(damage(path.read_bytes()) if callable(damage) else damage)
+    assert profile.read_prior(stack) is None
+    [notice] = notices(caplog)
+    assert str(path) in notice and "starting without it" in notice
+
+
+# ------------------------------------------------------------------------------------------------------ full, closed
+
+
+def blocked_by_a_file(cache, monkeypatch):
+    cache.parent.parent.mkdir(exist_ok=True)
+    cache.parent.write_text("not a folder", encoding="utf-8")
+
+
+def blocked_by_a_folder(cache, monkeypatch):
+    """Where the file should be stands a folder."""
+    profile.path_of("costs", profile.costs_key(tiny("llama").stack)).mkdir(parents=True)
+
+
+def closed(cache, monkeypatch):
+    """A folder that takes no new file, whoever runs the tests."""
+
+    def refuse(**options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(profile.tempfile, "mkstemp", refuse)
+
+
+@pytest.mark.parametrize("block", [blocked_by_a_file, blocked_by_a_folder, closed])
+def test_where_nothing_can_be_written_costs_are_kept_in_memory_with_one_notice(cache, fake, caplog, monkeypatch, block):
+    block(cache, monkeypatch)
+    target = Target(build("llama"))
+    assert target.costs() is target.costs() and fake == [(1,)]
+    [notice] = notices(caplog)
+    assert "SELFSPEC_CACHE" in notice and "\n" not in notice
+    assert not cache.is_dir() or not [p for p in cache.iterdir() if p.suffix == ".tmp"]
+
+
+def test_without_a_home_folder_nothing_is_kept(stack, fake, monkeypatch, caplog):
+    for name in ("SELFSPEC_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert profile.costs_of(stack) == some_costs(rows=(1,))
+    assert len(notices(caplog)) == 1 and "no home folder" in notices(caplog)[0]
+
+
+@pytest.mark.parametrize("fails", ["replace", "write"])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache, stack, monkeypatch, caplog, fails):
+    path = profile.save_costs(stack, some_costs(1.0))
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "replace", full) if fails == "replace" else (profile, "open", full)), raising=False)
+        assert profile.save_costs(stack, some_costs(2.0)) is None
+    assert "No space left" in notices(caplog)[0] and len(notices(caplog)) == 1
+    assert list(cache.iterdir()) == [path] and profile.read_costs(stack) == some_costs(1.0)
+
+
+def test_ctrl_c_while_writing_leaves_no_file_behind(cache, stack, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        profile.save_costs(stack, some_costs())
+    assert list(cache.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- writers
+
+
+def write_often(seed, times=30):
+    stack = tiny("llama").stack
+    for i in range(times):
+        assert profile.save_costs(stack, some_costs(1.0 + seed + i)) is not None
+
+
+def test_of_concurrent_writers_the_last_one_wins_and_no_reader_sees_half_a_file(cache, stack, caplog):
+    profile.save_costs(stack, some_costs(0.5))
+    writers = [threading.Thread(target=write_often, args=(100 * i,)) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    read = 0
+    while any(writer.is_alive() for writer in writers) or not read:
+        assert profile.read_costs(stack) is not None
+        read += 1
+    assert profile.read_costs(stack).plain(1) / 4 % 100 == 30  # each writer's last one
+    assert len(list(cache.iterdir())) == 1 and notices(caplog) == []
+
+
+@pytest.mark.slow  # another process imports torch
+def test_processes_may_write_one_profile_at_the_same_time(cache, stack, caplog):
+    other = multiprocessing.get_context("spawn").Process(target=write_often, args=(100,))
+    other.start()
+    while other.is_alive():
+        write_often(200, 1)
+        assert profile.read_costs(stack) is not None
+    other.join()
+    assert other.exitcode == 0
+    assert profile.read_costs(stack).plain(1) / 4 in (130, 201)  # the last one of either
+    assert len(list(cache.iterdir())) == 1 and notices(caplog) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ target
+
+
+def test_a_target_measures_once_for_itself_and_all_after_it(cache, fake):
+    target = Target(build("llama"))
+    assert fake == []
+    costs = target.costs()
+    assert target.costs(1) is costs and fake == [(1,)]
+    assert Target(build("llama", seed=3)).costs() == costs and fake == [(1,)]
+    assert Target(build("llama"), check=False).costs() is not None and fake == [(1,), (1,)]  # another body
+
+
+def test_larger_batches_are_measured_beside_what_is_known(cache, fake):
+    target = Target(build("llama"))
+    for batch_size, measured in [(1, (1,)), (3, (2, 4)), (4, None), (8, (8,)), (100, (16, 32)), (1000, None)]:
+        known = len(fake)
+        costs = target.costs(batch_size)
+        assert fake[known:] == ([measured] if measured else [])
+        assert costs.plain.points[-1] >= min(batch_size, 32)
+    assert costs.plain.points == ROWS
+    assert profile.read_costs(target.stack) == costs
+
+
+def test_what_was_measured_before_stays_when_rows_are_added(cache, stack, fake):
+    thorough = some_costs(5.0, rows=(1, 2))
+    profile.save_costs(stack, thorough)
+    costs = profile.costs_of(stack, 8)
+    assert fake == [(4, 8)] and costs.plain.points == (1, 2, 4, 8)
+    assert costs.early == thorough.early and costs.head == thorough.head and costs.context == thorough.context
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])
+def test_a_batch_size_is_a_whole_number(bad):
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):
+        tiny("llama").costs(bad)
+
+
+def test_costs_are_dropped_when_the_model_changes(cache, fake):
+    target = Target(build("llama"))
+    before = target.costs()
+    target.model.double()
+    target.generate([[5, 6]], max_new_tokens=2, policy="plain")
+    assert target.costs() is not before and len(fake) == 2
+
+
+def test_costs_are_a_target_s_own_state(cache, fake):
+    target = Target(build("llama"))
+    assert Endless(target).costs() == target.costs() and fake == [(1,)]
+
+
+def test_a_real_measurement_is_kept(cache):
+    target = Target(build("llama"))
+    costs = target.costs(2)
+    assert costs.plain.points == (1, 2) and costs.num_layers == 4
+    assert profile.read_costs(target.stack) == costs
