@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from eval.traces import WRONG_STEPS, Trace
+import numpy as np
+
+from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy, RowOutcome, RowState, Seconds, Shadow, confidence_bin
 from selfspec.control.policies import make_policy
@@ -117,7 +119,7 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     clock = Seconds()
     plan = policy.plan([row.state for row in ready])
     clock.lap("control")
-    context = sum(row.state.content_length for row in ready) / len(ready)
+    context = max(row.state.content_length for row in ready)
     lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
     outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
     took = Seconds(**costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context))
@@ -216,11 +218,9 @@ def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
     return ReplayedRow(row.request_id, outcome.num_drafted, outcome.num_accepted, emitted)
 
 
-def _shadow_of(hits: object, confidences: object, layers: Sequence[int], start: int, stop: int) -> Shadow:
-    def part(array: object) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(array[layer - 1, start:stop].tolist()) for layer in layers)  # type: ignore[index]
-
-    return Shadow(tuple(layers), part(hits), part(confidences))  # type: ignore[arg-type]
+def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: int, stop: int) -> Shadow:
+    index = np.array(layers) - 1
+    return Shadow(tuple(layers), hits[index, start:stop], confidences[index, start:stop])
 
 
 def make(

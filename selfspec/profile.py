@@ -27,7 +27,7 @@ from selfspec.decoding.measure import measure
 from selfspec.target.fingerprint import device_name, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 1  # of the files; another number makes every older file stale
+SCHEMA = 2  # of the files; another number makes every older file stale
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
 ABOUT = {
     "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",

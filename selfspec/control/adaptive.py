@@ -32,13 +32,16 @@ from selfspec.control.worth import MOST, Worth
 
 HANDICAP = 1.1  # what a draft must promise over plain decoding before it is begun (arXiv 2406.14066)
 STAY = 1.02  # and to go on; and what another exit layer must promise over the present one
-REPLAN, EARLY_REPLAN, EARLY = 6, 2, 24  # rounds between decisions; at first, and for how many rounds
+REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
-SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = 0.025, 0.012, 0.006  # of the time, for shadow picks: one row, several, no draft
+# Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
+SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
 SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and for how many prompts of a batch
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 TRUST, FORGET = 20.0, 60.0  # tokens a forecast is believed for beside what came true; after which that counts half
+LOOK_EVERY = 4  # drafting rounds between looks at the clock
+CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.1, 200.0  # how fast the price of picks follows the clock, and how far
 
 
@@ -58,7 +61,8 @@ class Adaptive:
         self.most = min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers))
         self._pick = 1.0  # how much longer picks take than in the table of costs
-        self._worths: dict[int, Worth] = {}
+        self._worth: Worth | None = None
+        self._worth_for = (0, 0)  # rows, and steps of context of the longest
         self._credit = 0.0  # seconds that shadow picks may still take
         self._round = 0
         self._next = 0  # the round of the next decision
@@ -70,7 +74,7 @@ class Adaptive:
         self._rate = 0.0  # tokens per second forecast for the choice in use
         self._came, self._forecast = 0.0, 0.0  # tokens that came, and that were forecast, in drafting rounds; decayed
         self._turn = 0  # whose turn it is to be looked at in a large batch
-        self._context = float(CONTEXT)
+        self._context = CONTEXT
         self._seeds = 0  # prompts looked at
         self._idle_rounds = 0  # plain rounds that are not counted yet
         self._acceptance = 0.0  # of the exit layer in use
@@ -97,10 +101,10 @@ class Adaptive:
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._round += 1
         if self._round >= self._next or len(rows) != self._batch:
-            self._decide(len(rows))
+            self._decide(rows)
         if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
             return self._idle
-        self._context = rows[0].content_length if len(rows) == 1 else _mean([row.content_length for row in rows])
+        self._context = max([row.content_length for row in rows])
         if self._exit_layer is None:
             return self._idle if self._credit < 0 else Plan(None, self._idle.draft_lengths, shadow=self._shadow(None))
         lengths = tuple(min(self.most, row.room - 1) for row in rows)
@@ -128,35 +132,38 @@ class Adaptive:
                 if plan.exit_layer is None:
                     self._next = self._round  # something to decide upon
         self.tracker.pass_time(emitted / max(1, len(outcomes)) + self._idle_rounds)
-        expected = self.costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], self._context)
-        self._compare(plan, emitted, sum(expected.values()) + (self._pick - 1) * expected["pick"])
-        self._look_at_clock(expected, seconds)
+        self._compare(plan, emitted, outcomes)
+        if self._round % LOOK_EVERY == 0:
+            lengths = [outcome.num_drafted for outcome in outcomes]
+            self._look_at_clock(self.costs.stages(plan.exit_layer, lengths, self._context), seconds)
         self._idle_rounds = 0
         self._pay(plan, seconds)
 
-    def _compare(self, plan: Plan, emitted: int, took: float) -> None:
-        """Set what came beside what was forecast for a round that takes so many seconds by the table."""
+    def _compare(self, plan: Plan, emitted: int, outcomes: Sequence[RowOutcome]) -> None:
+        """Set what came of a round beside what was forecast for the time that it takes by the table."""
         fade = 0.5 ** ((emitted / self._batch + self._idle_rounds) / FORGET)
         self._came, self._forecast = fade * self._came, fade * self._forecast
-        if plan.exit_layer is not None:
+        if plan.exit_layer is not None and self._worth is not None:
+            took = self._worth.round(plan.exit_layer, min(self.most, max(o.num_drafted for o in outcomes)))
             self._came += emitted / self._batch
             self._forecast += self._rate * took / self._batch
 
     def _pay(self, plan: Plan, seconds: Seconds) -> None:
         """Lay a share of the round's time by for shadow picks, and take out what they took."""
         spent = max(0.0, seconds.shadow)
-        share = OFF_SHARE if plan.exit_layer is None else SHADOW_SHARE if self._batch == 1 else BATCH_SHARE
+        share = OFF_SHARE
+        if plan.exit_layer is not None:
+            share = (SHADOW_SHARE if self._batch == 1 else BATCH_SHARE)[self._round >= EARLY]
         self._credit += share * max(0.0, seconds.draft + seconds.verify + seconds.head) - spent
         self._credit = max(min(self._credit, self._most_credit), -10 * self._most_credit)  # a hiccup is forgiven
 
-    def _decide(self, num_rows: int) -> None:
+    def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
+        num_rows, longest = len(rows), max([row.content_length for row in rows])
         if num_rows != self._batch:
             self._batch = num_rows
             self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
-        worth = self._worths.get(num_rows)
-        if worth is None:
-            worth = self._worths[num_rows] = Worth(self.costs, num_rows)
+        worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         right, share = self.tracker.estimates()
         worth.price(self._pick)
         rates, drafted = worth.rates(right, share)
@@ -179,6 +186,11 @@ class Adaptive:
         self._acceptance = float((right[line] * share[line]).sum())
         value = rate / max(self._acceptance, 1e-6)  # of a second, in chances of being right so far
         self._stop = SurvivalStop(tuple(right[line].tolist()), value * worth.one_more(exit_layer, self._length))
+
+    def _worth_of(self, num_rows: int, step: int) -> Worth:
+        if self._worth is None or self._worth_for != (num_rows, step):
+            self._worth, self._worth_for = Worth(self.costs, num_rows, (step + 0.5) * CONTEXT_STEP), (num_rows, step)
+        return self._worth
 
     def _shadow(self, exit_layer: int | None) -> ShadowPlan | None:
         """All layers, at a few rows in turn; only called when earlier rounds have paid for it."""
@@ -205,10 +217,6 @@ class Adaptive:
         if layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # a clock that was set back says nothing
             ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
             self._pick += PICK_STEP * (ratio - self._pick)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _spread(num_layers: int) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-CONTEXT = 128  # cached tokens per row at which the tables hold
+CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Costs:
         pick: picking tokens and copying them to the host, by tokens.
         rest: everything else of a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
-        context: one layer's extra seconds per row and cached token, beyond `CONTEXT`.
+        context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
+            together, as far as the longest of them goes.
     """
 
     num_layers: int
@@ -98,7 +99,7 @@ class Costs:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
         Args:
-            context: mean number of cached tokens per row.
+            context: cached tokens of the longest row.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
         if exit_layer is None:

@@ -66,7 +66,7 @@ class DynamicExit:
                 # it has no datum at the target's own token, unlike the other layers.
                 hits = tuple(i < outcome.num_accepted for i in range(outcome.num_judged))
                 confidences = (*outcome.confidences, *(0.0 for _ in hits))[: len(hits)]
-                _add(counts, Shadow((plan.exit_layer,), (hits,), (confidences,)))
+                _add(counts, Shadow((plan.exit_layer,), np.array([hits], bool), np.array([confidences], np.float32)))
             if outcome.shadow is not None:
                 _add(counts, outcome.shadow)
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
@@ -76,8 +79,8 @@ class Shadow(NamedTuple):
     """Shadow picks of one row: what layers that were not the exit would have picked, against the target's picks."""
 
     layers: tuple[int, ...]
-    hits: tuple[tuple[bool, ...], ...]  # per layer, per judged position in order
-    confidences: tuple[tuple[float, ...], ...]  # probability of the shadow pick under that layer
+    hits: NDArray[np.bool_]  # [layers, judged positions in order]
+    confidences: NDArray[np.float32]  # the same: probability of the shadow pick under that layer
 
 
 class RowOutcome(NamedTuple):

@@ -84,7 +84,7 @@ class SmartSpec:
         if self._off >= PROBE:
             self._length = self.most
         else:
-            context = sum(row.content_length for row in rows) / len(rows)
+            context = max(row.content_length for row in rows)
             best = HANDICAP * self.goodput(0, len(rows), context)
             self._length = 0
             while self._length < self.most:

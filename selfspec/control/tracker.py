@@ -50,7 +50,8 @@ class Tracker:
         self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
         self._curve = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # offset and slope, [2, L - 1]
         self._expected, self._asked = self._curves(), 0
-        self._new: list[tuple[int, float]] = []  # observations not counted yet: index into the counts, age then
+        self._new: list[int] = []  # observations not counted yet, as indices into the counts
+        self._new_ages: list[float] = []  # and `_age` then
         self._shadows: list[tuple[Shadow, float]] = []
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
@@ -63,11 +64,12 @@ class Tracker:
         at, misses, age = (layer - 1) * NUM_BINS, self._shape[1] * NUM_BINS, self._age
         for hit, confidence in zip(hits, confidences, strict=True):
             column = bisect_right(CONFIDENCE_EDGES, confidence)
-            self._new.append((at + column if hit else misses + at + column, age))
+            self._new.append(at + column if hit else misses + at + column)
+            self._new_ages.append(age)
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
-        if shadow.layers and shadow.hits[0]:
+        if shadow.layers and shadow.hits.size:
             self._shadows.append((shadow, self._age))
 
     def pass_time(self, tokens: float) -> None:
@@ -84,18 +86,22 @@ class Tracker:
             recent, lasting = np.exp2(-since / _HALF_LIVES)
             self.recent += np.bincount(index, recent, self.recent.size).reshape(self._shape)
             self.lasting += np.bincount(index, lasting, self.recent.size).reshape(self._shape)
-        self._new, self._shadows, self._age = [], [], 0.0
+        self._new, self._new_ages, self._shadows, self._age = [], [], [], 0.0
 
     def _gathered(self) -> tuple[NDArray[np.int64], Floats]:
         """Indices into the flat counts, and tokens since, of all that is new."""
-        index = [np.array([at for at, _ in self._new], np.int64)]
-        since = [self._age - np.array([age for _, age in self._new])]
-        for (layers, hits, confidences), age in self._shadows:
-            columns = np.searchsorted(_bounds, np.array(confidences), "right")  # [layers, positions]
-            columns += (np.array(layers)[:, None] - 1) * NUM_BINS
-            columns[~np.array(hits, bool)] += self._shape[1] * NUM_BINS
-            index.append(columns.ravel())
-            since.append(np.full(columns.size, self._age - age))
+        index, since = [np.array(self._new, np.int64)], [self._age - np.array(self._new_ages)]
+        alike: dict[tuple[int, ...], list[tuple[Shadow, float]]] = {}
+        for shadow, age in self._shadows:
+            alike.setdefault(shadow.layers, []).append((shadow, age))
+        for layers, seen in alike.items():
+            hits = np.concatenate([shadow.hits for shadow, _ in seen], 1)  # [layers, positions]
+            cells = np.searchsorted(_bounds, np.concatenate([shadow.confidences for shadow, _ in seen], 1), "right")
+            cells += (np.array(layers)[:, None] - 1) * NUM_BINS
+            cells += ~hits * (self._shape[1] * NUM_BINS)
+            index.append(cells.ravel())
+            ages = np.repeat([age for _, age in seen], [shadow.hits.shape[1] for shadow, _ in seen])
+            since.append(np.tile(self._age - ages, len(layers)))
         return np.concatenate(index), np.concatenate(since)
 
     def estimates(self) -> tuple[Floats, Floats]:

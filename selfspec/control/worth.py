@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from selfspec.control.costs import Costs
+from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.tracker import Floats
 
 MOST = 18  # longest draft considered
@@ -12,24 +12,25 @@ NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 
 
 class Worth:
-    """Costs of a round of `num_rows` rows in arrays, and what they say of drafts.
+    """Costs of a round of `num_rows` rows, the longest of `context` tokens, in arrays, and what they say of drafts.
 
     One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, at most `MOST` tokens,
     each token independently of those before it; it stops after the first token below. Several rows are taken to stop
     together, after a number of tokens.
     """
 
-    def __init__(self, costs: Costs, num_rows: int) -> None:
-        exits = range(1, costs.num_layers)
+    def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT) -> None:
+        exits = np.arange(1, costs.num_layers)
         self.num_rows = num_rows
-        self.early = np.array([[costs.early_pass(e, num_rows)] for e in exits])  # [L - 1, 1]
+        self.early = np.array([[costs.early_pass(e, num_rows, context)] for e in exits.tolist()])  # [L - 1, 1]
         self.step_head, self.step_pick = costs.head(num_rows), costs.pick(num_rows)
         tokens = [num_rows * width for width in range(1, MOST + 2)]
-        self.late = np.array([[costs.verify(e, num_rows, n) for n in tokens] for e in exits])  # [L - 1, MOST + 1]
+        one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n, context) for n in tokens])
+        self.late = (costs.num_layers - exits)[:, None] * one_layer  # [L - 1, MOST + 1]
         self.head = np.array([costs.head(n) for n in tokens])
         self.pick = np.array([costs.pick(n) for n in tokens])
         self.rest = costs.rest(num_rows)
-        self.plain = costs.stages(None, (0,) * num_rows)
+        self.plain = costs.stages(None, (0,) * num_rows, context)
         self._lengths = np.arange(1.0, MOST + 1)
         self._lines = np.arange(costs.num_layers - 1)[:, None]
         self._pick = 1.0
@@ -65,6 +66,11 @@ class Worth:
         verifying = self._verify[self._lines, low]
         verifying += (drafted - low) * (self._verify[self._lines, low + 1] - verifying)
         return (1 + above[1][:, :1] * kept) / (drafted * self._step + self.early + verifying), drafted
+
+    def round(self, exit_layer: int, drafted: int) -> float:
+        """Seconds of a round in which every row drafts so many tokens, at most `MOST`."""
+        line = exit_layer - 1
+        return float(self._step[line, 0] * drafted + self.early[line, 0] + self._verify[line, drafted])
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""

@@ -1,7 +1,7 @@
 """Measure a machine's `Costs` on real rounds of the model itself.
 
-Early passes and verifications are timed inside whole rounds, one after the other: a few early layers that run again and
-again stay in the processor's caches, and a whole model often does not, so that pieces timed alone would mislead.
+Early passes, verifications, heads and picks are timed inside whole rounds: a few early layers that run again and again
+stay in the processor's caches, and a whole model often does not, so that pieces timed alone would mislead.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from selfspec.decoding.request import Request
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import shadow_picks
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
 QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
 REPEATS = 7
 LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18)  # tokens per row of a verification
-HEAD_TOKENS = (8, 12, 16, 24, 32, 64, 128)  # beyond what rounds themselves show
+HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
 BATCH_WIDTHS, MOST = (1, 2, 4, 8), 256  # of several rows: tokens per row, and in all
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
@@ -80,6 +80,21 @@ def doubtful(costs: Costs) -> bool:
     return costs.num_layers >= 4 and costs.early[1](1) > costs.plain(1) / 2
 
 
+class _Laps(Seconds):
+    """A round's stages one by one, on the measurement's own clock, which waits for the device."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
+        self.now = now
+        self.taken: dict[str, list[float]] = {}
+        self._last = now()
+
+    def lap(self, stage: str) -> None:
+        at = self.now()
+        self.taken.setdefault(stage, []).append(at - self._last)
+        self._last = at
+
+
 class _Clock:
     """Runs every probe in turn, and all again, so that what drifts reaches all alike.
 
@@ -127,13 +142,10 @@ class _Clock:
             widths = [w for w in widths if rows * w <= max(MOST, 2 * rows) and (not self.thin or w in THIN_WIDTHS)]
             exits = few if rows > 1 else sorted({*few, layers - 1}) if self.thin else exits_to_time(layers)
             yield partial(self.plain, rows, self.base, "plain")
-            if self.stack.device.type == "cpu":
-                yield from (partial(self.draft, rows, exit_layer) for exit_layer in exits)
-            else:  # a round's own clock reads launches there
-                yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
+            yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
         yield partial(self.plain, 1, self.long, "long")
-        yield from (partial(self.pick, self.given(n, 1), self.middle) for n in heads)
+        yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
     def tables(self) -> Costs:
@@ -168,49 +180,48 @@ class _Clock:
         return found
 
     def plain(self, rows: int, context: int, piece: str) -> None:
-        start = self.now()
-        hidden = self.forward(rows, 1, 0, self.stack.num_layers, context)
-        self.keep(piece, rows, 1, self.now() - start)
-        self.pick(hidden, self.stack.num_layers)
+        laps = self.laps(rows, context, Plan(None, (0,) * rows))
+        self.keep(piece, rows, 1, laps["rest"][0] + laps["verify"][0])
+        self.keep("head", 1, rows, laps["head"][0])
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
-        """A round of `width` tokens per row; its early passes or its verification are kept, and its heads.
-
-        The first few early passes bring the caches to where more of them would.
-        """
-        early, steps = 0.0, min(width, self.steps)
-        for step in range(steps):
-            start = self.now()
-            hidden = self.forward(rows, 1, 0, exit_layer, self.base + step)
-            early += self.now() - start
-            if step < steps - 1:
-                self.pick(hidden, exit_layer)
-        start = self.now()
-        hidden = self.forward(rows, width, exit_layer, self.stack.num_layers, self.base)
-        late = self.now() - start
-        self.pick(hidden, self.stack.num_layers)
+        """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
+        laps = self.laps(rows, self.base, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
+        early, late = sum(laps["draft"]), laps["verify"][0]
         if piece == "early":
-            self.keep(piece, rows, exit_layer, early / steps)
+            self.keep(piece, rows, exit_layer, early / width)
         else:
             self.keep(piece, rows, width, late)
         if width == 1:  # a whole forward in two parts: one more reading of what is short of them
             self.keep("plain", rows, 1, early + late)
+        for stage in ("head", "pick"):
+            *drafting, judging = laps[stage]
+            for one in drafting:
+                self.keep(stage, 1, rows, one)
+            if drafting:
+                self.keep(stage, 1, rows * width, judging)
 
-    def draft(self, rows: int, exit_layer: int) -> None:
-        """The drafting of a round as the engine does it, with all that happens between the passes."""
-        at = [max(0, self.base - RAGGED * (row % 8)) for row in range(rows)]
-        made = [Row(row, Request([0]), cast(Any, None), self.pages[row], [0] * (at[row] + 1)) for row in range(rows)]
-        plan, seconds = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True), Seconds()
-        decode_round(self.stack, self.cache, made, plan, seconds)
-        self.keep("early", rows, exit_layer, seconds.draft / self.steps)
+    def laps(self, num_rows: int, context: int, plan: Plan) -> dict[str, list[float]]:
+        """Stage -> its seconds, one by one, of a round as the engine decodes it."""
+        cache, pages = (self.cache, self.pages) if context < self.room else self.far
+        rows = []
+        for i, token in enumerate(self.given(num_rows, 0).tolist()):
+            content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
+            rows.append(Row(i, Request([0]), cast(Any, None), pages[i], content))
+        laps = _Laps(self.now)
+        decode_round(self.stack, cache, rows, plan, laps)
+        return laps.taken
 
-    def pick(self, hidden: torch.Tensor, depth: int) -> None:
+    def head(self, num_tokens: int) -> None:
+        """The head and picks of many tokens, after a forward: as in a round, nothing of the head is in the caches."""
+        self.plain(1, self.base, "plain")
+        hidden = self.given(num_tokens, 1)
         start = self.now()
-        logits = self.stack.logits(hidden, depth)
+        logits = self.stack.logits(hidden, self.middle)
         between = self.now()
         logits.argmax(-1).tolist()
-        self.keep("head", 1, len(hidden), between - start)
-        self.keep("pick", 1, len(hidden), self.now() - between)
+        self.keep("head", 1, num_tokens, between - start)
+        self.keep("pick", 1, num_tokens, self.now() - between)
 
     def shadow(self, positions: int) -> None:
         """Shadow picks of all layers at a few positions."""
@@ -222,13 +233,6 @@ class _Clock:
         start = self.now()
         shadow_picks(self.stack, layers, seen, sampling, at, scores, scores.argmax(-1))
         self.keep("short", 1, positions * len(layers), self.now() - start)
-
-    def forward(self, rows: int, width: int, start: int, stop: int, context: int) -> torch.Tensor:
-        cache, pages = (self.cache, self.pages) if context < self.room else self.far
-        starts = [max(0, context - RAGGED * (row % 8)) for row in range(rows)]
-        spans = [Span(pages[row], starts[row], width) for row in range(rows)]
-        packed = PackedRows(cache, spans, self.stack.device)
-        return self.stack.run(packed, start, stop, self.given(rows * width, start))
 
     def given(self, num_tokens: int, start: int) -> torch.Tensor:
         """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""

@@ -121,5 +121,5 @@ def pick_surely(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor
     the target will have too; its probability would say how common the token is, not how likely they are to agree.
     """
     scores = scored(logits, samplings, positions)
-    best, picks = scores.max(-1)
-    return picks, (best - scores.logsumexp(-1)).exp().float()
+    picks = scores.argmax(-1, keepdim=True)
+    return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()

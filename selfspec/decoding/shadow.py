@@ -36,9 +36,8 @@ def shadow_picks(
         hits, sure = _over_shortlist(stack, hidden, samplings, positions, target, judged)
     if hits is None or sure is None:
         hits, sure = _over_vocabulary(stack, layers[0], hidden, samplings, positions, judged)
-    told = torch.stack([hits.float(), sure]).tolist()  # one copy to the host
-    seen = tuple(tuple(bool(hit) for hit in row) for row in told[0])
-    return Shadow(tuple(layers), seen, tuple(tuple(row) for row in told[1]))
+    told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
+    return Shadow(tuple(layers), told[0] > 0, told[1])
 
 
 def _over_shortlist(
@@ -100,5 +99,4 @@ def _over_vocabulary(
 
 def part_of(shadow: Shadow, start: int, stop: int) -> Shadow:
     """The positions [start, stop) of a shadow over several rows."""
-    hits = tuple(row[start:stop] for row in shadow.hits)
-    return Shadow(shadow.layers, hits, tuple(row[start:stop] for row in shadow.confidences))
+    return Shadow(shadow.layers, shadow.hits[:, start:stop], shadow.confidences[:, start:stop])

@@ -113,7 +113,7 @@ def test_a_clock_that_stands_or_runs_backwards_changes_nothing(reading):
     for _ in range(100):
         plan = policy.plan([RowState(0, 50, 500)])
         layers = plan.shadow.layers if plan.shadow else ()
-        shadow = Shadow(layers, ((True,) * 3,) * len(layers), ((0.9,) * 3,) * len(layers))
+        shadow = Shadow(layers, np.full((len(layers), 3), True), np.full((len(layers), 3), 0.9, np.float32))
         drafted = plan.draft_lengths[0]
         seconds = Seconds(*[reading] * 8)
         policy.observe(plan, [RowOutcome(0, drafted, drafted, (0.9,) * drafted, shadow=shadow)], seconds)

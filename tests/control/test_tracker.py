@@ -37,7 +37,8 @@ def test_observations_fade_by_tokens_whenever_they_were_made():
 
 def test_a_shadow_counts_for_every_layer_it_saw():
     tracker = Tracker(4)
-    tracker.add_shadow(Shadow((1, 3), ((True, False), (True, True)), ((0.1, 0.9), (0.6, 0.999))))
+    hits, sure = np.array([[True, False], [True, True]]), np.array([[0.1, 0.9], [0.6, 0.999]], np.float32)
+    tracker.add_shadow(Shadow((1, 3), hits, sure))
     tracker.estimates()
     assert tracker.recent[0, 0, confidence_bin(0.1)] == tracker.recent[1, 0, confidence_bin(0.9)] == 1
     assert tracker.recent[0, 2, confidence_bin(0.6)] == tracker.recent[0, 2, confidence_bin(0.999)] == 1

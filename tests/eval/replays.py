@@ -165,6 +165,9 @@ def assert_same(here, there, where="", near=1e-4):
     assert type(here) is type(there), f"{where}: {here!r} and {there!r}"
     if hasattr(here, "__dataclass_fields__"):
         parts = [(name, getattr(here, name), getattr(there, name)) for name in here.__dataclass_fields__]
+    elif isinstance(here, np.ndarray):
+        assert here.shape == there.shape and np.allclose(here, there, rtol=1e-3, atol=near), f"{where}: {here}, {there}"
+        return
     elif isinstance(here, tuple | list):
         assert len(here) == len(there), f"{where}: {here!r} and {there!r}"
         names = getattr(here, "_fields", range(len(here)))
