@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -17,10 +18,13 @@ from selfspec.decoding.request import Completion, Processor, Request, make_reque
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
 from selfspec.errors import whole
+from selfspec.target.exit_heads import ExitHeads
+from selfspec.target.fingerprint import hidden_size_of, weights_of
 from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
 from selfspec.target.views import copied_state
 
+_log = logging.getLogger("selfspec")
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -47,13 +51,18 @@ class Target:
             `Engine` keeps the model as it was when the engine was made.
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
+        exit_heads: adapters for some exit layers; they change drafts only.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
+        ValueError: exit heads of a model of another shape.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, *, check: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any = None, *, check: bool = True, exit_heads: ExitHeads | None = None
+    ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
+        self._exit_heads = exit_heads
         self._open()
 
     def _open(self) -> None:
@@ -63,9 +72,32 @@ class Target:
             self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = self_check(self.stack) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
+        self.exit_heads = self._exit_heads
         self._costs: Costs | None = None
         self._prior: dict[str, Any] | None = None
         self._looked = False  # for a prior that earlier programs kept
+
+    @property
+    def exit_heads(self) -> ExitHeads | None:
+        """Adapters between early layers and the model's own head; None: early layers use the head as it is.
+
+        Setting them puts them on the model's device and in its dtype, and forgets acceptance statistics.
+
+        Raises:
+            ValueError: they are of a model of another shape.
+        """
+        return self.stack.exit_heads
+
+    @exit_heads.setter
+    def exit_heads(self, heads: ExitHeads | None) -> None:
+        stack = self.stack
+        if heads is not None:
+            heads.check(stack.num_layers, hidden_size_of(stack))
+            heads = heads.to(stack.device, stack.dtype)
+            if heads.weights and heads.weights != weights_of(stack):
+                _log.warning("these exit heads were trained for other weights; drafts may be worse, output is the same")
+        self._exit_heads = stack.exit_heads = heads
+        self._prior, self._looked, self._costs = None, False, None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

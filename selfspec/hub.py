@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from selfspec.api import Target
+from selfspec.target.exit_heads import FILE as exit_heads_file
+from selfspec.target.exit_heads import ExitHeads
 
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -26,6 +28,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     adapter: str | Path | None = None,
+    exit_heads: str | Path | ExitHeads | None = None,
     check: bool = True,
 ) -> Target:
     """A model that drafts and verifies itself.
@@ -36,16 +39,31 @@ def load(
         dtype: "auto" is the checkpoint's own; default: float32 on CPU, "auto" elsewhere.
         device: default: cuda if there is one, else cpu.
         adapter: a folder with a PEFT adapter for the model; the adapter may change the output, drafting never does.
+        exit_heads: a folder with exit heads for the model, which change drafts only; default: those in the model's own
+            folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
 
     Raises:
-        FileNotFoundError: no such model, or files missing from its folder.
+        FileNotFoundError: no such model or exit heads, or files missing from its folder.
         OSError: files that cannot be read: truncated weights, a damaged tokenizer.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
-        ValueError: an unknown dtype or device.
+        ValueError: an unknown dtype or device, or exit heads of a model of another shape.
     """
+    heads = _exit_heads(model, exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
-    return Target(opened, tokenizer, check=check)
+    return Target(opened, tokenizer, check=check, exit_heads=heads)
+
+
+def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:
+    """The exit heads that were asked for, else those beside the model's weights in a folder."""
+    if isinstance(given, ExitHeads) or given == "none":
+        return None if given == "none" else given  # type: ignore[return-value]
+    if given is not None:
+        return ExitHeads.load(given)
+    if isinstance(model, nn.Module):
+        return None
+    folder = DEMO if str(model) == "demo" else Path(model).expanduser()
+    return ExitHeads.load(folder) if (folder / exit_heads_file).is_file() else None
 
 
 def open_model(

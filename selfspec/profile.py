@@ -24,7 +24,7 @@ import transformers
 
 from selfspec.control.costs import Costs, Table
 from selfspec.decoding.measure import measure
-from selfspec.target.fingerprint import device_name, shape_of, weights_of
+from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
 SCHEMA = 2  # of the files; another number makes every older file stale
@@ -61,6 +61,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "schema": SCHEMA,
         **shape_of(stack),
         "body": "views" if stack.lean is None else "lean",
+        "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
         "device": device_name(stack.device),
         "dtype": str(stack.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -71,8 +72,8 @@ def costs_key(stack: Stack) -> dict[str, Any]:
 
 
 def prior_key(stack: Stack) -> dict[str, Any]:
-    """What acceptance depends on: the model and its weights, adapters included."""
-    return {"schema": SCHEMA, **shape_of(stack), "weights": weights_of(stack)}
+    """What acceptance depends on: the model and its weights, adapters and exit heads included."""
+    return {"schema": SCHEMA, **shape_of(stack), "weights": weights_of(stack), "exit_heads": heads_of(stack)}
 
 
 def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:

@@ -13,6 +13,7 @@ import selfspec
 from selfspec.api import Target
 from selfspec.commands.options import PolicyName
 from selfspec.control.policies import POLICIES
+from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal
 
@@ -47,6 +48,16 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(generate, target):
 def test_streamed_and_whole_text_are_the_same(generate, target, stream):
     [expected] = target.generate("abc", max_new_tokens=40, temperature=0.9, seed=3)
     done = generate("abc", "--max-new-tokens", 40, "--temperature", 0.9, "--seed", 3, stream)
+    assert done == (0, expected.text + "\n", "")
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2])
+def test_exit_heads_change_no_token(generate, target, tmp_path, exit_layer):
+    heads = ExitHeads([1, 2], 32, 4).requires_grad_(False)
+    heads.heads["2"].up.normal_()
+    heads.save(tmp_path)
+    [expected] = target.generate("abc", max_new_tokens=40)
+    done = generate("abc", "--max-new-tokens", 40, "--exit-layer", exit_layer, "--exit-heads", tmp_path)
     assert done == (0, expected.text + "\n", "")
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
+from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused, save_model
 
@@ -196,6 +197,17 @@ def test_an_unsupported_family_is_refused(refuse, tmp_path):
 
     MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
     refuse(tmp_path, "mamba", "rolled back", commands=["generate"])
+
+
+def test_exit_heads_that_are_missing_broken_or_of_another_model_are_named(run, model_folder, tmp_path):
+    def call(folder):
+        return run("generate", "abc", "--model", model_folder, "--exit-heads", folder)
+
+    assert_refused(call(tmp_path / "none"), 1, "exit heads", "no exit_heads.safetensors")
+    ExitHeads([2], 48, 4).save(tmp_path)
+    assert_refused(call(tmp_path), 2, "--exit-heads", "width 48", "width 32")
+    (tmp_path / "exit_heads.safetensors").write_bytes(b"{}")
+    assert_refused(call(tmp_path), 1, "exit heads", "truncated or damaged")
 
 
 def test_a_missing_adapter_is_named(run, model_folder, tmp_path):

@@ -64,12 +64,14 @@ class Job:
     def make(cls, options: Generate, prompts: list[Prompt]) -> Job:
         """Load the model and tokenize; what does not fit it is refused here, before anything is written."""
         with as_sentences():
-            target = hub.load(options.model, dtype=options.dtype, device=options.device, adapter=options.adapter)
+            names = ("dtype", "device", "adapter", "exit_heads")
+            parts: dict[str, Any] = {name: getattr(options, name) for name in names}
+            target = hub.load(options.model, **parts)
         chat = wants_chat(target.tokenizer, options)
         with hub.quiet():
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
-        names = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
-        given = {name: getattr(options, name) for name in names} | {"stop": options.stop or []}
+        sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
+        given = {name: getattr(options, name) for name in sampling} | {"stop": options.stop or []}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)

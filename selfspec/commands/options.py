@@ -18,6 +18,7 @@ PolicyName = Literal[
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
 ADAPTER_HELP = "PEFT adapter for the model."
+EXIT_HEADS_HELP = "Exit heads for the model, or none. Default: those in the model's folder."
 DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
 DEVICE_HELP = "Default: cuda if there is one."
 _DRAFT, _SAMPLE, _CHAT, _OUT, _LOAD = "Drafting", "Sampling", "Chat", "Output", "Model"
@@ -43,6 +44,7 @@ class Generate:
         str, Option("--model", "-m", metavar="demo|FOLDER|HUB_ID", help="Which model.", rich_help_panel=_LOAD)
     ] = "demo"
     adapter: Annotated[Path | None, Option(metavar="FOLDER", help=ADAPTER_HELP, rich_help_panel=_LOAD)] = None
+    exit_heads: Annotated[str | None, Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP, rich_help_panel=_LOAD)] = None
     dtype: Annotated[Dtype | None, Option(help=DTYPE_HELP, rich_help_panel=_LOAD)] = None
     device: Annotated[str | None, Option(metavar=DEVICE, help=DEVICE_HELP, rich_help_panel=_LOAD)] = None
 

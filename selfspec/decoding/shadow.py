@@ -33,15 +33,16 @@ def shadow_picks(
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
     if not exact:
-        hits, sure = _over_shortlist(stack, hidden, samplings, positions, target, judged)
+        hits, sure = _over_shortlist(stack, layers, hidden, samplings, positions, target, judged)
     if hits is None or sure is None:
-        hits, sure = _over_vocabulary(stack, layers[0], hidden, samplings, positions, judged)
+        hits, sure = _over_vocabulary(stack, layers, hidden, samplings, positions, judged)
     told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
     return Shadow(tuple(layers), told[0] > 0, told[1])
 
 
 def _over_shortlist(
     stack: Stack,
+    layers: Sequence[int],
     hidden: Tensor,
     samplings: Sequence[Sampling],
     positions: Tensor,
@@ -52,7 +53,7 @@ def _over_shortlist(
     own = judged[:, None]
     likely = target.scatter(1, own, float("-inf")).topk(min(TOP, target.shape[1]) - 1).indices
     top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first
-    logits = stack.short_logits(hidden, top)
+    logits = stack.short_logits(hidden, top, layers)
     if logits is None:
         return None, None
     twice = (stack.others[:, None] == top[:, None, :]).any(-1)  # [N, others]
@@ -81,20 +82,24 @@ def _over_shortlist(
 
 
 def _over_vocabulary(
-    stack: Stack, layer: int, hidden: Tensor, samplings: Sequence[Sampling], positions: Tensor, judged: Tensor
+    stack: Stack,
+    layers: Sequence[int],
+    hidden: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Tensor,
+    judged: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Hits and confidences `[layers, N]`."""
-    num_layers, count = hidden.shape[:2]
-    hidden = hidden.flatten(0, 1)
+    count = hidden.shape[1]
+    per_call = max(1, CHUNK // count)
     hits, sure = [], []
-    for start in range(0, len(hidden), CHUNK):
-        logits = stack.logits(hidden[start : start + CHUNK], layer)
-        index = [i % count for i in range(start, start + len(logits))]
-        at = torch.tensor(index, device=logits.device)
-        chosen, confidence = pick_surely(logits, [samplings[i] for i in index], positions[at])
-        hits.append(chosen == judged[at])
+    for first in range(0, len(layers), per_call):
+        some = layers[first : first + per_call]
+        logits = stack.early_logits(hidden[first : first + per_call], some).flatten(0, 1)
+        chosen, confidence = pick_surely(logits, [*samplings] * len(some), positions.repeat(len(some)))
+        hits.append(chosen == judged.repeat(len(some)))
         sure.append(confidence)
-    return torch.cat(hits).view(num_layers, count), torch.cat(sure).view(num_layers, count)
+    return torch.cat(hits).view(-1, count), torch.cat(sure).view(-1, count)
 
 
 def part_of(shadow: Shadow, start: int, stop: int) -> Shadow:

@@ -20,14 +20,25 @@ SAMPLES = 8  # numbers looked at in every weight
 
 def shape_of(stack: Stack) -> dict[str, Any]:
     """What of a model its speed depends on: its config but for names and token ids, its modules and their sizes."""
-    config = stack.config.get_text_config()
     return {
         "architecture": type(stack.model).__name__,
         "num_layers": stack.num_layers,
-        "hidden_size": int(config.hidden_size),
+        "hidden_size": hidden_size_of(stack),
         "vocab_size": stack.vocab_size,
         "shape": _digest(_plain(stack.config.to_dict()), _modules(stack.model)),
     }
+
+
+def hidden_size_of(stack: Stack) -> int:
+    return int(stack.config.get_text_config().hidden_size)
+
+
+def heads_of(stack: Stack) -> str:
+    """A hash over a few numbers of every weight of the exit heads; empty without them."""
+    if stack.exit_heads is None:
+        return ""
+    saved = stack.exit_heads.state_dict()
+    return _digest(list(saved), torch.cat(list(map(_sample, saved.values()))).tolist())
 
 
 def weights_of(stack: Stack) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AttentionInterface
 
 from selfspec.target import attention
 from selfspec.target.cache import PackedRows
+from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
 from selfspec.target.shortlist import sample_of, short_head
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
@@ -48,6 +50,8 @@ class Stack:
         self._short = short_head(self._head, self._twin.get_output_embeddings())
         self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
+        self.exit_heads: ExitHeads | None = None
+        """What early hidden states go through before the norm and head; the last layer's never do."""
 
     @property
     def context_limit(self) -> int:
@@ -111,18 +115,31 @@ class Stack:
         Args:
             exit_layer: the number of layers the hidden states have been through, when they still lack the final norm.
         """
+        early = exit_layer is not None and exit_layer < self.num_layers
+        if self.exit_heads is not None and exit_layer is not None and early:
+            hidden = self.exit_heads(hidden, exit_layer)
+        return self._logits(hidden, early)
+
+    def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""
+        if self.exit_heads is not None:
+            hidden = self.exit_heads.of_layers(hidden, layers)
+        return self._logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
+
+    def _logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         if self.lean is not None:
-            return self.lean.logits(hidden, normed=exit_layer is None or exit_layer == self.num_layers)
-        if exit_layer is not None and exit_layer < self.num_layers:
+            return self.lean.logits(hidden, normed=not lacks_norm)
+        if lacks_norm:
             hidden = self._normed(hidden)
         return self._head(inputs_embeds=hidden[None]).logits[0].float()
 
-    def short_logits(self, hidden: Tensor, top: Tensor) -> Tensor | None:
+    def short_logits(self, hidden: Tensor, top: Tensor, layers: Sequence[int]) -> Tensor | None:
         """Logits `[K, N, T + len(others)]` in fp32 of a few tokens only, from several layers at the same positions.
 
         Args:
             hidden: `[K, N, hidden_size]`, before the final norm.
             top: int64 `[N, T]`, the tokens wanted at each position; those of `others` follow.
+            layers: the K exit layers, none of them the last.
 
         Returns:
             None where the model's head is not a plain linear layer.
@@ -131,6 +148,8 @@ class Stack:
             return None
         head, short = self._short
         short.call.top = top
+        if self.exit_heads is not None:
+            hidden = self.exit_heads.of_layers(hidden, layers)
         flat = self._normed(hidden.reshape(-1, hidden.shape[-1]))[None]
         logits = short(flat)[0] if self.lean is not None else head(inputs_embeds=flat).logits[0]
         return logits.float().view(len(hidden), len(top), -1)

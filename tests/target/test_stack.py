@@ -99,7 +99,7 @@ def test_logits_of_a_shortlist_are_those_of_the_whole_vocabulary(family, body):
     hidden, generator = torch.stack(runs), torch.Generator().manual_seed(0)
     for width in (1, 7):
         top = torch.randint(stack.vocab_size, (15, width), generator=generator)
-        got = stack.short_logits(hidden, top)
+        got = stack.short_logits(hidden, top, (1, 2, 3))
         assert got is not None, "every family in the tests has a plain linear head"
         assert (got.shape, got.dtype) == ((3, 15, width + len(stack.others)), torch.float32)
         wanted = torch.cat((top, stack.others.expand(15, -1)), 1)
@@ -111,7 +111,7 @@ def test_a_head_that_is_no_plain_linear_layer_has_no_shortlist():
     model = build("llama")
     model.lm_head = type("Mine", (torch.nn.Linear,), {})(32, 96, bias=False)
     stack = Stack(model)
-    assert stack.short_logits(torch.zeros(2, 3, 32), torch.zeros(3, 4, dtype=torch.int64)) is None
+    assert stack.short_logits(torch.zeros(2, 3, 32), torch.zeros(3, 4, dtype=torch.int64), (1, 2)) is None
 
 
 @pytest.mark.parametrize("family", LEAN)
