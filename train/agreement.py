@@ -1,4 +1,4 @@
-"""How good every exit is: its loss on held-out code, and how often it agrees with the whole model's greedy choice."""
+"""How good every exit is: its loss on held-out text, and how often it agrees with the whole model's greedy choice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
 
-from train.config import EvalConfig
-from train.recipe import layer_outputs
+from train.backbone import open_up, plain_model
+from train.recipe import IGNORED, layer_outputs
+from train.sections import EvalConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class ExitQuality:
 
 
 @contextmanager
-def evaluating(model: LlamaForCausalLM) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into plain evaluation (no gradient, no dropout, no compiled layers) and back."""
-    was_training, layers = model.training, model.model.layers
+    was_training, layers = model.training, open_up(model).layers
     compiled = [vars(layer).pop("forward", None) for layer in layers]
     model.eval()
     try:
@@ -45,34 +45,51 @@ def evaluating(model: LlamaForCausalLM) -> Iterator[None]:
                 layer.forward = forward
 
 
-def exit_logits(model: LlamaForCausalLM, tokens: Tensor) -> Iterator[Tensor]:
+def exit_logits(model: nn.Module, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the logits `[B, T, V]` of exits 1..L for tokens `[B, T]`, through the final norm and head."""
-    layers = model.model.layers
-    with layer_outputs(layers, range(1, len(layers) + 1)) as states:
-        model.model(input_ids=tokens, use_cache=False)
-    for number in range(1, len(layers) + 1):
-        yield model.lm_head(model.model.norm(states[number]))
+    parts = open_up(model)
+    with layer_outputs(parts.layers, range(1, len(parts.layers) + 1)) as states:
+        parts.body(input_ids=tokens, use_cache=False)
+    for number in range(1, len(parts.layers) + 1):
+        yield parts.head(parts.norm(states[number]))
 
 
-def exit_losses(model: LlamaForCausalLM, windows: Tensor, rows: int = 8) -> tuple[float, ...]:
-    """Mean cross entropy in nats per token of exits 1..L on token windows `[N, T]`."""
-    total = torch.zeros(len(model.model.layers), dtype=torch.float64)
+def exit_losses(model: nn.Module, windows: Tensor, rows: int = 8) -> tuple[float, ...]:
+    """Mean cross entropy in nats per token of exits 1..L; see `held_out_scores`."""
+    return held_out_scores(model, windows, rows)[0]
+
+
+def held_out_scores(
+    model: nn.Module, windows: Tensor, rows: int = 8
+) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    """Measure exits 1..L on given text: loss, agreement with the last layer's most likely token, tokens that count.
+
+    windows: tokens `[N, T]`, or tokens and labels `[2, N, T]` with -100 where a token does not count. Losses are means
+    in nats per token.
+    """
+    tokens, labels = windows if windows.ndim == 3 else (windows, windows)
+    num_layers = len(open_up(model).layers)
+    total, hits, count = torch.zeros(num_layers, dtype=torch.float64), torch.zeros(num_layers, dtype=torch.long), 0
     with evaluating(model):
-        for batch in windows.split(rows):
-            for index, logits in enumerate(exit_logits(model, batch)):
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
-                total[index] += loss.double().cpu()
-    return tuple((total / windows[:, 1:].numel()).tolist())
+        for some, wanted in zip(tokens.split(rows), labels.split(rows), strict=True):
+            targets = wanted[:, 1:].flatten()
+            counted = targets != IGNORED
+            picks = []
+            for index, logits in enumerate(exit_logits(model, some)):
+                logits = logits[:, :-1].flatten(0, 1)[counted].float()
+                total[index] += F.cross_entropy(logits, targets[counted], reduction="sum").double().cpu()
+                picks.append(logits.argmax(-1))
+            hits += torch.stack([(pick == picks[-1]).sum() for pick in picks]).cpu()
+            count += int(counted.sum())
+    return tuple((total / max(1, count)).tolist()), tuple((hits / max(1, count)).tolist()), count
 
 
-def exit_agreement(
-    model: LlamaForCausalLM, prompts: Tensor, new_tokens: int, rows: int = 16
-) -> tuple[tuple[float, ...], int]:
+def exit_agreement(model: nn.Module, prompts: Tensor, new_tokens: int, rows: int = 16) -> tuple[tuple[float, ...], int]:
     """Continue prompts `[N, P]` greedily; return per exit how often it picks the same token, and the tokens counted.
 
     Tokens after an end of text do not count.
     """
-    hits, count = torch.zeros(len(model.model.layers), dtype=torch.long), 0
+    hits, count = torch.zeros(len(open_up(model).layers), dtype=torch.long), 0
     with evaluating(model):
         for batch in prompts.split(rows):
             text, counted = greedy(model, batch, new_tokens)
@@ -84,37 +101,62 @@ def exit_agreement(
     return tuple((hits / max(1, count)).tolist()), count
 
 
-def greedy(model: LlamaForCausalLM, prompts: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
+def greedy(model: nn.Module, prompts: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
     """Return prompts and greedy continuations `[N, P + new]`, and which new tokens `[N, new]` come before the end."""
-    end: int = model.config.eos_token_id  # type: ignore[assignment]
-    text: Tensor = model.generate(  # type: ignore[assignment,misc]
+    plain = plain_model(model)
+    ends = end_tokens(plain)
+    text: Tensor = plain.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=new_tokens,
         do_sample=False,
-        pad_token_id=end,
+        temperature=None,  # a base model's own settings for sampling would only give warnings
+        top_p=None,
+        top_k=None,
+        pad_token_id=ends[0],
     )
-    ends = text[:, prompts.shape[1] :].eq(end).long()
-    return text, ends.cumsum(1) - ends == 0
+    ended = torch.isin(text[:, prompts.shape[1] :], torch.tensor(ends, device=text.device)).long()
+    return text, ended.cumsum(1) - ended == 0
+
+
+def end_tokens(model: nn.Module) -> list[int]:
+    """Return the ids that end a text, of the generation settings or else of the configuration; 0 if there are none."""
+    plain = plain_model(model)
+    for holder in (plain.generation_config, plain.config):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return [0]
 
 
 def held_out_windows(documents: Sequence[np.ndarray], length: int, limit: int) -> Tensor:
-    """Cut documents into windows `[N, length]` and keep `limit` of them, spread evenly over all."""
+    """Cut documents into windows and keep `limit` of them, spread evenly over all.
+
+    Documents are tokens `[T]` and the windows `[N, length]`, or tokens and labels `[2, T]` and `[2, N, length]`.
+
+    Raises:
+        ValueError: no document is that long.
+    """
     windows = [
-        document[start : start + length]
+        document[..., start : start + length]
         for document in documents
-        for start in range(0, len(document) - length + 1, length)
+        for start in range(0, document.shape[-1] - length + 1, length)
     ]
     if not windows:
-        raise ValueError(f"no held-out file has {length} tokens; raise corpus.held_out_percent or ask for shorter ones")
+        raise ValueError(
+            f"no held-out text has {length} tokens; raise held_out_percent, or lower eval.window and eval.prompt_tokens"
+        )
     chosen = np.linspace(0, len(windows) - 1, min(limit, len(windows))).round().astype(int)
-    return torch.from_numpy(np.stack([windows[index] for index in chosen]))
+    return torch.from_numpy(np.stack([windows[index] for index in chosen], axis=-2))
 
 
-def measure_exits(model: LlamaForCausalLM, documents: Sequence[np.ndarray], config: EvalConfig) -> ExitQuality:
+def measure_exits(model: nn.Module, documents: Sequence[np.ndarray], config: EvalConfig) -> ExitQuality:
     """Measure loss and agreement of every exit on held-out documents."""
     device = next(model.parameters()).device
     windows = held_out_windows(documents, config.window, config.num_windows).to(device)
     prompts = held_out_windows(documents, config.prompt_tokens, config.num_prompts).to(device)
+    if prompts.ndim == 3:
+        prompts = prompts[0]
     agreement, counted = exit_agreement(model, prompts, config.new_tokens)
-    return ExitQuality(exit_losses(model, windows), agreement, windows[:, 1:].numel(), counted)
+    losses, _, loss_tokens = held_out_scores(model, windows)
+    return ExitQuality(losses, agreement, loss_tokens, counted)

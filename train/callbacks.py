@@ -1,14 +1,15 @@
-"""What a run says while it goes: progress with the time left, and the loss of every exit on held-out code."""
+"""What a run says while it goes: progress with the time left, and how good every exit is on held-out text."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from transformers import LlamaForCausalLM, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from train.agreement import exit_losses
+from train.agreement import held_out_scores
 
 
 class Progress(TrainerCallback):
@@ -45,29 +46,35 @@ class Progress(TrainerCallback):
         )
 
 
-class HeldOutLoss(TrainerCallback):
-    """Every so many steps, the loss of every exit on the same held-out windows `[N, T]`."""
+class HeldOut(TrainerCallback):
+    """Every so many steps, loss and agreement with the last layer of every exit, on the same held-out windows.
+
+    windows: tokens `[N, T]`, or tokens and labels `[2, N, T]`. What is measured goes to `log`, the Trainer's own.
+    """
 
     def __init__(self, windows: Tensor, every: int) -> None:
         self.windows, self.every = windows, every
-        self.history: list[tuple[int, tuple[float, ...]]] = []
+        self.log: Callable[[dict[str, float]], None] | None = None
 
     def on_step_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: LlamaForCausalLM | None = None,
+        model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if state.global_step % self.every and state.global_step != state.max_steps:
             return
-        assert model is not None  # the Trainer always passes it
-        losses = exit_losses(model, self.windows.to(args.device))
-        self.history.append((state.global_step, losses))
+        assert model is not None and self.log is not None  # the Trainer always passes the one and sets the other
+        losses, agreement, _ = held_out_scores(model, self.windows.to(args.device))
         entry = {f"held_out_exit_{number}": round(loss, 4) for number, loss in enumerate(losses, start=1)}
-        state.log_history.append({"step": state.global_step, **entry})
+        entry |= {f"held_out_agreement_{number}": round(share, 4) for number, share in enumerate(agreement, start=1)}
+        due = control.should_log
+        self.log(dict(entry))
+        control.should_log = due  # to log anything takes back the wish to log the step
         print(f"step {state.global_step}  held-out loss by exit {by_exit(entry, 'held_out_exit_')}", flush=True)
+        print(f"step {state.global_step}  agreement by exit {by_exit(entry, 'held_out_agreement_')}", flush=True)
 
 
 def by_exit(values: dict[str, float], prefix: str) -> str:

@@ -13,6 +13,7 @@ import transformers
 from train.agreement import ExitQuality
 from train.config import TrainConfig
 from train.corpus import Corpus
+from train.sections import ExitConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +22,23 @@ class CardFacts:
 
     config: TrainConfig
     command: str
-    corpus: Corpus
+    corpus: Corpus | None
+    origin: str
     train_tokens: int
     held_out_tokens: int
     epoch_tokens: int
     steps: int
     parameters: int
     quality: ExitQuality
+    exit_layer: int
+    num_draft_tokens: int
     samples: tuple[tuple[str, str], ...]
 
 
 def write_card(facts: CardFacts) -> str:
     """Return the model card as Markdown."""
-    parts = (_opening(facts), _data(facts), _recipe(facts), _quality(facts), _samples(facts), _CLOSING)
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    parts = (_opening(facts), _data(facts), _recipe(facts), _quality(facts), _samples(facts), _closing(facts))
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _paragraph(text: str, bullet: str = "") -> str:
@@ -60,6 +64,8 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
 
 def _opening(facts: CardFacts) -> str:
     shape = facts.config.model
+    if shape.base or facts.corpus is None:
+        return _plain_opening(facts)
     what = _paragraph(
         f"""A Llama-shaped causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers,
         width {shape.hidden_size}, {shape.num_attention_heads} heads, {shape.num_key_value_heads} key-value heads,
@@ -74,8 +80,43 @@ def _opening(facts: CardFacts) -> str:
     return f"{_FRONT_MATTER}# A small Python model that can leave early\n\n{what}\n\n{tokens}"
 
 
+def _plain_opening(facts: CardFacts) -> str:
+    base, lora = facts.config.model.base, facts.config.lora
+    start = f"continued from `{base}`" if base else "trained from scratch"
+    if lora.rank:
+        start += f" by LoRA of rank {lora.rank}, {'merged into the weights' if lora.merge else 'as a PEFT adapter'}"
+    what = _paragraph(
+        f"""A causal language model with {facts.parameters:,} parameters, {start}, so that its early layers can already
+        guess the next token. `generation_config.json` names the exit layer that self-speculative decoding starts from:
+        {facts.exit_layer}, with {facts.num_draft_tokens} drafted tokens. The whole model is another one than before
+        this training; decoding is lossless with regard to it."""
+    )
+    tags = "---\nlibrary_name: {}\npipeline_tag: text-generation\ntags: [early-exit, layerskip, {}]\n{}---\n".format(
+        "peft" if lora.rank and not lora.merge else "transformers",
+        "self-speculative-decoding",
+        f"base_model: {base}\n" if base else "",
+    )
+    return f"{tags}# A model that can leave early\n\n{what}"
+
+
+def _text_data(facts: CardFacts) -> str:
+    data = facts.config.data
+    kind = f"conversations in the field `{data.messages_field}`, the loss on the assistant's tokens alone"
+    lines = _bullets(
+        f"Source: `{facts.origin}`, {kind if data.messages_field else f'texts in the field `{data.text_field}`'}.",
+        f"Held out: {data.held_out_percent} percent of the texts, those with the lowest SHA-256; "
+        f"{facts.held_out_tokens:,} tokens of them were kept.",
+        f"To train on: {facts.train_tokens:,} tokens an epoch." if facts.train_tokens else "To train on: a stream.",
+        "Texts are packed into windows, an end-of-text token between them."
+        + (f" Longer texts are cut after {data.max_length} tokens." if data.max_length else ""),
+    )
+    return f"## Data\n\n{lines}"
+
+
 def _data(facts: CardFacts) -> str:
     corpus, config = facts.corpus, facts.config.corpus
+    if corpus is None:
+        return _text_data(facts)
     source = _paragraph(
         f"""Source: {corpus.origin}, every `.py` file except paths with a part among {", ".join(config.skip)}, files
         that are not UTF-8 or contain a zero byte, and files above {config.max_chars:,} characters."""
@@ -101,30 +142,49 @@ def _data(facts: CardFacts) -> str:
 
 
 def _recipe(facts: CardFacts) -> str:
-    exits, optim, run = facts.config.exits, facts.config.optim, facts.config.run
+    exits, run = facts.config.exits, facts.config.run
     step_tokens = run.tokens_per_batch * run.gradient_accumulation_steps
     seen = facts.steps * step_tokens
+    epochs = f"{seen / facts.epoch_tokens:.2f} epochs, " if facts.epoch_tokens else ""
     steps = _bullets(
-        f"""Losses at exits through the one final norm and head: one layer in {exits.period}, shifted by one each step,
-        and always the last; weights {exits.weights}, those of early exits times {exits.scale}, normalised.""",
+        _exits(exits),
         f"""An early exit's target is {exits.distill:.0%} the last layer's distribution (arXiv 1905.08094) and
         {1 - exits.distill:.0%} the true token.""",
-        f"Layer dropout per sequence, exponential over depth up to {exits.dropout_max}, without rescaling.",
-        f"""Muon for the layers' matrices (learning rate {optim.muon_lr}), AdamW for the rest ({optim.adamw_lr}), weight
-        decay {optim.weight_decay}; {optim.warmup_steps} steps of warmup, linear decay to zero over the last
-        {optim.decay_fraction:.0%} of the steps.""",
+        f"""Layer dropout per sequence, exponential over depth up to {exits.dropout_max}, without
+        rescaling{", growing over the run" if exits.dropout_ramp else ""}.""",
+        _optimizer(facts),
         f"""{facts.steps:,} steps of {step_tokens:,} tokens: {seen / 1e6:.1f} million tokens,
-        {seen / facts.epoch_tokens:.2f} epochs, in windows of {_windows(run.windows)} tokens;
+        {epochs}in windows of {_windows(run.windows)} tokens;
         {"bfloat16 autocast" if run.bf16 else "float32"}; seed {run.seed}.""",
     )
     made = _paragraph(
         f"""Made with Python {platform.python_version()}, torch {torch.__version__}, transformers
         {transformers.__version__}. {run.notes}"""
     )
+    start = f"continued from `{facts.config.model.base}`" if facts.config.model.base else "from scratch"
     return (
-        f"## Recipe\n\nLayerSkip (arXiv 2404.16710), from scratch.\n\n{steps}\n\n{made}\n\n"
+        f"## Recipe\n\nLayerSkip (arXiv 2404.16710), {start}.\n\n{steps}\n\n{made}\n\n"
         f"Rebuild with `{facts.command}`. The loss of every exit over the run is in `training.csv`."
     )
+
+
+def _exits(exits: ExitConfig) -> str:
+    which = {
+        "rotational": f"one layer in {exits.period}, shifted by one each step, and always the last",
+        "gradual": "the last layer, then one earlier layer after another, all of them from the middle of the run on",
+        "all": "all layers",
+    }[exits.curriculum]
+    return f"""Losses at exits through the one final norm and head: {which}; weights {exits.weights}, those of early
+        exits times {exits.scale}, normalised."""
+
+
+def _optimizer(facts: CardFacts) -> str:
+    optim = facts.config.optim
+    which = f"AdamW (learning rate {optim.adamw_lr})"
+    if optim.kind == "muon":
+        which = f"Muon for the layers' matrices (learning rate {optim.muon_lr}), AdamW for the rest ({optim.adamw_lr})"
+    return f"""{which}, weight decay {optim.weight_decay}; {optim.warmup_steps} steps of warmup, linear decay to zero
+        over the last {optim.decay_fraction:.0%} of the steps."""
 
 
 def _windows(lengths: tuple[int, ...]) -> str:
@@ -136,8 +196,8 @@ def _quality(facts: CardFacts) -> str:
     text = _paragraph(
         f"""Loss is nats per token on {quality.loss_tokens:,} held-out tokens. Agreement is how often the exit's most
         likely token is the whole model's, over {quality.agreement_tokens:,} tokens of the model's own greedy
-        continuations of held-out code ({measured.prompt_tokens} tokens of prompt, {measured.new_tokens} new ones). Both
-        with the shipped weights, computed in float32."""
+        continuations of held-out {"code" if facts.corpus else "text"} ({measured.prompt_tokens} tokens of prompt,
+        {measured.new_tokens} new ones). Both with the shipped weights, computed in float32."""
     )
     rows = [
         (number, f"{loss:.3f}", f"{agreement:.3f}")
@@ -147,8 +207,16 @@ def _quality(facts: CardFacts) -> str:
 
 
 def _samples(facts: CardFacts) -> str:
+    if not facts.samples:
+        return ""
     blocks = "\n\n".join(f"```python\n{prompt}{text}\n```" for prompt, text in facts.samples)
     return f"## Samples\n\nGreedy, cut at a fixed length; the first lines are the prompt.\n\n{blocks}"
+
+
+def _closing(facts: CardFacts) -> str:
+    if facts.config.model.base:
+        return f"## Licence\n\nThe licence of `{facts.config.model.base}` holds for these weights too."
+    return "" if facts.corpus is None else _CLOSING
 
 
 _FRONT_MATTER = """---

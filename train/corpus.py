@@ -8,7 +8,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.config import CorpusConfig
+from train.sections import CorpusConfig
 
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 

@@ -1,42 +1,70 @@
-"""From a training checkpoint to the folder that ships: bfloat16 weights, tokenizer, curve of the losses."""
+"""From a training checkpoint to the folder that ships: weights, tokenizer, best exit, curve of the losses."""
 
 from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from train.backbone import open_up, plain_model
+from train.config import TrainConfig
+from train.models import load_trained
+
+MOST_DRAFT_TOKENS = 8
 
 
-def newest_checkpoint(output: str | Path) -> Path:
-    """Return the newest checkpoint below a run's output folder.
+def export_model(config: TrainConfig, checkpoint: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Write the model and its tokenizer to `folder`; return it in float32, rounded as it was written.
 
-    Raises:
-        ValueError: there is none.
+    Whole models are written in bfloat16, adapters that are not merged as a PEFT folder in float32.
     """
-    found = [path for path in Path(output).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    if not found:
-        raise ValueError(f"run.output {str(output)!r} holds no checkpoint; train first")
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def export_model(checkpoint: Path, folder: Path) -> LlamaForCausalLM:
-    """Write weights in bfloat16, configuration and tokenizer to `folder`; return the rounded model in float32."""
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model.config.use_cache = True
-    end = tokenizer.eos_token_id
-    model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end)
+    model = load_trained(config, checkpoint)
+    whole = plain_model(model) is model
+    if whole:
+        model = model.to(torch.bfloat16)
+        model.config.use_cache = True
+    if not config.model.base:
+        end = tokenizer.eos_token_id
+        model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _plain_tokenizer_config(folder / "tokenizer_config.json")
-    for path in folder.iterdir():
-        path.chmod(0o644)
+    if not config.model.base:
+        _plain_tokenizer_config(folder / "tokenizer_config.json")
     return model.float().eval()
+
+
+def store_exit(model: nn.Module, folder: Path, exit_layer: int, num_draft_tokens: int) -> None:
+    """Write the exit layer and draft length that selfspec starts from into the folder's generation_config.json."""
+    settings = plain_model(model).generation_config
+    settings.exit_layer, settings.num_draft_tokens = exit_layer, num_draft_tokens
+    settings._from_model_config = False  # else loading makes it anew from the model's configuration
+    settings.save_pretrained(folder)
+
+
+def best_exit(model: nn.Module, agreement: Sequence[float]) -> tuple[int, int]:
+    """Return the exit layer and draft length with the most tokens per weight read (arXiv 2504.05598, section 3).
+
+    A round with exit l and d drafts runs l layers and the head d times and the whole model once, and gives
+    1 + a + ... + a^d tokens, a being the exit's agreement in 0..1 with the last layer.
+    """
+    parts = open_up(model)
+    layer = sum(each.numel() for each in parts.layers.parameters()) / len(parts.layers)
+    head = sum(each.numel() for each in parts.head.parameters())
+
+    def tokens_per_weight(choice: tuple[int, int]) -> float:
+        exit_layer, drafts = choice
+        tokens = sum(agreement[exit_layer - 1] ** power for power in range(drafts + 1))
+        return tokens / (drafts * (exit_layer * layer + head) + len(parts.layers) * layer + head)
+
+    exits, lengths = range(1, len(parts.layers)), range(1, MOST_DRAFT_TOKENS + 1)
+    return max(((number, drafts) for number in exits for drafts in lengths), key=tokens_per_weight)
 
 
 def _plain_tokenizer_config(path: Path) -> None:

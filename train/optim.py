@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import OptimConfig
+from train.sections import OptimConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -63,6 +63,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self._share_groups()
+
+
+def plain_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) for all trainable weights; only matrices decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in trained if each.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.adamw_lr, betas=(0.9, 0.95), fused=True
+    )
 
 
 def warmup_stable_decay(step: int, max_steps: int, warmup_steps: int, decay_fraction: float) -> float:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
-from train.config import ExitConfig
+from train.backbone import open_up
+from train.sections import ExitConfig
+
+IGNORED = -100  # label of a token that does not count, as everywhere in transformers
 
 
 def rotating_exits(step: int, num_layers: int, period: int) -> tuple[int, ...]:
@@ -22,13 +24,33 @@ def rotating_exits(step: int, num_layers: int, period: int) -> tuple[int, ...]:
     return tuple(sorted({*range(1 + step % period, num_layers + 1, period), num_layers}))
 
 
+def gradual_exits(progress: float, num_layers: int) -> tuple[int, ...]:
+    """Exits trained when `progress` (0..1) of the run is over: the last, then one earlier exit after another.
+
+    Exit l of L joins once progress reaches 0.5 (L - l) / L, so that all are on by the middle of the run.
+    """
+    # Compared in whole numbers of 1 / (2 L), less rounding, so that step / steps hits its mark exactly.
+    return tuple(n for n in range(1, num_layers + 1) if 2 * num_layers * progress + 1e-9 >= num_layers - n)
+
+
+def exits_at(step: int, max_steps: int, num_layers: int, config: ExitConfig) -> tuple[int, ...]:
+    """Exits trained at a step (0-based) of a run of `max_steps`, rising; the last layer is always among them."""
+    if not config.scale:
+        return (num_layers,)
+    if config.curriculum == "gradual":
+        return gradual_exits(step / max(1, max_steps), num_layers)
+    return rotating_exits(step, num_layers, 1 if config.curriculum == "all" else config.period)
+
+
 def exit_weights(exits: Sequence[int], num_layers: int, scale: float, shape: str) -> list[float]:
     """Weights of the exits' losses, summing to 1; early ones are multiplied by `scale`, the last is not.
 
-    `shape` is how a weight grows with depth: uniform, linear (l), or cumulative (1 + ... + l, as in the paper).
+    `shape` is how a weight grows with depth: uniform, sqrt (of l), linear (l), or cumulative (1 + ... + l, as in
+    the paper).
     """
     grow: dict[str, Callable[[int], float]] = {
         "uniform": lambda layer: 1.0,
+        "sqrt": lambda layer: math.sqrt(layer / num_layers),
         "linear": lambda layer: layer / num_layers,
         "cumulative": lambda layer: layer * (layer + 1) / (num_layers * (num_layers + 1)),
     }
@@ -90,21 +112,21 @@ def layer_outputs(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict
             handle.remove()
 
 
-def last_loss(hidden: Tensor, norm: nn.Module, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def last_loss(hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy of the last layer, and its logits for others to learn from. hidden `[N, H]`, labels `[N]`."""
-    logits = F.linear(norm(hidden), head)
+    logits = head(norm(hidden))
     return F.cross_entropy(logits.float(), labels), logits.detach()
 
 
 def early_loss(
-    hidden: Tensor, norm: nn.Module, head: Tensor, labels: Tensor, teacher: Tensor, distill: float
+    hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor, teacher: Tensor, distill: float
 ) -> Tensor:
     """Cross entropy of an early exit through the shared norm and head, hidden `[N, H]`, labels `[N]`.
 
     The target is the true next token mixed with the share `distill` of the last layer's distribution, teacher `[N, V]`
     (self-distillation, arXiv 1905.08094): drafts are judged by the model, not by the text.
     """
-    log_probs = F.linear(norm(hidden), head).float().log_softmax(-1)
+    log_probs = head(norm(hidden)).float().log_softmax(-1)
     loss = F.nll_loss(log_probs, labels)
     if distill:
         soft = -(teacher.float().softmax(-1) * log_probs).sum(-1).mean()
@@ -113,25 +135,38 @@ def early_loss(
 
 
 class EarlyExitLoss:
-    """The weighted loss of a step over its exits, through the one final norm and head of a Llama-shaped model."""
+    """The weighted loss of a step over its exits, through the one final norm and head of a Llama-like model."""
 
-    def __init__(self, config: ExitConfig, num_layers: int, compiled: bool = False) -> None:
-        self.config, self.num_layers = config, num_layers
+    def __init__(self, config: ExitConfig, num_layers: int, compiled: bool = False, max_steps: int = 1) -> None:
+        self.config, self.num_layers, self.max_steps = config, num_layers, max_steps
         self.last = torch.compile(last_loss, dynamic=False) if compiled else last_loss
         self.early = torch.compile(early_loss, dynamic=False) if compiled else early_loss
 
-    def __call__(self, model: LlamaForCausalLM, tokens: Tensor, step: int) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the loss to minimise and the detached loss of every exit. tokens `[B, T]`."""
-        config, body = self.config, model.model
-        exits = rotating_exits(step, self.num_layers, config.period) if config.scale else (self.num_layers,)
-        with layer_outputs(body.layers, exits) as states:
-            body(input_ids=tokens, use_cache=False)
-        head, labels = model.lm_head.weight, tokens[:, 1:].flatten()
+    def __call__(
+        self, model: nn.Module, tokens: Tensor, step: int, labels: Tensor | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the loss to minimise and the detached loss of every exit, both float32 scalars, in nats per token.
+
+        Args:
+            tokens: `[B, T]`, int64.
+            labels: `[B, T]`, int64, the tokens again or -100 where one does not count; default: all count. A batch
+                without any that counts has loss 0 and no exits.
+        """
+        parts, config = open_up(model), self.config
+        exits = exits_at(step, self.max_steps, self.num_layers, config)
+        with layer_outputs(parts.layers, exits) as states:
+            parts.body(input_ids=tokens, use_cache=False)
         hidden = {number: state[:, :-1].flatten(0, 1) for number, state in states.items()}
+        targets = (tokens if labels is None else labels)[:, 1:].flatten()
+        if labels is not None:  # only what counts goes through the head
+            counted = (targets != IGNORED).nonzero()[:, 0]
+            targets, hidden = targets[counted], {number: state[counted] for number, state in hidden.items()}
+            if not len(counted):
+                return hidden[self.num_layers].float().sum(), {}
         losses = {}
-        losses[self.num_layers], teacher = self.last(hidden[self.num_layers], body.norm, head, labels)
+        losses[self.num_layers], teacher = self.last(hidden[self.num_layers], parts.norm, parts.head, targets)
         for number in exits[:-1]:
-            losses[number] = self.early(hidden[number], body.norm, head, labels, teacher, config.distill)
+            losses[number] = self.early(hidden[number], parts.norm, parts.head, targets, teacher, config.distill)
         weights = exit_weights(exits, self.num_layers, config.scale, config.weights)
         total = torch.stack([weight * losses[number] for weight, number in zip(weights, exits, strict=True)]).sum()
         return total, {number: loss.detach() for number, loss in losses.items()}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from train.agreement import ExitQuality, greedy, measure_exits
 from train.card import CardFacts, write_card
+from train.checkpoints import newest_checkpoint
 from train.config import TrainConfig
-from train.corpus import read_corpus
 from train.data import encode_files
-from train.export import export_model, newest_checkpoint, read_history, write_curve
-from train.run import weighted
+from train.errors import RunFailed
+from train.export import best_exit, export_model, read_history, store_exit, write_curve
+from train.material import Material, gather, load_tokenizer
 
 SAMPLE_PROMPTS = (
     "class Stack:\n    def __init__(self):\n",
@@ -25,7 +28,7 @@ SAMPLE_PROMPTS = (
 
 
 def release(config: TrainConfig, command: str) -> ExitQuality:
-    """Export the newest checkpoint to `run.export` with its model card and training curve.
+    """Export the newest checkpoint to `run.export` with its model card, training curve and best exit.
 
     Raises:
         ValueError: `run.export` is empty, or `run.output` holds no checkpoint.
@@ -33,36 +36,74 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     if not config.run.export:
         raise ValueError("run.export must name a folder to export to, got ''")
     folder, checkpoint = Path(config.run.export), newest_checkpoint(config.run.output)
-    model = export_model(checkpoint, folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    corpus = read_corpus(config.corpus)
-    held_out = encode_files(tokenizer, corpus.held_out)
-    quality = measure_exits(model, held_out, config.eval)
+    tokenizer = load_tokenizer(checkpoint)
+    material = gather(config, tokenizer)
+    model = export_model(config, checkpoint, folder, tokenizer)
+    if torch.cuda.is_available():
+        model = model.cuda()
+    quality = measure_exits(model, material.held_out, config.eval)
+    chosen = best_exit(model, quality.agreement)
+    exit_layer, num_draft_tokens = config.run.exit_layer or chosen[0], config.run.num_draft_tokens or chosen[1]
+    store_exit(model, folder, exit_layer, num_draft_tokens)
+    prompts = () if config.data.path else SAMPLE_PROMPTS
     facts = CardFacts(
         config=config,
         command=command,
-        corpus=corpus,
-        train_tokens=count(encode_files(tokenizer, corpus.train)),
-        held_out_tokens=count(held_out),
-        epoch_tokens=count(encode_files(tokenizer, weighted(corpus.train, config.corpus.library_repeat))) + 1,
+        corpus=material.corpus,
+        origin=material.origin,
+        train_tokens=train_tokens(material),
+        held_out_tokens=count(material.held_out),
+        epoch_tokens=count(material.train) + 1 if material.train else 0,
         steps=int(checkpoint.name.rpartition("-")[2]),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         quality=quality,
-        samples=tuple((prompt, continue_greedily(model, tokenizer, prompt, 72)) for prompt in SAMPLE_PROMPTS),
+        exit_layer=exit_layer,
+        num_draft_tokens=num_draft_tokens,
+        samples=tuple((each, continue_greedily(model, tokenizer, each, 72)) for each in prompts),
     )
     (folder / "README.md").write_text(write_card(facts), "utf-8")
     write_curve(read_history(checkpoint), folder / "training.csv")
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(0o644)
     return quality
+
+
+def train_tokens(material: Material) -> int:
+    """Return the tokens to train on, each text once; 0 where they are streamed."""
+    if material.corpus is None:
+        return count(material.train)
+    return count(encode_files(material.tokenizer, material.corpus.train))
 
 
 def count(documents: Sequence[np.ndarray]) -> int:
     """Return the number of tokens in all documents, their end-of-text tokens included."""
-    return sum(len(document) for document in documents)
+    return sum(document.shape[-1] for document in documents)
 
 
-def continue_greedily(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, new_tokens: int) -> str:
+def continue_greedily(model: nn.Module, tokenizer: PreTrainedTokenizerFast, prompt: str, new_tokens: int) -> str:
     """Return the model's greedy continuation of a prompt as text."""
-    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
     with torch.no_grad():
         text, _ = greedy(model, tokens, new_tokens)
     return str(tokenizer.decode(text[0, tokens.shape[1] :], skip_special_tokens=True))
+
+
+def push_to_hub(folder: str | Path, repo: str) -> str:
+    """Upload a finished folder to a model repository on the hub, made if need be; return its address.
+
+    Raises:
+        RunFailed: the hub refused or could not be reached; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    api: Any = HfApi()
+    try:
+        address = api.create_repo(repo, repo_type="model", exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=str(folder), commit_message="Add the trained model")
+    except Exception as error:  # network and hub have errors of their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunFailed(
+            f"{str(folder)!r} could not be uploaded to {repo!r} ({reason}); check the name and `hf auth whoami`"
+        ) from error
+    return str(address)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
+from train.backbone import open_up
+from train.callbacks import HeldOut
+from train.checkpoints import check_finite, what_is_left, written_aside
 from train.config import TrainConfig
-from train.data import Windows
-from train.optim import MuonWithAdamW, warmup_stable_decay
+from train.errors import RunFailed
+from train.optim import MuonWithAdamW, plain_adamw, warmup_stable_decay
 from train.recipe import EarlyExitLoss, LayerDropout
 
 
@@ -26,34 +31,61 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         max_grad_norm=config.optim.max_grad_norm,
         logging_steps=run.log_steps,
         save_steps=run.save_steps,
-        save_total_limit=3,
         seed=run.seed,
         data_seed=run.seed,
         use_cpu=not torch.cuda.is_available(),
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        report_to="none",
+        report_to=run.report_to,
+        label_names=["labels"],
+        logging_nan_inf_filter=False,  # a loss that is no number ends the run
         disable_tqdm=True,
     )
 
 
+def check_report_to(name: str) -> None:
+    """Check that transformers can send the log there.
+
+    Raises:
+        ValueError: it knows no such place, or a package is missing.
+    """
+    if name == "none":
+        return
+    try:
+        for make in get_reporting_integration_callbacks([name]):
+            make()
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ValueError(
+            f"run.report_to must be none or a reporter that is installed, got {name!r}: {error}"
+        ) from error
+
+
 def collate(items: list[Tensor]) -> dict[str, Tensor]:
-    """Unwrap the one ready batch `[rows, length]`."""
-    return {"input_ids": items[0]}
+    """Unwrap the one ready batch: tokens `[rows, length]`, or tokens and labels `[2, rows, length]`."""
+    batch = items[0]
+    return {"input_ids": batch} if batch.ndim == 2 else {"input_ids": batch[0], "labels": batch[1]}
 
 
 class EarlyExitTrainer(Trainer):
     """Train with LayerSkip's loss (arXiv 2404.16710); the model stays an ordinary transformers model. One device."""
 
-    def __init__(self, model: LlamaForCausalLM, config: TrainConfig, train_dataset: Windows, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, train_dataset: Dataset[Tensor], **kwargs: Any) -> None:
+        check_report_to(config.run.report_to)
         super().__init__(
             model, training_arguments(config), data_collator=collate, train_dataset=train_dataset, **kwargs
         )
+        self.remove_callback(PrinterCallback)  # Progress says it better
         self.config, self.windows = config, train_dataset
         self.model_accepts_loss_kwargs = False  # losses are means, divided by the accumulation steps
-        self.exit_loss = EarlyExitLoss(config.exits, config.model.num_hidden_layers, config.run.compile)
-        self.dropout = LayerDropout(model.model.layers, config.exits.dropout_max)
+        layers = open_up(model).layers
+        compiled = config.run.compile and not config.data.path  # labels leave another number of rows in every batch
+        self.exit_loss = EarlyExitLoss(config.exits, len(layers), compiled, config.run.max_steps)
+        self.dropout = LayerDropout(layers, config.exits.dropout_max)
         self.recent: dict[int, list[Tensor]] = {}
+        self.aside: Path | None = None
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, HeldOut):
+                callback.log = super().log
 
     def compute_loss(
         self,
@@ -66,10 +98,32 @@ class EarlyExitTrainer(Trainer):
         self.dropout.progress = step / self.state.max_steps if self.config.exits.dropout_ramp else 1.0
         tokens = inputs["input_ids"]
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.config.run.bf16):
-            loss, losses = self.exit_loss(self.accelerator.unwrap_model(model), tokens, step)
+            loss, losses = self.exit_loss(self.accelerator.unwrap_model(model), tokens, step, inputs.get("labels"))
         for number, value in losses.items():
             self.recent.setdefault(number, []).append(value)
         return (loss, losses) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not bool(loss.isfinite()):
+            output = self.config.run.output
+            raise RunFailed(
+                f"the loss is {float(loss)} at step {self.state.global_step + 1}; {what_is_left(output)}, with a lower "
+                "learning rate or other data"
+            )
+        return loss
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.aside or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        check_finite(model, step, self.config.run.output)
+        try:
+            with written_aside(self.config, step) as self.aside:
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.aside = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -82,7 +136,8 @@ class EarlyExitTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             assert self.model is not None  # given to __init__
-            self.optimizer = MuonWithAdamW(self.model, self.config.optim)
+            make = MuonWithAdamW if self.config.optim.kind == "muon" else plain_adamw
+            self.optimizer = make(self.model, self.config.optim)
         return self.optimizer
 
     def create_scheduler(
@@ -98,4 +153,4 @@ class EarlyExitTrainer(Trainer):
         return self.lr_scheduler
 
     def _get_train_sampler(self, train_dataset: Dataset[Tensor] | None = None) -> SequentialSampler:
-        return SequentialSampler(self.windows)
+        return SequentialSampler(self.windows)  # type: ignore[arg-type]  # it has a length

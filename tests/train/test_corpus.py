@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config import CorpusConfig, parse_config
+from train.config import parse_config
 from train.corpus import is_held_out, read_corpus
 from train.data import Windows, encode_files, pack
-from train.run import make_tokenizer, weighted
+from train.material import make_tokenizer, weighted
+from train.sections import CorpusConfig
 from train.tokenizer import END_OF_TEXT, train_tokenizer
 
 

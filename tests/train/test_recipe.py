@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from train import attention
-from train.config import ExitConfig
-from train.recipe import EarlyExitLoss, LayerDropout, dropout_probability, exit_weights, rotating_exits
+from train.recipe import (
+    EarlyExitLoss,
+    LayerDropout,
+    dropout_probability,
+    exit_weights,
+    exits_at,
+    gradual_exits,
+    rotating_exits,
+)
+from train.sections import ExitConfig
 
 
 @pytest.fixture
@@ -77,11 +85,54 @@ def test_rotation_covers_every_layer_and_always_has_the_last(num_layers, period,
     assert seen == set(range(1, num_layers + 1))
 
 
-@given(num_layers=st.integers(2, 40), shape=st.sampled_from(["uniform", "linear", "cumulative"]))
+@given(num_layers=st.integers(2, 40), shape=st.sampled_from(["uniform", "sqrt", "linear", "cumulative"]))
 def test_weights_sum_to_one_and_never_fall_with_depth(num_layers, shape):
     weights = exit_weights(range(1, num_layers + 1), num_layers, scale=0.3, shape=shape)
     assert sum(weights) == pytest.approx(1.0)
     assert weights == sorted(weights)
+
+
+def test_weights_take_the_asked_shape():
+    for shape, raw in {"uniform": [1, 1], "sqrt": [1, 2], "linear": [1, 4], "cumulative": [1, 10]}.items():
+        weights = exit_weights([1, 4], 4, scale=0.5, shape=shape)
+        assert weights == pytest.approx([0.5 * raw[0] / (0.5 * raw[0] + raw[1]), raw[1] / (0.5 * raw[0] + raw[1])])
+
+
+def test_gradual_exits_join_from_the_last_to_the_first_by_half_of_the_run():
+    config = ExitConfig(curriculum="gradual", period=1)
+    by_step = [exits_at(step, 80, 4, config) for step in range(80)]
+    assert by_step[:10] == [(4,)] * 10 and by_step[10] == (3, 4) and by_step[19] == (3, 4)
+    assert by_step[20] == (2, 3, 4) and by_step[29] == (2, 3, 4) and by_step[30:] == [(1, 2, 3, 4)] * 50
+
+
+@given(num_layers=st.integers(2, 40), steps=st.integers(1, 1000), data=st.data())
+def test_gradual_exits_follow_the_paper_s_rule_at_every_step(num_layers, steps, data):
+    step = data.draw(st.integers(0, steps - 1))
+    exits = gradual_exits(step / steps, num_layers)
+    assert list(exits) == [n for n in range(1, num_layers + 1) if 2 * num_layers * step >= steps * (num_layers - n)]
+
+
+def test_all_exits_at_once_and_none_but_the_last():
+    assert exits_at(7, 80, 4, ExitConfig(curriculum="all")) == (1, 2, 3, 4)
+    assert exits_at(7, 80, 4, ExitConfig(curriculum="all", scale=0.0)) == (4,)
+
+
+def test_only_tokens_with_a_label_count(model, tokens):
+    labels = tokens.clone()
+    labels[:, :15] = -100
+    loss, _ = EarlyExitLoss(ExitConfig(scale=0.0), num_layers=6)(model, tokens, 0, labels)
+    torch.testing.assert_close(loss, model(input_ids=tokens, labels=labels).loss)
+    same, by_exit = EarlyExitLoss(ExitConfig(distill=0.3), num_layers=6)(model, tokens, 0, tokens)
+    plain, by_exit_too = EarlyExitLoss(ExitConfig(distill=0.3), num_layers=6)(model, tokens, 0)
+    torch.testing.assert_close(same, plain)
+    assert by_exit.keys() == by_exit_too.keys()
+    none, by_exit = EarlyExitLoss(ExitConfig(), num_layers=6)(model, tokens, 0, torch.full_like(tokens, -100))
+    none.backward()
+    assert (
+        none == 0
+        and not by_exit
+        and all(not p.grad.any() for p in model.model.layers.parameters() if p.grad is not None)
+    )
 
 
 def test_dropout_probability_grows_from_zero_to_the_maximum():

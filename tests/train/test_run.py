@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from train.__main__ import main
 from train.agreement import evaluating, exit_agreement, exit_losses
-from train.config import OptimConfig, parse_config
+from train.config import parse_config
+from train.models import build_model
 from train.optim import MuonWithAdamW, warmup_stable_decay
-from train.run import build_model, train
+from train.run import train
+from train.sections import OptimConfig
 
 
 def test_a_small_run_ends_with_an_ordinary_model_folder(small_settings, tmp_path, capsys):

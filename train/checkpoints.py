@@ -1,0 +1,111 @@
+"""Checkpoints that are whole or not there: written aside, then renamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import nn
+
+from train.config import TrainConfig, different_keys
+from train.errors import RunFailed
+
+KEPT = 3
+SETTINGS = "train_config.json"
+ASIDE = "unfinished"
+
+
+def newest_checkpoint(output: str | Path) -> Path:
+    """Return the newest whole checkpoint below a run's output folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = find_newest(output)
+    if found is None:
+        raise ValueError(f"run.output {str(output)!r} holds no checkpoint; train first")
+    return found
+
+
+def find_newest(output: str | Path) -> Path | None:
+    """Return the newest whole checkpoint below a run's output folder, None where there is none."""
+    return next(iter(whole_checkpoints(output)[::-1]), None)
+
+
+def whole_checkpoints(output: str | Path) -> list[Path]:
+    """Return all whole checkpoints below a run's output folder, the newest last."""
+    found = [
+        path
+        for path in Path(output).glob("checkpoint-*")
+        if path.name.rpartition("-")[2].isdigit() and (path / "trainer_state.json").is_file()
+    ]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def checkpoint_to_resume(config: TrainConfig) -> Path:
+    """Return the newest checkpoint of a run after checking that the configuration is still the one it was made with.
+
+    Raises:
+        ValueError: there is no checkpoint, or keys differ that change what a step does.
+    """
+    checkpoint = newest_checkpoint(config.run.output)
+    settings = checkpoint / SETTINGS
+    if settings.is_file():
+        different = different_keys(json.loads(settings.read_text("utf-8")), config)
+        if different:
+            raise ValueError(
+                f"{checkpoint} was made with another configuration, which differs in {', '.join(different)}; "
+                "set them back, or train into another run.output"
+            )
+    return checkpoint
+
+
+@contextmanager
+def written_aside(config: TrainConfig, step: int) -> Iterator[Path]:
+    """Give a folder to write `checkpoint-STEP` into; after the block it stands in `run.output`, whole, or is gone.
+
+    Raises:
+        RunFailed: writing failed, as on a full disk; earlier checkpoints are untouched.
+    """
+    output = Path(config.run.output)
+    aside, name = output / ASIDE, f"checkpoint-{step}"
+    shutil.rmtree(aside, ignore_errors=True)  # what a run that was killed while saving left behind
+    try:
+        yield aside
+        (aside / name / SETTINGS).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", "utf-8")
+        shutil.rmtree(output / name, ignore_errors=True)
+        (aside / name).rename(output / name)
+        for old in whole_checkpoints(output)[:-KEPT]:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        raise RunFailed(
+            f"the checkpoint of step {step} could not be written to {str(output)!r}, perhaps for lack of space "
+            f"({error}); {what_is_left(output)}"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def what_is_left(output: str | Path) -> str:
+    """Say how to go on after a failure."""
+    found = find_newest(output)
+    return f"{found.name} is whole, go on from it with --resume" if found else "there is no earlier checkpoint"
+
+
+def check_finite(model: nn.Module, step: int, output: str | Path) -> None:
+    """Refuse to save weights that hold no numbers.
+
+    Raises:
+        RunFailed: a weight is not finite.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not bool(parameter.isfinite().all()):
+            raise RunFailed(
+                f"weight {name} is not finite after step {step}, which is not saved; {what_is_left(output)}, "
+                "with a lower learning rate"
+            )

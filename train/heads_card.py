@@ -1,0 +1,99 @@
+"""The card beside exit heads, and their loss curve: everything in them is measured or taken from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from selfspec import __version__
+from selfspec.target.exit_heads import FILE
+from train.heads_config import HeadsRun
+from train.heads_files import write_whole
+from train.heads_loss import Agreement
+
+CARD, CURVE = "exit_heads.md", "exit_heads.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the card reports about one finished run."""
+
+    config: HeadsRun
+    command: str
+    weights: str
+    seconds: float
+    steps: int
+    parameters: int
+    num_layers: int
+    device: str
+    trained_on: int
+    measured_on: int
+    agreement: Mapping[int, tuple[Agreement, Agreement]]
+    curve: Sequence[Sequence[float]]
+
+
+def table(agreement: Mapping[int, tuple[Agreement, Agreement]]) -> list[str]:
+    """Lines of a Markdown table: agreement of every exit with the whole model, before and after."""
+    lines = [
+        "| exit | same token, before | after | sum min(p, q), before | after |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for layer, (before, after) in agreement.items():
+        cells = (before.top1, after.top1, before.accepted, after.accepted)
+        lines.append(f"| {layer} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
+    return lines
+
+
+def card(facts: Facts) -> str:
+    """The card as Markdown."""
+    wanted = facts.config.heads
+    settings = yaml.safe_dump(_plain(facts.config), sort_keys=False, default_flow_style=None, width=110).strip()
+    lines = [
+        f"# Exit heads for {wanted.model}",
+        "",
+        f"`{FILE}` holds small adapters for early exits of a model with {facts.num_layers} layers (weights",
+        f"`{facts.weights}`): x + up(silu(down(norm(x)))) of rank {wanted.rank} between an exit's hidden states and",
+        f"the model's own norm and head, {facts.parameters:,} parameters in all. They change drafts only: the model",
+        "itself is untouched, and judges every draft without them.",
+        "",
+        "## How well the exits guess the whole model's token",
+        "",
+        f"On {facts.measured_on:,} held-out tokens that the model wrote itself. The first pair is the share of greedy",
+        "guesses that agree, the second the chance that a guess sampled at temperature 1 can be accepted.",
+        "",
+        *table(facts.agreement),
+        "",
+        "## How they were made",
+        "",
+        f"- Command: `{facts.command}`" if facts.command else "- Command: none, called from Python",
+        f"- {facts.steps:,} steps on {facts.trained_on:,} tokens, {facts.seconds:.0f} seconds in all, text included",
+        f"- {facts.device}; selfspec {__version__}, torch {torch.__version__}",
+        f"- Loss of every exit by step: `{CURVE}`",
+        "",
+        "```yaml",
+        settings,
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(config: HeadsRun) -> dict[str, dict[str, object]]:
+    sections = dataclasses.asdict(config).items()
+    return {name: {k: list(v) if isinstance(v, tuple) else v for k, v in each.items()} for name, each in sections}
+
+
+def write_card(folder: Path, facts: Facts) -> None:
+    """Write `exit_heads.md` and `exit_heads.csv`.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    header = ",".join(["step", "learning_rate", *(f"loss_exit_{layer}" for layer in facts.agreement)])
+    rows = [f"{int(step)}," + ",".join(f"{value:.6g}" for value in values) for step, *values in facts.curve]
+    write_whole(folder / CURVE, lambda path: path.write_text("\n".join([header, *rows]) + "\n", "utf-8"))
+    write_whole(folder / CARD, lambda path: path.write_text(card(facts), "utf-8"))

@@ -1,0 +1,70 @@
+"""Files of a run for exit heads: each is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.errors import RunFailed
+from train.heads_config import HeadsRun
+
+CHECKPOINT = "exit_heads.checkpoint.pt"
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a file beside `file`, then put it in its place.
+
+    Raises:
+        OSError: it cannot be written; what was there before is still there.
+    """
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Keep everything that a run needs to go on.
+
+    Raises:
+        RunFailed: it cannot be written; the checkpoint before is still there.
+    """
+    try:
+        write_whole(folder / CHECKPOINT, lambda path: torch.save(state, path))
+    except (OSError, RuntimeError) as problem:  # torch's writer has its own error for a full disk
+        raise RunFailed(
+            f"cannot write a checkpoint of step {state['step']} into {folder}: {problem}; make room and --resume"
+        ) from problem
+
+
+def read_checkpoint(folder: Path, config: HeadsRun) -> dict[str, Any]:
+    """What `write_checkpoint` kept of the same run.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it is of another run.
+    """
+    file = folder / CHECKPOINT
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no {CHECKPOINT} to go on from; start without --resume")
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as problem:  # a damaged file raises whatever its pieces raise
+        raise ValueError(f"{file} is truncated or damaged; start without --resume") from problem
+    different = config.different_keys(state.get("config"))
+    if different:
+        raise ValueError(
+            f"{', '.join(different)} must be as when the run in {file} began; put them back or start without --resume"
+        )
+    return state

@@ -1,0 +1,81 @@
+"""How far a head's guesses are from the whole model's: losses to train by, and agreement to report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.target.exit_heads import ExitHeads
+from selfspec.target.stack import Stack
+from train.heads_config import TextConfig, TrainingConfig
+from train.heads_states import Batch, pieces, walk, with_rest
+from train.heads_text import Text
+
+
+class Agreement(NamedTuple):
+    """Of one exit, over held-out positions."""
+
+    top1: float
+    """Share of positions where exit and whole model find the same token likeliest: greedy acceptance."""
+    accepted: float
+    """Mean of the sum over tokens of min(p, q), at temperature 1: acceptance when sampling (arXiv 2211.17192)."""
+
+
+def exit_losses(
+    stack: Stack, heads: ExitHeads, batch: Batch, training: TrainingConfig, progress: float
+) -> list[Tensor]:
+    """The loss of each exit of the heads, a float32 scalar each.
+
+    Forward KL divergence from the whole model's distribution p to the exit's q: soft cross-entropy towards a draft's
+    judge (arXiv 2310.07177), over the likeliest tokens of p and one bucket for all others. When `progress` (0..1 of
+    the run) has passed `kl_warmup`, the share `acceptance` of it gives way to 1 - sum min(p, q), the chance that a
+    sampled draft is refused.
+    """
+    share = training.acceptance if progress >= training.kl_warmup else 0.0
+    log_p = batch.log_probs
+    if log_p is None:
+        assert batch.final is not None
+        with torch.no_grad():
+            log_p = stack.logits(batch.final).log_softmax(-1)
+    losses = []
+    for layer, hidden in zip(heads.layers, batch.hidden, strict=True):
+        # The heads are float32; norm and head are the model's own, in its dtype, as in drafting.
+        log_q = stack.logits(heads(hidden, layer).to(stack.dtype), layer).log_softmax(-1)
+        if batch.ids is not None:
+            log_q = with_rest(log_q.gather(-1, batch.ids))
+        loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        if share:
+            refused = 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1).mean()
+            loss = (1 - share) * loss + share * refused
+        losses.append(loss)
+    return losses
+
+
+@torch.no_grad()
+def measure(
+    stack: Stack, heads: ExitHeads | None, texts: Sequence[Text], exits: Sequence[int], config: TextConfig
+) -> dict[int, Agreement]:
+    """Agreement of exits with the whole model on texts, at the positions the model wrote, exactly as drafts see it.
+
+    Args:
+        heads: float32; measured in the model's dtype. None: the exits as they are.
+    """
+    ready = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
+    same, shared = torch.zeros(len(exits)), torch.zeros(len(exits))
+    number = 0
+    for seen in walk(stack, texts, [text.learnt(config, False) for text in texts], exits):
+        assert seen.final is not None
+        number += len(seen.final)
+        for piece in pieces(stack, len(seen.final)):
+            p = stack.logits(seen.final[piece]).softmax(-1)
+            for index, layer in enumerate(exits):
+                hidden = seen.hidden[index, piece]
+                q = stack.logits(hidden if ready is None else ready(hidden, layer), layer).softmax(-1)
+                same[index] += (p.argmax(-1) == q.argmax(-1)).sum().cpu()
+                shared[index] += torch.minimum(p, q).sum().cpu()
+    found = zip(exits, (same / number).tolist(), (shared / number).tolist(), strict=True)
+    return {layer: Agreement(top1, accepted) for layer, top1, accepted in found}

@@ -1,0 +1,210 @@
+"""The run that trains exit heads: open the model, gather texts, train, measure, write; or go on from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import selfspec
+from selfspec.api import Target
+from selfspec.target.exit_heads import ExitHeads
+from selfspec.target.fingerprint import hidden_size_of, weights_of
+from train.errors import RunFailed
+from train.heads_card import Facts, table, write_card
+from train.heads_config import HeadsRun
+from train.heads_files import CHECKPOINT, read_checkpoint, write_checkpoint
+from train.heads_loss import exit_losses, measure
+from train.heads_states import Stream
+from train.heads_text import Text, count_learnt, gather_texts
+
+
+def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Path:
+    """Train exit heads for one model, which stays as it is bit by bit; returns `exit_heads.safetensors`.
+
+    Raises:
+        ValueError, OSError, UnsupportedModelError: bad input, before anything is trained: no such model, an exit out of
+            range, too little text, a folder that cannot be written, nothing to resume.
+        RunFailed: the loss is no number, or a file cannot be written; what was there before is still there.
+    """
+    folder = output_folder(config)
+    saved = read_checkpoint(folder, config) if resume else None
+    target = open_target(config)
+    exits = config.exits_of(target.stack.num_layers)
+    run = _Run(config, target, exits, folder)
+    run.begin(saved)
+    run.train()
+    return run.finish(command)
+
+
+def output_folder(config: HeadsRun) -> Path:
+    """The folder that the heads go to, made if need be.
+
+    Raises:
+        ValueError: none is named and the model has no folder of its own, or nothing can be written there.
+    """
+    named, model = config.heads.output, Path(config.heads.model).expanduser()
+    if not named and (config.heads.model == "demo" or not model.is_dir()):
+        raise ValueError(f"heads.output must name a folder where heads.model is none, got model {config.heads.model!r}")
+    folder = Path(named).expanduser() if named else model
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"heads.output must be a folder that can be written, got {str(folder)!r}")
+    return folder
+
+
+def open_target(config: HeadsRun) -> Target:
+    """The model, without heads of its own, none of its weights trainable."""
+    wanted = config.heads
+    target = selfspec.load(wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none")
+    target.stack.model.requires_grad_(False)
+    return target
+
+
+class _Run:
+    def __init__(self, config: HeadsRun, target: Target, exits: tuple[int, ...], folder: Path) -> None:
+        self.config, self.target, self.stack = config, target, target.stack
+        self.exits, self.folder, self.weights = exits, folder, weights_of(target.stack)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.training.seed)
+            heads = ExitHeads(exits, hidden_size_of(self.stack), config.heads.rank, self.weights)
+        self.heads = heads.to(self.stack.device)
+        self.averaged = {name: value.detach().clone() for name, value in self.heads.state_dict().items()}
+        decay = {"lr": config.training.lr, "weight_decay": config.training.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.heads.parameters(), **decay)
+        self.step, self.spent, self.curve = 0, 0.0, list[list[float]]()
+
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """Have the model write its texts and measure the exits as they are, or take both from a checkpoint."""
+        self.begun = time.monotonic()
+        if saved is None:
+            texts, held_out = gather_texts(self.target, self.config.text)
+        else:
+            if saved["weights"] != self.weights:
+                raise ValueError(f"heads.model has other weights than the run in {self.folder / CHECKPOINT} began with")
+            texts, held_out = ([Text(*text) for text in saved[part]] for part in ("texts", "held_out"))
+            self.heads.load_state_dict(saved["heads"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.averaged = {name: value.to(self.stack.device) for name, value in saved["averaged"].items()}
+            self.step, self.spent, self.curve = saved["step"], saved["spent"], saved["curve"]
+        self.texts, self.held_out = texts, held_out
+        self.stream = Stream(self.stack, texts, self.exits, self.config.text, self.config.training)
+        self.before = measure(self.stack, None, held_out, self.exits, self.config.text)
+        print(
+            f"text: {len(texts)} texts with {self.stream.num_positions:,} tokens to learn from, "
+            f"{len(held_out)} held out, after {self.seconds:.0f} s; "
+            f"{sum(each.numel() for each in self.heads.parameters()):,} parameters at exits {list(self.exits)}",
+            flush=True,
+        )
+
+    @property
+    def seconds(self) -> float:
+        return self.spent + time.monotonic() - self.begun
+
+    def train(self) -> None:
+        """Train to the last step, saving and telling now and then."""
+        training, first, started = self.config.training, self.step, time.monotonic()
+        if first >= self.stream.steps:
+            return
+        for batch in self.stream.batches(first):
+            losses = exit_losses(self.stack, self.heads, batch, training, self.step / self.stream.steps)
+            lr = self._update(torch.stack(losses))
+            self.step += 1
+            done = self.step == self.stream.steps
+            if self.step % training.log_steps == 0 or done:
+                values = [loss.item() for loss in losses]
+                self.curve.append([self.step, lr, *values])
+                left = (time.monotonic() - started) / (self.step - first) * (self.stream.steps - self.step)
+                shown = "  ".join(f"{layer}: {value:.3f}" for layer, value in zip(self.exits, values, strict=True))
+                print(f"step {self.step}/{self.stream.steps}  loss by exit {shown}  {left:.0f} s left", flush=True)
+            if done:
+                return
+            if self.step % training.save_steps == 0:
+                self._save()
+
+    def _update(self, losses: torch.Tensor) -> float:
+        """One step of AdamW on the sum of the exits' losses; returns its learning rate."""
+        training, total = self.config.training, losses.sum()
+        value = total.item()
+        if not math.isfinite(value):
+            kept = self.folder / CHECKPOINT
+            left = (
+                f"{kept} holds an earlier step; lower training.lr and --resume"
+                if kept.is_file()
+                else "lower training.lr"
+            )
+            raise RunFailed(f"the loss is {value} at step {self.step + 1}; no heads were written; {left}")
+        lr = training.lr * schedule(self.step, self.stream.steps, training.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), training.max_grad_norm)
+        self.optimizer.step()
+        # Early on the average follows at once, or it would remember untrained heads.
+        kept_share = min(training.ema, (1 + self.step) / (10 + self.step)) if training.ema else 0.0
+        for name, value in self.heads.state_dict().items():
+            self.averaged[name].lerp_(value, 1 - kept_share)
+        return lr
+
+    def _save(self) -> None:
+        state = {
+            "config": dataclasses.asdict(self.config),
+            "weights": self.weights,
+            "texts": [list(text) for text in self.texts],
+            "held_out": [list(text) for text in self.held_out],
+            "heads": self.heads.state_dict(),
+            "averaged": self.averaged,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "spent": self.seconds,
+            "curve": self.curve,
+        }
+        write_checkpoint(self.folder, state)
+
+    def finish(self, command: str) -> Path:
+        """Write heads, card and loss curve, then drop the checkpoint: the run is over."""
+        self.heads.load_state_dict(self.averaged)
+        heads = self.heads.requires_grad_(False)
+        after = measure(self.stack, heads, self.held_out, self.exits, self.config.text)
+        facts = Facts(
+            config=self.config,
+            command=command,
+            weights=self.weights,
+            seconds=self.seconds,
+            steps=self.step,
+            parameters=sum(each.numel() for each in heads.parameters()),
+            num_layers=self.stack.num_layers,
+            device=f"{self.stack.device.type}, {torch.get_num_threads()} threads, {self.stack.dtype}",
+            trained_on=self.stream.num_positions,
+            measured_on=count_learnt(self.held_out, self.config.text, False),
+            agreement={layer: (self.before[layer], after[layer]) for layer in self.exits},
+            curve=self.curve,
+        )
+        try:
+            file = heads.save(self.folder)
+            write_card(self.folder, facts)
+        except OSError as problem:
+            raise RunFailed(
+                f"cannot write the heads into {self.folder}: {problem}; make room and --resume"
+            ) from problem
+        (self.folder / CHECKPOINT).unlink(missing_ok=True)
+        print("\n".join(table(facts.agreement)))
+        print(f"wrote {file} after {facts.seconds:.0f} s", flush=True)
+        return file
+
+
+def schedule(step: int, steps: int, warmup: int) -> float:
+    """Share of the learning rate at a 0-based step: a linear rise, then half a cosine down to nearly zero."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

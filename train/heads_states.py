@@ -1,0 +1,200 @@
+"""What heads learn from, position by position: hidden states at the exits, and what the whole model says there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.stack import Stack, Taps
+from train.heads_config import TextConfig, TrainingConfig
+from train.heads_text import Text, count_learnt
+
+TOKENS_PER_CALL = 4096
+CUDA_PAGE_SIZE = 64
+LOGITS_AT_ONCE = 1 << 24  # numbers in the logits of the whole vocabulary that are held at once
+LEAST = -20.0  # log-probability of a bucket that holds nothing
+
+
+class Batch(NamedTuple):
+    """N positions on the model's device.
+
+    Attributes:
+        hidden: `[exits, N, hidden_size]`, before the final norm.
+        final: `[N, hidden_size]` after the last layer and the final norm, or None where `ids` are kept.
+        ids: int64 `[N, k]`, the likeliest next tokens; None where all count.
+        log_probs: float32 `[N, k + 1]` of those tokens and, last, of all others together; None likewise.
+    """
+
+    hidden: Tensor
+    final: Tensor | None
+    ids: Tensor | None
+    log_probs: Tensor | None
+
+
+def walk(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Sequence[int]) -> Iterator[Batch]:
+    """Read texts as the model wrote them, several in a call; give what is seen at each text's `spots`, in order.
+
+    Hidden states come in the model's dtype; nothing is truncated.
+    """
+    for group in _groups([len(text.tokens) for text in texts]):
+        tokens = [token for i in group for token in texts[i].tokens]
+        starts = torch.tensor([0, *(len(texts[i].tokens) for i in group)]).cumsum(0).tolist()
+        kept = [start + p for start, i in zip(starts, group, strict=False) for p in spots[i]]
+        if not kept:
+            continue
+        longest = max(len(texts[i].tokens) for i in group)
+        page = longest if stack.device.type == "cpu" else CUDA_PAGE_SIZE
+        cache = PagedCache(sum(-(-len(texts[i].tokens) // page) for i in group), page)
+        spans = [Span(cache.reserve(len(texts[i].tokens)) or [], 0, len(texts[i].tokens)) for i in group]
+        taps: Taps = dict.fromkeys(exits)
+        with torch.no_grad():  # no inference mode: what comes out is trained on
+            rows = PackedRows(cache, spans, stack.device)
+            last = stack.run(rows, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
+            at = torch.tensor(kept, device=stack.device)
+            hidden = torch.stack([taps[layer][at] for layer in exits])  # type: ignore[index]
+            yield Batch(hidden, last[at], None, None)
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbouring texts, as many as a call takes."""
+    group: list[int] = []
+    for index, length in enumerate(lengths):
+        if group and sum(lengths[i] for i in group) + length > TOKENS_PER_CALL:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def pieces(stack: Stack, num: int) -> Iterator[slice]:
+    """Slices of N positions whose logits over the whole vocabulary fit at once."""
+    size = max(1, LOGITS_AT_ONCE // stack.vocab_size)
+    return (slice(at, at + size) for at in range(0, num, size))
+
+
+def collect(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Sequence[int], top_k: int) -> Batch:
+    """All of `walk` in one batch on the host, hidden states in bfloat16, log-probabilities in float16.
+
+    Args:
+        top_k: likeliest tokens to keep of each position; 0 keeps the last hidden state instead, in the model's dtype,
+            from which the model's head gives all logits.
+    """
+    num, width = sum(map(len, spots)), int(stack.config.get_text_config().hidden_size)
+    k = min(top_k, stack.vocab_size - 1)
+    half = stack.dtype if stack.dtype.itemsize < 4 else torch.bfloat16
+    kept = Batch(
+        torch.empty(len(exits), num, width, dtype=half),
+        None if k else torch.empty(num, width, dtype=stack.dtype),
+        torch.empty(num, k, dtype=torch.int32) if k else None,
+        torch.empty(num, k + 1, dtype=torch.float16) if k else None,
+    )
+    at = 0
+    for part in walk(stack, texts, spots, exits):
+        assert part.final is not None
+        size = part.hidden.shape[1]
+        kept.hidden[:, at : at + size] = part.hidden.to("cpu", half)
+        if kept.final is not None:
+            kept.final[at : at + size] = part.final.cpu()
+        else:
+            _keep_top(stack, part.final, kept, at)
+        at += size
+    return kept
+
+
+@torch.no_grad()
+def _keep_top(stack: Stack, final: Tensor, kept: Batch, at: int) -> None:
+    assert kept.ids is not None and kept.log_probs is not None
+    for piece in pieces(stack, len(final)):
+        log_probs = stack.logits(final[piece]).log_softmax(-1)
+        top, ids = log_probs.topk(kept.ids.shape[1], sorted=True)
+        where = slice(at + piece.start, at + piece.start + len(ids))
+        kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
+
+
+def with_rest(log_probs: Tensor) -> Tensor:
+    """Log-probabilities `[N, k]` of some tokens -> `[N, k + 1]`, the last that of all others together."""
+    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=2e-9).log()
+    return torch.cat((log_probs, rest), -1).clamp(min=LEAST)
+
+
+class Stream:
+    """Batches of a run, the same from any step on; all states in memory where they fit, else shard after shard.
+
+    Raises:
+        ValueError: the texts hold fewer positions than one batch.
+    """
+
+    def __init__(
+        self, stack: Stack, texts: Sequence[Text], exits: Sequence[int], text: TextConfig, training: TrainingConfig
+    ) -> None:
+        self.stack, self.texts, self.exits, self.config = stack, texts, tuple(exits), training
+        self.spots = [each.learnt(text, text.learn_prompts) for each in texts]
+        self.num_positions, size = count_learnt(texts, text, text.learn_prompts), training.tokens_per_batch
+        if self.num_positions < size:
+            raise ValueError(
+                f"text gives {self.num_positions} tokens to learn from, less than training.tokens_per_batch = {size}; "
+                "raise text.num_texts or text.max_new_tokens, or lower tokens_per_batch"
+            )
+        self.shards = self._cut()
+        self.sizes = [sum(len(self.spots[i]) for i in shard) // size for shard in self.shards]
+        self._held: tuple[int, Batch] | None = None  # the shard in memory
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        epoch = sum(self.sizes)
+        return max(1, round(self.config.epochs * epoch)) if self.config.epochs else self.config.steps
+
+    def batches(self, first: int) -> Iterator[Batch]:
+        """Batches from step `first` on, without end: every epoch takes shards and positions in another order."""
+        step = 0
+        for epoch in count():
+            for shard in self._order(len(self.shards), epoch, 0):
+                if step + self.sizes[shard] <= first:
+                    step += self.sizes[shard]
+                    continue
+                states = self._states(shard)
+                order = torch.tensor(self._order(states.hidden.shape[1], epoch, shard + 1))
+                for at in order.split(self.config.tokens_per_batch)[: self.sizes[shard]]:
+                    if step >= first:
+                        yield self._pick(states, at)
+                    step += 1
+
+    def _order(self, length: int, *what: int) -> list[int]:
+        seed = hash((self.config.seed, *what)) & (2**62 - 1)  # of whole numbers: the same in every process
+        return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def _cut(self) -> list[list[int]]:
+        """Indices of texts, in shards of about equal size that each fit in memory."""
+        number = -(-self.num_positions // self.config.max_cached_tokens)
+        shards: list[list[int]] = [[] for _ in range(number)]
+        before = 0
+        for index, spots in enumerate(self.spots):
+            shards[min(number - 1, before * number // self.num_positions)].append(index)
+            before += len(spots)
+        least = self.config.tokens_per_batch
+        full = [shard for shard in shards if sum(len(self.spots[i]) for i in shard) >= least]
+        return full or [list(range(len(self.texts)))]
+
+    def _states(self, shard: int) -> Batch:
+        if self._held is None or self._held[0] != shard:
+            self._held = None  # gone before the next is made
+            mine = self.shards[shard]
+            texts, spots = [self.texts[i] for i in mine], [self.spots[i] for i in mine]
+            self._held = shard, collect(self.stack, texts, spots, self.exits, self.config.top_k)
+        return self._held[1]
+
+    def _pick(self, states: Batch, at: Tensor) -> Batch:
+        device = self.stack.device
+        return Batch(
+            states.hidden[:, at].to(device, torch.float32),
+            None if states.final is None else states.final[at].to(device),
+            None if states.ids is None else states.ids[at].to(device, torch.int64),
+            None if states.log_probs is None else states.log_probs[at].to(device, torch.float32),
+        )

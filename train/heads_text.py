@@ -1,0 +1,213 @@
+"""The texts that exit heads learn from: prompts out of files or the model's own beginnings, continued by the model."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from selfspec.api import Target
+from train.corpus import read_corpus
+from train.heads_config import TextConfig
+from train.sections import CorpusConfig, check
+
+PIECE = 4000  # characters of a piece, where one file is all there is
+TEXT_FILES = (".jsonl", ".md", ".py", ".rst", ".txt")  # what is read of a folder
+BOUND = 200  # characters within which a cut looks for the beginning of a line
+TRIES = 100
+
+
+class Text(NamedTuple):
+    """One text to learn from; its first `num_prompt` tokens were given, the model wrote the others."""
+
+    tokens: list[int]
+    num_prompt: int
+
+    def learnt(self, config: TextConfig, prompts: bool) -> range:
+        """Positions whose next token a head learns to guess; in prompts too if `prompts`, never the last one."""
+        first = 0 if prompts or not config.max_new_tokens else self.num_prompt - 1
+        return range(first, len(self.tokens) - 1)
+
+
+def gather_texts(target: Target, config: TextConfig) -> tuple[list[Text], list[Text]]:
+    """Texts to train on and texts held out, which come from other records, or from other openings.
+
+    Raises:
+        ValueError: prompts cannot be read, are too short, or lack a tokenizer.
+    """
+    limit = target.stack.context_limit
+    room = limit - config.max_new_tokens
+    fits = room > config.prompt_tokens
+    check(fits, "text.max_new_tokens", f"short enough for the model's {limit} positions", config.max_new_tokens)
+    wanted = {"train": config.num_texts, "held out": config.num_held_out}
+    if config.prompts:
+        parts = dict(zip(wanted, _read(config), strict=True))
+        prompts = {part: _cut(target, parts[part], wanted[part], config, room, part) for part in wanted}
+    else:
+        prompts = {part: _openings(target, wanted[part], config, part) for part in wanted}
+    made = {part: _write(target, prompts[part], config, part) for part in wanted}
+    # A prompt that came twice has one greedy text.
+    train = list({tuple(text.tokens): text for text in made["train"]}.values())
+    known = {tuple(text.tokens) for text in train}
+    held_out = [text for text in made["held out"] if tuple(text.tokens) not in known]
+    if not any(text.learnt(config, False) for text in held_out):
+        raise ValueError(
+            "text gives nothing to hold out: the held-out texts are empty or those trained on; "
+            "raise text.num_held_out, text.prompt_tokens or text.max_new_tokens"
+        )
+    return train, held_out
+
+
+def _seed(config: TextConfig, part: str, index: int) -> int:
+    return 2 * (config.seed * 1_000_003 + index) + (part != "train")
+
+
+def _write(target: Target, prompts: list[list[int]], config: TextConfig, part: str) -> list[Text]:
+    """Have the model continue every prompt, at the temperatures in turn, as any caller of `generate` would."""
+    if not config.max_new_tokens:
+        return [Text(prompt, len(prompt)) for prompt in prompts]
+    texts: list[Text | None] = [None] * len(prompts)
+    begun = shown = time.monotonic()
+    done = 0
+    for turn, temperature in enumerate(config.temperatures):
+        mine = range(turn, len(prompts), len(config.temperatures))
+        rounds = target.stream(
+            [prompts[i] for i in mine],
+            policy="plain",  # whatever the policy, the text is the same
+            max_new_tokens=config.max_new_tokens,
+            temperature=temperature,
+            seed=[_seed(config, part, i) for i in mine],
+            max_batch_size=config.batch_size,
+        )
+        for completion in (row.completion for each in rounds for row in each.rows if row.completion is not None):
+            index = mine[completion.request_id]
+            texts[index] = Text(prompts[index] + completion.tokens, len(prompts[index]))
+            done += 1
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                left = (shown - begun) / done * (len(prompts) - done)
+                print(f"text ({part}): {done} of {len(prompts)}, about {left:.0f} s left", flush=True)
+    return [text for text in texts if text is not None]
+
+
+def _openings(target: Target, count: int, config: TextConfig, part: str) -> list[list[int]]:
+    """Beginnings of the model's own: its beginning-of-text token, and a few tokens sampled after it."""
+    numbers = random.Random(_seed(config, part, 0))
+    vocabulary, begin = target.stack.vocab_size, getattr(target.stack.config, "bos_token_id", None)
+    starts = [[numbers.randrange(vocabulary) if begin is None else int(begin)] for _ in range(count)]
+    if not config.prompt_tokens:
+        return starts
+    completions = target.generate(
+        starts,
+        policy="plain",
+        max_new_tokens=config.prompt_tokens,
+        temperature=1.0,
+        seed=[_seed(config, part, count + i) for i in range(count)],
+        max_batch_size=config.batch_size,
+    )
+    ends = target.eos_token_ids
+    return [start + [t for t in c.tokens if t not in ends] for start, c in zip(starts, completions, strict=True)]
+
+
+def _cut(target: Target, records: list[str], count: int, config: TextConfig, room: int, part: str) -> list[list[int]]:
+    """Prompts from random places of random records, or, with `prompt_tokens` 0, whole records in turn."""
+    if target.tokenizer is None:
+        raise ValueError("text.prompts needs a tokenizer, and the model has none; put one beside it")
+
+    def encode(text: str) -> list[int]:
+        return [int(token) for token in target.tokenizer(text, verbose=False)["input_ids"]]
+
+    numbers, wanted = random.Random(_seed(config, part, 0)), config.prompt_tokens
+    numbers.shuffle(records)
+    if not wanted:
+        whole = [encode(record)[-room:] for record in records[:count]]
+        whole = [prompt for prompt in whole if prompt]
+        return [whole[i % len(whole)] for i in range(count)] if whole else _too_short(config)
+    prompts: list[list[int]] = []
+    weights = [len(record) for record in records]
+    for tried in range(TRIES * count):
+        if tried == TRIES and not prompts:
+            break  # none of the records seems to be long enough
+        record = numbers.choices(records, weights)[0]
+        at = numbers.randrange(max(1, len(record) - 4 * wanted))
+        at = record.rfind("\n", max(0, at - BOUND), at) + 1 or at
+        prompt = encode(record[at : at + 16 * wanted])[:wanted]
+        if len(prompt) == wanted:
+            prompts.append(prompt)
+        if len(prompts) == count:
+            return prompts
+    return _too_short(config)
+
+
+def _too_short(config: TextConfig) -> list[list[int]]:
+    raise ValueError(
+        f"text.prompts {list(config.prompts)} hold too little text for prompts of "
+        f"{config.prompt_tokens or 1} tokens; give more text or lower text.prompt_tokens"
+    )
+
+
+def _read(config: TextConfig) -> tuple[list[str], list[str]]:
+    """Records to train on and records held out.
+
+    "stdlib" gives the Python files of the running interpreter, split as the embedded model's own corpus is.
+    """
+    records: list[str] = []
+    train: list[str] = []
+    held_out: list[str] = []
+    for name in config.prompts:
+        if name == "stdlib":
+            corpus = read_corpus(CorpusConfig(held_out_percent=config.held_out_percent))
+            train += [file.text for file in corpus.train]
+            held_out += [file.text for file in corpus.held_out]
+        else:
+            records += _records(Path(name).expanduser(), config.field)
+    if len(records) == 1:
+        records = [records[0][at : at + PIECE] for at in range(0, len(records[0]), PIECE)]
+    if len(records) == 1:
+        records = [records[0][: len(records[0]) // 2], records[0][len(records[0]) // 2 :]]
+    records = [record for record in records if record.strip()]
+    random.Random(0).shuffle(records)  # the same split in every run
+    count = min(max(1, round(len(records) * config.held_out_percent / 100)), len(records))
+    train, held_out = train + records[count:], held_out + records[:count]
+    if not train or not held_out:
+        raise ValueError(f"text.prompts {list(config.prompts)} are empty or too short to hold some out; add texts")
+    return train, held_out
+
+
+def _records(path: Path, field: str) -> list[str]:
+    """A `.jsonl` file's texts, one per line, or any other file's whole text; of a folder, all of its files'."""
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.suffix in TEXT_FILES and each.is_file())
+        return [record for file in files for record in _records(file, field)]
+    try:
+        content = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(
+            f"text.prompts must be files of UTF-8 text, folders or stdlib, got {path}: {problem}"
+        ) from None
+    if path.suffix != ".jsonl":
+        return [content]
+    return [_of_line(path, number, line, field) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+
+
+def _of_line(path: Path, number: int, line: str, field: str) -> str:
+    """The text of a line of JSON; of a list of texts, such as the turns of a conversation, the first."""
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"{path}, line {number}: no JSON ({problem})") from None
+    value = record.get(field) if isinstance(record, dict) else None
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str):
+        fields = ", ".join(record) if isinstance(record, dict) else "none"
+        raise ValueError(f"{path}, line {number}: text.field {field!r} holds no text there; fields: {fields}")
+    return value
+
+
+def count_learnt(texts: Sequence[Text], config: TextConfig, prompts: bool) -> int:
+    """Positions to learn from, over all texts."""
+    return sum(len(text.learnt(config, prompts)) for text in texts)

@@ -1,0 +1,134 @@
+"""What a run learns from: its batches, its held-out documents, its tokenizer, and how to tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from train.config import TrainConfig
+from train.corpus import Corpus, SourceFile, read_corpus
+from train.data import StreamedWindows, Windows, encode_files, pack, shuffled
+from train.texts import content_of, encode, rank_of, read_records, split_held_out
+from train.tokenizer import train_tokenizer
+
+MOST_READ_FOR_HELD_OUT = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """Data of one run; documents are tokens `[T]`, or tokens and labels `[2, T]`, int64."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: tuple[np.ndarray, ...]
+    held_out: tuple[np.ndarray, ...]
+    origin: str
+    corpus: Corpus | None = None
+
+
+def weighted(files: tuple[SourceFile, ...], library_repeat: int) -> list[SourceFile]:
+    """Repeat what is not test code, so that ordinary code is not drowned by it."""
+    return [file for file in files for _ in range(1 if file.is_test else library_repeat)]
+
+
+def make_tokenizer(config: TrainConfig, corpus: Corpus) -> PreTrainedTokenizerFast:
+    """Learn the tokenizer from the files to train on."""
+    texts = [file.text for file in weighted(corpus.train, config.corpus.library_repeat)]
+    return train_tokenizer(texts, config.model.vocab_size, config.model.max_position_embeddings)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a base model or of a checkpoint.
+
+    Raises:
+        ValueError: there is none, or it has no end-of-text token.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the hub and every tokenizer family have errors of their own
+        raise ValueError(f"model.base {str(name)!r} has no tokenizer that can be loaded ({error})") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of model.base {str(name)!r} must have an end-of-text token to put between texts"
+        )
+    return tokenizer
+
+
+def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Material:
+    """Read the data of a run; a tokenizer is loaded or learnt unless given.
+
+    Raises:
+        ValueError: the data cannot be read, or leave nothing to train on or to hold out.
+    """
+    if config.model.base and tokenizer is None:
+        tokenizer = load_tokenizer(config.model.base)
+    if config.data.path:
+        return _stream(config, tokenizer) if config.data.streaming and tokenizer else _texts(config, tokenizer)
+    corpus = read_corpus(config.corpus)
+    tokenizer = tokenizer or make_tokenizer(config, corpus)
+    train = encode_files(tokenizer, weighted(corpus.train, config.corpus.library_repeat))
+    return Material(tokenizer, tuple(train), tuple(encode_files(tokenizer, corpus.held_out)), corpus.origin, corpus)
+
+
+def _texts(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None) -> Material:
+    data = config.data
+    train, held_out = split_held_out(list(_contents(config)), data.held_out_percent)
+    shape = config.model
+    tokenizer = tokenizer or train_tokenizer(train, shape.vocab_size, shape.max_position_embeddings)
+    encoded = tuple(encode(tokenizer, content, data.max_length) for content in train)
+    kept = [encode(tokenizer, content, data.max_length) for content in held_out]
+    # Texts may be shorter than what is measured, so the held-out ones are measured in one piece.
+    return Material(tokenizer, encoded, (pack(kept, config.run.seed),), data.path)
+
+
+def _stream(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Material:
+    """Hold out the first texts whose rank is low, as many as evaluation needs."""
+    measured, limit = config.eval, _limit(config)
+    needed = max(measured.window * measured.num_windows, measured.prompt_tokens * measured.num_prompts)
+    kept: list[np.ndarray] = []
+    for content in islice(_contents(config), MOST_READ_FOR_HELD_OUT):
+        if rank_of(content) < limit:
+            kept.append(encode(tokenizer, content, config.data.max_length))
+            needed -= kept[-1].shape[1]
+        if needed <= 0:
+            break
+    if not kept:
+        raise ValueError("data.path has no text to hold out; raise data.held_out_percent or add texts")
+    return Material(tokenizer, (), (pack(kept, config.run.seed),), f"{config.data.path}, streamed")
+
+
+def _limit(config: TrainConfig) -> int:
+    return int(config.data.held_out_percent / 100 * 2**32)
+
+
+def _contents(config: TrainConfig) -> Iterator[Any]:
+    """Yield texts, or lists of messages, leaving out empty ones."""
+    for record in read_records(config.data):
+        content = content_of(record, config.data)
+        if content.strip() if isinstance(content, str) else content:
+            yield content
+
+
+def make_windows(config: TrainConfig, material: Material) -> Dataset[Tensor]:
+    """Cut what there is to train on into the batches of the whole run."""
+    run = config.run
+    num_batches = run.max_steps * run.gradient_accumulation_steps
+    if not material.train:
+
+        def read(epoch: int) -> Iterator[np.ndarray]:
+            contents = (each for each in _contents(config) if rank_of(each) >= _limit(config))
+            documents = (encode(material.tokenizer, each, config.data.max_length) for each in contents)
+            return shuffled(documents, config.data.shuffle_buffer, (run.seed, epoch))
+
+        print(f"data: {material.origin}", flush=True)
+        return StreamedWindows(read, run.windows, run.tokens_per_batch, num_batches, run.gradient_accumulation_steps)
+    stream = pack(material.train, run.seed)
+    print(f"data: {material.origin}, {len(material.train)} documents, {stream.shape[-1]:,} tokens an epoch", flush=True)
+    return Windows(stream, run.windows, run.tokens_per_batch, num_batches, run.gradient_accumulation_steps, run.seed)
