@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict, Unpack
@@ -18,6 +19,7 @@ from selfspec.decoding.request import Completion, Processor, Request, make_reque
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
 from selfspec.errors import whole
+from selfspec.learn import Learner
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.fingerprint import hidden_size_of, weights_of
 from selfspec.target.selfcheck import self_check
@@ -62,6 +64,8 @@ class Target:
         self, model: nn.Module, tokenizer: Any = None, *, check: bool = True, exit_heads: ExitHeads | None = None
     ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
+        self.learner: Learner | None = None
+        """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
         self._open()
 
@@ -93,10 +97,11 @@ class Target:
         stack = self.stack
         if heads is not None:
             heads.check(stack.num_layers, hidden_size_of(stack))
-            heads = heads.to(stack.device, stack.dtype)
             if heads.weights and heads.weights != weights_of(stack):
                 _log.warning("these exit heads were trained for other weights; drafts may be worse, output is the same")
-        self._exit_heads = stack.exit_heads = heads
+        self._exit_heads = heads
+        # the caller's may serve other targets, of other devices and dtypes
+        stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
         self._prior, self._looked, self._costs = None, False, None
 
     @property
@@ -147,6 +152,7 @@ class Target:
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         max_batch_size: int = 8,
+        learn: Learner | bool = False,
         **options: Unpack[Options],
     ) -> list[Completion]:
         """Continue every prompt; the tokens are those of plain decoding, whatever the policy.
@@ -159,11 +165,13 @@ class Target:
                 quarter of the layers.
             num_draft_tokens: tokens drafted per round, likewise; else 4.
             max_batch_size: rows decoded together; the others wait and join as rows end.
+            learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
+                that is made at the first such call and kept. The tokens stay the same.
 
         Raises:
             ValueError: an empty or too long prompt, or an option out of range.
         """
-        settings = {"policy": policy, "exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
+        settings = {"policy": policy, "exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, "learn": learn}
         rounds = self.stream(prompts, max_batch_size=max_batch_size, **settings, **options)  # type: ignore[arg-type]
         done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
         return sorted(done, key=lambda completion: completion.request_id)
@@ -176,6 +184,7 @@ class Target:
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         max_batch_size: int = 8,
+        learn: Learner | bool = False,
         **options: Unpack[Options],
     ) -> Iterator[Round]:
         """Like `generate`, but yields every round as it ends; a row's `request_id` is its prompt's index.
@@ -185,6 +194,7 @@ class Target:
         requests = self._requests(prompts, dict(options))
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
+        learner = self._learner(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
@@ -196,10 +206,21 @@ class Target:
             num_draft_tokens=num_draft_tokens,
             max_batch_size=max_batch_size if max_batch_size < 1 else batch,
             max_cached_tokens=batch * longest,
+            learn=learner,
         )
         for request in requests:
             engine.submit(request)
         return self._remembering(engine)
+
+    def _learner(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
+        if learn is True:
+            learn = self.learner = self.learner or Learner(self)
+        if not isinstance(learn, Learner):
+            return None
+        learn.follow(self.stack)
+        if exit_layer is not None and 1 <= exit_layer < self.stack.num_layers:
+            learn.cover([exit_layer])
+        return learn
 
     def _remembering(self, engine: Engine) -> Iterator[Round]:
         """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""

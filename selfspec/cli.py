@@ -16,7 +16,7 @@ import selfspec
 from selfspec.commands.failure import INTERRUPTED, RUN, USAGE, Failure
 from selfspec.commands.generate import generate
 from selfspec.commands.notices import notices
-from selfspec.commands.options import ADAPTER_HELP, DEVICE, DEVICE_HELP, DTYPE_HELP, Dtype, Generate
+from selfspec.commands.options import ADAPTER_HELP, DEVICE, DEVICE_HELP, DTYPE_HELP, EXIT_HEADS_HELP, Dtype, Generate
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
 
@@ -117,6 +117,7 @@ def _calibrate(
     adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help=ADAPTER_HELP)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
+    exit_heads: Annotated[str | None, typer.Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP)] = None,
     batch_sizes: Annotated[
         list[str] | None,
         typer.Option(metavar="B,B,...", help="Rows decoded together; may be repeated. Default: 1,2,4,8."),
@@ -128,7 +129,7 @@ def _calibrate(
     from selfspec.commands.calibrate import calibrate
 
     with notices(quiet):
-        calibrate(model, dtype, device, adapter, batch_sizes or [], plan, as_json, quiet)
+        calibrate(model, dtype, device, adapter, exit_heads, batch_sizes or [], plan, as_json, quiet)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

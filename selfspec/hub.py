@@ -56,10 +56,10 @@ def load(
 
 def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:
     """The exit heads that were asked for, else those beside the model's weights in a folder."""
-    if isinstance(given, ExitHeads) or given == "none":
-        return None if given == "none" else given  # type: ignore[return-value]
+    if isinstance(given, ExitHeads):
+        return given
     if given is not None:
-        return ExitHeads.load(given)
+        return None if str(given) == "none" else ExitHeads.load(given)
     if isinstance(model, nn.Module):
         return None
     folder = DEMO if str(model) == "demo" else Path(model).expanduser()

@@ -24,6 +24,7 @@ def calibrate(
     dtype: str | None,
     device: str | None,
     adapter: Path | None,
+    exit_heads: str | None,
     batch_sizes: Sequence[str],
     plan: bool,
     as_json: bool,
@@ -34,7 +35,7 @@ def calibrate(
     from selfspec import hub, profile, show  # torch and transformers, from here on
 
     with as_sentences():
-        target = hub.load(model, dtype=dtype, device=device, adapter=adapter)
+        target = hub.load(model, dtype=dtype, device=device, adapter=adapter, exit_heads=exit_heads)
     costs = _measure(target, sizes, _progress(model, show.make_console(sys.stderr, quiet=quiet)))
     file = profile.save_costs(target.stack, costs)
     key = profile.costs_key(target.stack)

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+from selfspec.commands.failure import RUN, Failure
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import read_prompts
 
@@ -17,12 +18,33 @@ def generate(options: Generate) -> None:
     from selfspec.commands.job import Job  # torch and transformers, from here on
 
     job = Job.make(options, prompts)
-    if options.prompts is not None:
-        _write_lines(job, options)
-    else:
-        _write_one(job, options)
+    try:
+        if options.prompts is not None:
+            _write_lines(job, options)
+        else:
+            _write_one(job, options)
+    finally:  # interrupted or not: what was learned is good
+        _keep_heads(job, options)
     if job.policy != "plain":
         job.target.save_prior()
+
+
+def _keep_heads(job: Any, options: Generate) -> None:
+    """Save what was learned, and say how much it was."""
+    from selfspec import show
+
+    learner = job.learner
+    if learner is None:
+        return
+    try:
+        learner.save()
+    except OSError as problem:
+        raise Failure(f"--learn {options.learn} cannot be written to ({problem.strerror})", RUN) from problem
+    if not options.as_json:
+        share = learner.seconds / max(learner.decoding_seconds, 1e-9)
+        line = f"learned from {learner.num_lessons} refused drafts in {learner.num_updates} updates, "
+        line += f"{learner.seconds:.2f} s ({share:.1%} of decoding); saved in {options.learn}"
+        show.make_console(sys.stderr, quiet=options.quiet).print(line, style="dim", soft_wrap=True, highlight=False)
 
 
 def _write_one(job: Any, options: Generate) -> None:
@@ -30,7 +52,7 @@ def _write_one(job: Any, options: Generate) -> None:
     from selfspec.commands.job import consume
     from selfspec.commands.screen import Screen
 
-    rounds = job.rounds()
+    rounds = job.rounds(learn=job.learner or False)
     screen = Screen(job, options)
     try:
         run = consume(rounds, screen.show)
@@ -69,7 +91,7 @@ def _write_lines(job: Any, options: Generate) -> None:
             _write(waiting.pop(at))
             at += 1
 
-    rounds = job.rounds()
+    rounds = job.rounds(learn=job.learner or False)
     screen = Screen(job, options)
     run = consume(rounds, show)
     comparison = None

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import inf
+from tempfile import TemporaryFile
 from typing import Any
 
 from selfspec import hub
 from selfspec.api import Target
-from selfspec.commands.failure import as_sentences
+from selfspec.commands.failure import RUN, Failure, as_sentences
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
 from selfspec.control.plan import Seconds
@@ -18,6 +19,9 @@ from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
+from selfspec.learn import Learner
+from selfspec.target.exit_heads import FILE as EXIT_HEADS_FILE
+from selfspec.target.exit_heads import ExitHeads
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
 STAGES = tuple(field.name for field in fields(Seconds) if not field.name.startswith("_"))
@@ -59,6 +63,7 @@ class Job:
     chat: bool
     options: dict[str, Any]
     prior: dict[str, Any] | None
+    learner: Learner | None = None
 
     @classmethod
     def make(cls, options: Generate, prompts: list[Prompt]) -> Job:
@@ -66,6 +71,8 @@ class Job:
         with as_sentences():
             names = ("dtype", "device", "adapter", "exit_heads")
             parts: dict[str, Any] = {name: getattr(options, name) for name in names}
+            if _has_learned(options):
+                parts["exit_heads"] = "none"
             target = hub.load(options.model, **parts)
         chat = wants_chat(target.tokenizer, options)
         with hub.quiet():
@@ -75,11 +82,12 @@ class Job:
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)
+        learner = None if options.learn is None or policy == "plain" else _learner(target, options)
         prior = target.prior if policy == "adaptive" else None
-        return cls(target, prompts, ids, policy, chat, given, prior)
+        return cls(target, prompts, ids, policy, chat, given, prior, learner)
 
     def rounds(self, policy: str | None = None, **changes: Any) -> Iterator[Round]:
-        """The rounds of one run; refuses bad options at the call."""
+        """The rounds of one run; refuses bad options at the call. `learn=job.learner` has it learn meanwhile."""
         options, policy = self.options | changes, policy or self.policy
         if policy == "adaptive":
             self.target.prior = self.prior
@@ -105,6 +113,34 @@ def consume(rounds: Iterator[Round], show: Callable[[Round], None]) -> Run:
             exits[round_.plan.exit_layer or inf] += 1
     plans = {"plain" if exit_layer == inf else str(exit_layer): count for exit_layer, count in sorted(exits.items())}
     return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages), plans)
+
+
+def _has_learned(options: Generate) -> bool:
+    """Whether the folder to learn in has heads already: the run goes on with them."""
+    if options.learn is None or not (options.learn / EXIT_HEADS_FILE).is_file():
+        return False
+    if options.exit_heads is not None:
+        raise Failure(f"--learn {options.learn} goes on with the heads that are there; leave --exit-heads out")
+    return True
+
+
+def _learner(target: Target, options: Generate) -> Learner:
+    """Who learns; a folder that will not do is found out before anything has been decoded."""
+    folder = options.learn
+    assert folder is not None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise Failure(f"--learn {folder} cannot be written to ({problem.strerror}); choose another", RUN) from problem
+    with as_sentences():
+        try:
+            if _has_learned(options):
+                target.exit_heads = ExitHeads.load(folder)
+        except ValueError as problem:
+            raise Failure(f"--learn {folder}: {problem}") from problem
+        return Learner(target, folder=folder, layers=None if options.exit_layer is None else [options.exit_layer])
 
 
 def _policy_name(options: Generate, target: Target) -> str:

@@ -71,6 +71,16 @@ class Generate:
         ),
     ] = None
 
+    learn: Annotated[
+        Path | None,
+        Option(
+            metavar="FOLDER",
+            help="Improve the exit heads by what is refused, and keep them in FOLDER: from there the next run goes on. "
+            "At most a twentieth of the time; the text stays the same.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+
     max_new_tokens: Annotated[int, Option(metavar="N", help="Most tokens to write.", rich_help_panel=_SAMPLE)] = 128
     temperature: Annotated[float, Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLE)] = 0.0
     top_k: Annotated[int, Option(metavar="K", help="Keep the K likeliest; 0: all.", rich_help_panel=_SAMPLE)] = 0
@@ -137,6 +147,10 @@ def _check_pairs(given: Generate) -> None:
                 )
     if given.compare and given.policy == "plain":
         raise Failure("--compare measures a policy that drafts against plain decoding, got --policy plain")
+    if given.learn is not None and (given.policy == "plain" or given.num_draft_tokens == 0):
+        raise Failure("--learn learns from refused drafts, and plain decoding drafts nothing; leave one of them out")
+    if given.learn is not None and given.learn.exists() and not given.learn.is_dir():
+        raise Failure(f"--learn needs a folder, got the file {given.learn}")
     if given.show_plan and given.quiet:
         raise Failure("--show-plan writes to stderr, which --quiet keeps empty; leave one of them out")
     if given.chat is False and given.system is not None:

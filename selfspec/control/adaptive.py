@@ -40,9 +40,9 @@ SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 TRUST, FORGET = 20.0, 60.0  # tokens a forecast is believed for beside what came true; after which that counts half
-LOOK_EVERY = 4  # drafting rounds between looks at the clock
+LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
-PICK_STEP, MOST_PICK = 0.1, 200.0  # how fast the price of picks follows the clock, and how far
+PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 
 
 class Adaptive:

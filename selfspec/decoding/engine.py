@@ -14,7 +14,7 @@ from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
 from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.rounds import Verdict, decode_round
+from selfspec.decoding.rounds import Teach, Verdict, decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
 from selfspec.errors import CacheFullError, whole
@@ -41,6 +41,15 @@ class Decodable(Protocol):
     @property
     def prior(self) -> Any: ...
     def costs(self, batch_size: int = 1) -> Costs: ...
+
+
+class Learns(Protocol):
+    """Who is told where drafts were refused, and may change exit heads between rounds; see `selfspec.learn`."""
+
+    @property
+    def take(self) -> Teach: ...
+    def follow(self, stack: Stack) -> None: ...
+    def after(self, num_ended: int, seconds: float) -> None: ...
 
 
 def policy_for(
@@ -77,6 +86,7 @@ class Engine:
         page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64
             on CUDA.
         prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
+        learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class Engine:
         max_cached_tokens: int | None = None,
         page_size: int | None = None,
         prefill_chunk: int = 512,
+        learn: Learns | None = None,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -102,6 +113,9 @@ class Engine:
             page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
+        if learn is not None:
+            learn.follow(self.stack)
+        self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size)
@@ -166,6 +180,9 @@ class Engine:
             self._prefill()
             seconds.lap("prefill")
             plan = self._decode(seconds)
+        if self.learn is not None:
+            self.learn.after(sum(row.completion is not None for row in self._results), seconds.total)
+            seconds.lap("control")
         results, self._results = self._results, []
         return Round(results, plan, seconds)
 
@@ -178,7 +195,8 @@ class Engine:
         seconds.lap("control")
         outcomes = []
         try:
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds)
+            teach = None if self.learn is None else self.learn.take
+            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach)
             for row, verdict in zip(ready, verdicts, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
@@ -227,10 +245,10 @@ class Engine:
         if plan.shadow is not None:
             layers, chosen = plan.shadow.layers, plan.shadow.rows
             allowed = set(range(1, self.stack.num_layers)) - {plan.exit_layer}
-            if not layers or not set(layers) <= allowed or not set(chosen) <= set(range(len(rows))):
+            if not layers or [*layers] != sorted({*layers} & allowed) or not set(chosen) <= set(range(len(rows))):
                 raise ValueError(
-                    f"a plan's shadow must name layers in 1..{self.stack.num_layers - 1}, not its exit layer, and rows "
-                    f"below {len(rows)}, got layers {list(layers)} and rows {list(chosen)}"
+                    f"a plan's shadow must name, in order, layers in 1..{self.stack.num_layers - 1}, not its exit "
+                    f"layer, and rows below {len(rows)}, got layers {list(layers)} and rows {list(chosen)}"
                 )
         if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
             raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")

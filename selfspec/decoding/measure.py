@@ -15,7 +15,7 @@ import torch
 
 from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.control.plan import Plan, Seconds
-from selfspec.decoding.pick import Sampling
+from selfspec.decoding.pick import Sampling, pick
 from selfspec.decoding.request import Request
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
@@ -76,8 +76,9 @@ def measure(
 
 
 def doubtful(costs: Costs) -> bool:
-    """Whether one layer seems to cost as much as half of all of them, of a model of several."""
-    return costs.num_layers >= 4 and costs.early[1](1) > costs.plain(1) / 2
+    """Whether a layer seems to cost as much as half of all of them, or a part of a model more than the whole of it."""
+    early, plain = costs.early[1], costs.plain(1)
+    return costs.num_layers >= 4 and (early(1) > plain / 2 or early(costs.num_layers - 1) > 1.3 * plain)
 
 
 class _Laps(Seconds):
@@ -219,7 +220,8 @@ class _Clock:
         start = self.now()
         logits = self.stack.logits(hidden, self.middle)
         between = self.now()
-        logits.argmax(-1).tolist()
+        picks = pick(logits, [Sampling()] * num_tokens, torch.arange(num_tokens, device=self.stack.device))
+        torch.stack([picks, picks]).tolist()  # as a round copies its drafts and picks
         self.keep("head", 1, num_tokens, between - start)
         self.keep("pick", 1, num_tokens, self.now() - between)
 

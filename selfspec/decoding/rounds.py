@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,10 @@ from selfspec.decoding.shadow import part_of, shadow_picks
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack, Taps
+
+# Is given, of one exit layer, what a head could learn from: hidden states `[n, hidden_size]` after it, and the target's
+# logits `[n, vocab]` at the same positions. Both are copies.
+Teach = Callable[[int, Tensor, Tensor], None]
 
 
 class Verdict(NamedTuple):
@@ -39,7 +43,9 @@ class Verdict(NamedTuple):
         )
 
 
-def decode_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> list[Verdict]:
+def decode_round(
+    stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, seconds: Seconds, teach: Teach | None = None
+) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`."""
     last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
     tapped = plan.shadow.layers if plan.shadow is not None else ()
@@ -64,13 +70,45 @@ def decode_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Pla
         verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
     if chooser is not None and plan.keep_divergence:
         verdicts = _with_divergences(verdicts, chooser, scores)
+    taps: list[Tensor] = []
     if plan.shadow is not None:
         seconds.lap("rest")
         seen = [h for h in (later or {}).values() if h is not None]
         taps = [*([] if draft.taps is None else [draft.taps]), *([torch.stack(seen)] if seen else [])]
         verdicts = _with_shadows(stack, rows, plan, verdicts, taps, logits, picks)
         seconds.lap("shadow")
+    if teach is not None:
+        _hand_on(teach, rows, plan, verdicts, draft.hidden, taps, logits)
     return verdicts
+
+
+def _hand_on(
+    teach: Teach,
+    rows: Sequence[Row],
+    plan: Plan,
+    verdicts: Sequence[Verdict],
+    hidden: Tensor,  # [N, hidden_size] after the exit
+    taps: Sequence[Tensor],  # as in `_with_shadows`
+    logits: Tensor,
+) -> None:
+    """Lessons from where each row's draft was refused; where nothing was drafted, from every row that was looked at.
+
+    Rows with processors give none: what those make of the logits holds for their requests only.
+    """
+    starts, lessons = _starts(verdicts), []
+    for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        refused = verdict.accepted < len(verdict.drafted) or (plan.exit_layer is None and bool(taps))
+        if refused and not row.request.logits_processor:
+            lessons.append(starts[i] + verdict.accepted)
+    if not lessons:
+        return
+    at = torch.tensor(lessons, device=logits.device)
+    told = logits[at]
+    if plan.exit_layer is not None:
+        teach(plan.exit_layer, hidden[at], told)
+    layers = plan.shadow.layers if plan.shadow is not None else ()
+    for layer, seen in zip(layers, [one for part in taps for one in part], strict=True):
+        teach(layer, seen[at], told)
 
 
 def _starts(verdicts: Sequence[Verdict]) -> list[int]:

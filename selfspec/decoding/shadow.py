@@ -17,7 +17,7 @@ from selfspec.kernels.gumbel import gumbel
 from selfspec.target.stack import Stack
 
 TOP = 32  # of the target's likeliest tokens
-CHUNK = 256  # rows of one vocabulary product
+CHUNK = 256  # rows of one vocabulary product, as far as one layer's positions are fewer
 
 
 def shadow_picks(

@@ -53,7 +53,8 @@ class ExitHeads(nn.Module):
     def __init__(self, layers: Iterable[int], hidden_size: int, rank: int, weights: str = "") -> None:
         super().__init__()
         self.layers = tuple(sorted(set(layers)))
-        if not self.layers or self.layers[0] < 1 or hidden_size < 1 or rank < 1:
+        sizes = (*self.layers, hidden_size, rank)
+        if not self.layers or {*map(type, sizes)} != {int} or min(sizes) < 1:
             raise ValueError(
                 f"exit heads need layers of at least 1, a hidden size and a rank, "
                 f"got {list(self.layers)}, {hidden_size} and {rank}"
@@ -109,15 +110,20 @@ class ExitHeads(nn.Module):
         try:
             with safe_open(file, "pt") as opened:
                 metadata: dict[str, Any] = opened.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
-                heads = cls(**json.loads(metadata["about"]), weights=metadata.get("weights", ""))
-                heads.load_state_dict({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+                saved = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
+            about = json.loads(metadata["about"])
+            if len(saved) != 3 * len(about["layers"]) or not all(t.is_floating_point() for t in saved.values()):
+                raise ValueError("its tensors are not those it tells of")
+            with torch.device("meta"):  # what the file claims costs no memory until its tensors have borne it out
+                heads = cls(**about, weights=metadata.get("weights", ""))
+            heads.load_state_dict(saved, assign=True)
         except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as problem:
             raise OSError(
                 f"exit heads {path}: {file.name} is truncated or damaged; copy it or train them again"
             ) from problem
-        return heads.requires_grad_(False)
+        return heads.float().requires_grad_(False)
 
     def check(self, num_layers: int, hidden_size: int) -> None:
         """Raise ValueError where they cannot belong to a model of this shape."""

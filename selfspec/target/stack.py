@@ -116,17 +116,20 @@ class Stack:
             exit_layer: the number of layers the hidden states have been through, when they still lack the final norm.
         """
         early = exit_layer is not None and exit_layer < self.num_layers
-        if self.exit_heads is not None and exit_layer is not None and early:
-            hidden = self.exit_heads(hidden, exit_layer)
-        return self._logits(hidden, early)
+        heads = self.exit_heads  # read once: another thread may set it
+        if heads is not None and exit_layer is not None and early:
+            hidden = heads(hidden, exit_layer)
+        return self.head_logits(hidden, early)
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""
-        if self.exit_heads is not None:
-            hidden = self.exit_heads.of_layers(hidden, layers)
-        return self._logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
+        heads = self.exit_heads
+        if heads is not None:
+            hidden = heads.of_layers(hidden, layers)
+        return self.head_logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
 
-    def _logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
+    def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
+        """Logits `[N, vocab]` in fp32 through the model's own head, and its norm where `hidden` lacks that."""
         if self.lean is not None:
             return self.lean.logits(hidden, normed=not lacks_norm)
         if lacks_norm:
@@ -148,8 +151,9 @@ class Stack:
             return None
         head, short = self._short
         short.call.top = top
-        if self.exit_heads is not None:
-            hidden = self.exit_heads.of_layers(hidden, layers)
+        heads = self.exit_heads
+        if heads is not None:
+            hidden = heads.of_layers(hidden, layers)
         flat = self._normed(hidden.reshape(-1, hidden.shape[-1]))[None]
         logits = short(flat)[0] if self.lean is not None else head(inputs_embeds=flat).logits[0]
         return logits.float().view(len(hidden), len(top), -1)

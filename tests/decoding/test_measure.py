@@ -136,5 +136,7 @@ def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
     costs = measure(tiny("llama").stack, repeats=1)
     slow = Table.of({exit_layer: costs.plain(1) for exit_layer in costs.early[1].points})
     assert module.doubtful(dataclasses.replace(costs, early={1: slow}))
+    dear = Table.of({1: 0.1 * costs.plain(1), 3: 1.5 * costs.plain(1)})
+    assert module.doubtful(dataclasses.replace(costs, early={1: dear}))
     fast = Table.of({exit_layer: 0.2 * exit_layer * costs.plain(1) for exit_layer in costs.early[1].points})
     assert not module.doubtful(dataclasses.replace(costs, early={1: fast}))

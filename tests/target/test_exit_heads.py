@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -153,3 +154,42 @@ def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_a
     plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
     assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
     assert target.exit_heads.heads["1"].up.dtype == torch.float64
+
+
+def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_changed():
+    heads, model = some_heads(), build("llama")
+    before = [parameter.clone() for parameter in heads.parameters()]
+    one, other = Target(model, exit_heads=heads), Target(build("llama").to(torch.bfloat16), exit_heads=heads)
+    for target in (one, other):
+        [plain] = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
+        assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain.tokens
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, heads.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"layers": [1, 3], "hidden_size": 10**9, "rank": 10**9},
+        {"layers": [True, 3], "hidden_size": 32, "rank": 5},
+        {"layers": [-1, 3], "hidden_size": 32, "rank": 5},
+        {"layers": list(range(1, 20_000)), "hidden_size": 32, "rank": 5},
+        {"layers": [1], "hidden_size": 32, "rank": 5},
+        {"layers": None, "hidden_size": 32, "rank": 5},
+        [],
+    ],
+    ids=["huge", "a truth value", "negative", "many", "fewer", "none", "a list"],
+)
+def test_a_file_whose_words_do_not_fit_its_tensors_is_refused_before_anything_is_made_of_it(tmp_path, about):
+    state, generator = some_heads().state_dict(), torch.get_rng_state()
+    metadata = {"format": module.FORMAT, "about": json.dumps(about), "weights": ""}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / FILE, metadata)
+    with pytest.raises(OSError, match="truncated or damaged"):
+        ExitHeads.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_loading_draws_no_random_numbers(tmp_path):
+    some_heads().save(tmp_path)
+    generator = torch.get_rng_state()
+    ExitHeads.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), generator)

@@ -1,0 +1,250 @@
+"""Online learning: heads get better by what is refused, within a share of the time, and never change a token."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from selfspec.api import Target
+from selfspec.decoding.engine import Engine
+from selfspec.learn import Learner
+from selfspec.target.exit_heads import FILE, ExitHeads
+from tests.helpers import Adversary, Always, decode, make_prompts
+from tests.models import build
+
+ALWAYS_TIME = {"share": 1.0, "every": 2, "batch_size": 16, "clock": lambda: 0.0}  # learning takes none by this clock
+
+
+class Ticks:
+    """A clock that moves on by so much at every look, and runs backwards now and then."""
+
+    def __init__(self, step, back=()):
+        self.now, self.step, self.looks, self.back = 0.0, step, 0, back
+
+    def __call__(self):
+        self.looks += 1
+        self.now += -100 * self.step if self.looks in self.back else self.step
+        return self.now
+
+
+@pytest.fixture
+def target():
+    return Target(build("llama"))
+
+
+def refused(completions):
+    stats = [completion.stats for completion in completions]
+    return 1 - sum(s.num_accepted_draft_tokens for s in stats) / sum(s.num_draft_tokens for s in stats)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": [3, 1, 4, 1, 5, 9]}])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the lean body, and the model's own code
+def test_output_and_weights_stay_the_same_while_heads_change(family, sampling):
+    model = build(family)
+    prompts = make_prompts([3, 9, 1, 17, 6, 12])
+    plain = Target(build(family)).generate(prompts, policy="plain", max_new_tokens=24, **sampling)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    target = Target(model)
+    learner = Learner(target, layers=[1, 2, 3], **ALWAYS_TIME)
+    for seed in range(3):
+        policy = Adversary(seed, 4)
+        engine = Engine(target, policy=policy, max_batch_size=3, max_cached_tokens=256, learn=learner)
+        for i, prompt in enumerate(prompts):
+            own = {name: value[i] if isinstance(value, list) else value for name, value in sampling.items()}
+            engine.submit(prompt, max_new_tokens=24, **own)
+        done = [row.completion for round_ in engine.run() for row in round_.rows if row.completion is not None]
+        assert [c.tokens for c in sorted(done, key=lambda c: c.request_id)] == [c.tokens for c in plain]
+    assert learner.num_updates > 1 and all(head.up.any() for head in learner.heads.heads.values())
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_drafts_get_better_on_what_they_were_refused_at(target):
+    prompts = make_prompts([5] * 8)
+    go = partial(target.generate, prompts, exit_layer=2, num_draft_tokens=3, max_new_tokens=24)
+    before = go()
+    learner = Learner(target, layers=[2], lr=1e-2, **ALWAYS_TIME)
+    learner.decoding_seconds = 1e9  # time is not what is tested here
+    for _ in range(8):
+        go(learn=learner)
+    after = go()
+    assert [c.tokens for c in after] == [c.tokens for c in before]
+    assert refused(after) < 0.6 * refused(before)
+
+
+def test_learning_that_is_off_costs_nothing(target, monkeypatch):
+    monkeypatch.setattr("selfspec.decoding.rounds._hand_on", None)
+    target.generate(make_prompts([5]), exit_layer=1, max_new_tokens=8)
+    assert (target.learner, target.exit_heads) == (None, None)
+
+
+def test_true_keeps_one_learner_that_covers_the_layer_asked_for(target):
+    target.generate(make_prompts([5]), exit_layer=3, max_new_tokens=8, learn=True)
+    learner = target.learner
+    assert 3 in learner.heads.layers
+    learner.decoding_seconds = 100.0
+    target.generate(make_prompts([5]), exit_layer=1, max_new_tokens=8, learn=True)
+    assert learner.num_lessons > 0
+    assert target.learner is learner and target.exit_heads is learner.heads
+
+
+def test_a_learner_of_another_target_is_refused(target):
+    learner = Learner(Target(build("llama")))
+    with pytest.raises(ValueError, match="learn must be a Learner of the target that decodes"):
+        target.generate([[5]], learn=learner)
+
+
+def test_a_learner_follows_a_model_that_changed(target):
+    learner = Learner(target, layers=[2], **ALWAYS_TIME)
+    learner.decoding_seconds = 100.0
+    target.generate(make_prompts([5] * 4), exit_layer=2, max_new_tokens=24, learn=learner)
+    learned = learner.heads.heads["2"].up.double()
+    assert learned.any()
+    target.model.to(torch.float64)
+    learner.target.generate(make_prompts([5]), exit_layer=2, max_new_tokens=1, learn=learner)
+    assert torch.equal(learner.heads.heads["2"].up, learned)
+    target.generate(make_prompts([5, 6]), exit_layer=2, max_new_tokens=16, learn=learner)
+    assert next(learner.heads.parameters()).dtype == torch.float64 and target.exit_heads is learner.heads
+
+
+def lessons(count, seed=0, layer=2):
+    made = torch.Generator().manual_seed(seed)
+    return layer, torch.randn(count, 32, generator=made), torch.randn(count, 96, generator=made)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
+def test_learning_takes_no_more_than_its_share(target, share):
+    learner = Learner(target, layers=[2], share=share, every=1, clock=Ticks(0.01))
+    for seed in range(300):
+        learner.take(*lessons(3, seed))
+        learner.after(1, 0.1)
+        # one call to `take` and one step may be begun before it is known what they cost
+        assert learner.seconds <= share * learner.decoding_seconds + (0.05 if share else 0)
+    assert (learner.num_steps > 0) == (share > 0)
+
+
+def test_a_clock_that_runs_backwards_does_no_harm(target):
+    learner = Learner(target, layers=[2], share=0.3, every=1, clock=Ticks(0.01, back=range(3, 900, 7)))
+    for seed in range(100):
+        learner.take(*lessons(3, seed))
+        learner.after(1, 0.1 if seed % 3 else -5.0)
+    assert learner.num_steps > 0 and learner.seconds >= 0 and learner.decoding_seconds >= 0
+
+
+def test_requests_are_counted_between_updates(target):
+    learner = Learner(target, layers=[2], every=8, share=1.0)
+    learner.take(*lessons(8))
+    for _ in range(7):
+        learner.after(1, 1.0)
+    assert learner.num_updates == 0
+    learner.after(1, 1.0)
+    assert learner.num_updates == 1
+
+
+@pytest.mark.parametrize("part", ["hidden", "logits"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_is_forgotten_with_its_neighbours(target, part, bad):
+    learner = Learner(target, layers=[1, 2], share=1.0)
+    learner.decoding_seconds = 100.0
+    learner.take(*lessons(8))
+    learner.update()
+    steps = learner.num_steps
+    layer, hidden, logits = lessons(1)
+    (hidden if part == "hidden" else logits)[:] = bad
+    learner.take(layer, hidden, logits)
+    for _ in range(20):
+        learner.update()
+        if 2 not in learner._lessons:
+            break
+    assert 2 not in learner._lessons
+    assert all(weight.isfinite().all() for weight in learner.heads.state_dict().values())
+    learner.take(*lessons(8, 1))
+    learner.update()
+    assert learner.num_steps > steps
+    assert all(weight.isfinite().all() for weight in learner.heads.state_dict().values())
+
+
+def test_the_oldest_lessons_make_room(target):
+    learner = Learner(target, layers=[2], buffer=100, share=1.0)
+    learner.decoding_seconds = 100.0
+    for seed in range(30):
+        learner.take(*lessons(7, seed))
+    ring = learner._lessons[2]
+    assert len(ring) == 100
+    newest = torch.cat([lessons(7, seed)[1] for seed in range(30)])[-100:]
+    seen = ring.sample(1000, torch.Generator().manual_seed(0)).hidden
+    assert (seen[:, None] == newest).all(-1).any(-1).all()
+
+
+def test_what_is_saved_is_what_drafts_and_can_be_gone_on_with(target, tmp_path):
+    with Learner(target, layers=[2], folder=tmp_path / "new", **ALWAYS_TIME) as learner:
+        target.generate(make_prompts([5] * 4), exit_layer=2, max_new_tokens=24, learn=learner)
+    saved = ExitHeads.load(tmp_path / "new")
+    assert all(torch.equal(v, saved.state_dict()[k]) for k, v in learner.heads.state_dict().items())
+    again = Learner(Target(build("llama"), exit_heads=saved), layers=[1])
+    assert again.heads.layers == (1, 2) and torch.equal(again.heads.heads["2"].up, saved.heads["2"].up)
+    assert again.target.exit_heads is again.heads
+
+
+def test_a_save_that_fails_leaves_what_was_there(target, tmp_path, monkeypatch):
+    learner = Learner(target, layers=[2], folder=tmp_path)
+    old = learner.save().read_bytes()
+    with torch.no_grad():
+        learner.heads.heads["2"].up += 1
+
+    def fails(*given):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        learner.save()
+    assert (tmp_path / FILE).read_bytes() == old
+    assert os.listdir(tmp_path) == [FILE]
+
+
+def test_rows_with_processors_give_no_lessons(target):
+    learner = Learner(target, layers=[2])
+    engine = {"learn": learner}
+    decode(target, make_prompts([5]), Always(2, 4), engine=engine, max_new_tokens=16, logits_processor=lambda i, s: s)
+    assert learner.num_lessons == 0
+    decode(target, make_prompts([5]), Always(2, 4), engine=engine, max_new_tokens=16)
+    assert learner.num_lessons > 0
+
+
+def test_nobody_elses_random_numbers_move(target):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    learner = Learner(target, layers=[2], **ALWAYS_TIME)
+    learner.decoding_seconds = 100.0
+    learner.take(*lessons(8))
+    learner.update()
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"share": 1.5}, "share must lie between 0 and 1, got 1.5"),
+        ({"share": float("nan")}, "share must lie between 0 and 1, got nan"),
+        ({"every": 0}, "every must be .*at least 1, got 0"),
+        ({"lr": 0}, "lr must lie between 0 and 1, got 0"),
+        ({"layers": [4]}, "more than 4 layers"),
+        ({"layers": [0]}, "layers must be .*at least 1, got 0"),
+        ({"rank": 0}, "rank must be .*at least 1, got 0"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(target, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Learner(target, **options)
+    assert target.exit_heads is None
+
+
+def test_a_folder_is_needed_to_save(target):
+    with pytest.raises(ValueError, match="folder must be named"):
+        Learner(target).save()
