@@ -1,0 +1,94 @@
+"""Whether outputs are plain decoding's, token for token; and where not, how near the model itself was to a tie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from eval.questions import Question
+from eval.run.loop import Scene, prompt_of
+from eval.run.records import Row
+from selfspec.api import Target
+
+TIE = 8  # a gap of so many units of the number format's last place, at the size of the largest logit, is rounding
+
+
+class Difference(NamedTuple):
+    """Where an answer first leaves the reference's."""
+
+    question_id: int | str
+    turn: int  # 0 for the first
+    position: int  # index among the turn's new tokens
+    token: int | None  # None: the answer ends here
+    reference: int | None
+    gap: float | None = None  # the model's best logit there less its second best; None: not asked (sampled output)
+    is_tie: bool | None = None
+
+
+def first_difference(answer: Row, reference: Row) -> Difference | None:
+    """The first token that differs; a missing or surplus one differs too.
+
+    Turns after it are built on it, and not compared. An answer that came as text is equal when its text is, whatever
+    tokens that text is cut into.
+    """
+    ours, theirs = answer["choices"][0], reference["choices"][0]
+    for turn, (tokens, wanted) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
+        if tokens == wanted or (ours["is_text"][turn] and ours["turns"][turn] == theirs["turns"][turn]):
+            continue
+        same = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
+        at = next(same, min(len(tokens), len(wanted)))
+        a, b = (each[at] if at < len(each) else None for each in (tokens, wanted))
+        return Difference(answer["question_id"], turn, at, a, b)
+    return None
+
+
+def compare(
+    answers: Mapping[str, Mapping[Any, Row]],
+    methods: Sequence[str],
+    questions: Sequence[Question],
+    scene: Scene,
+    target: Target | None,
+) -> list[dict[str, Any]]:
+    """Every method's answers beside plain decoding's.
+
+    Args:
+        target: to ask for logit gaps; None where outputs are sampled, and the largest logit decides nothing.
+    """
+    asked = {question.question_id: question for question in questions}
+    plain, found = answers["plain"], []
+    for method in methods:
+        if method == "plain":
+            continue
+        both = [(row, plain[key]) for key, row in answers[method].items() if key in plain]
+        differing = [d for row, reference in both if (d := first_difference(row, reference)) is not None]
+        if target is not None:
+            differing = [_with_gap(d, asked[d.question_id], plain[d.question_id], scene, target) for d in differing]
+        ties = None if target is None else sum(bool(d.is_tie) for d in differing)
+        found.append(
+            {
+                "method": method,
+                "num_compared": len(both),
+                "num_different": len(differing),
+                "num_ties": ties,
+                "differences": [d._asdict() for d in differing],
+            }
+        )
+    return found
+
+
+def _with_gap(difference: Difference, question: Question, reference: Row, scene: Scene, target: Target) -> Difference:
+    choice, turn = reference["choices"][0], difference.turn
+    prompt = prompt_of(question, turn, choice["turns"][:turn], scene, 0)
+    ids = [*prompt.ids, *choice["tokens"][turn][: difference.position]]
+    gap, largest = top_gap(target, ids)
+    return difference._replace(gap=gap, is_tie=gap <= TIE * torch.finfo(target.stack.dtype).eps * largest)
+
+
+def top_gap(target: Target, ids: Sequence[int]) -> tuple[float, float]:
+    """The whole model's best logit after `ids` less its second best, and the largest magnitude of the two."""
+    with torch.inference_mode():
+        logits = target.stack.model(torch.tensor([ids], device=target.stack.device)).logits[0, -1].double()
+    best, second = logits.topk(2).values.tolist()
+    return best - second, max(abs(best), abs(second))

@@ -1,0 +1,159 @@
+"""What a run is made of: one frozen dataclass, filled from a YAML file and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval.config import FOLDER, _check, _convert, _key
+from eval.run.metrics import METRICS
+from eval.run.names import PLAIN_KINDS, parse_method
+from eval.run.questions import COLUMNS, PRESETS
+
+RUN = FOLDER / "run.yaml"
+AUTO = "auto"
+TABLE = (
+    "tokens_per_second",
+    "speedup",
+    "paired_ratio",
+    "mean_accepted_tokens",
+    "draft_acceptance_rate",
+    "time_to_first_token_p50",
+    "per_token_latency_p50",
+    "per_token_latency_p95",
+)
+
+
+def _names(meaning: str) -> Any:
+    return dataclasses.field(default_factory=dict, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One run. Every key's meaning is also the help of its command-line option."""
+
+    model: str = _key("demo", "What selfspec.load opens: 'demo' (the embedded model), a folder or a hub id.")
+    device: str = _key("", "Where the model runs; empty lets selfspec.load choose.")
+    dtype: str = _key("float32", "Number format of the weights; equality with plain decoding is promised in float32.")
+    threads: int = _key(0, "CPU threads of torch; 0 keeps torch's own default.")
+    questions: str = _key("prompts.jsonl", f"Question file (JSON lines), or the name of a set: {', '.join(PRESETS)}.")
+    questions_path: str = _key("", "Where a named set's file lies; named sets are not part of the repository.")
+    columns: Mapping[str, str] = _names(f"What the file calls {', '.join(COLUMNS)}, where it has other names.")
+    num_questions: int = _key(0, "How many questions to use, from the first on; 0 uses all.")
+    max_new_tokens: int = _key(128, "Most tokens per turn; fewer where the context has no room for them.")
+    ignore_eos: bool = _key(False, "Write max_new_tokens whatever the model says; else stop at its end of text.")
+    temperature: float = _key(0.0, "How tokens are picked: 0 is greedy, else they are sampled.")
+    seed: int = _key(0, "Seed of the first question's sampled output (the next has the next) and of the intervals.")
+    methods: tuple[str, ...] = _key((), "Methods to compare; none given: transformers, plain and adaptive.")
+    externals: Mapping[str, str] = _names("Command line of every external:NAME among the methods, by its name.")
+    baseline: str = _key(AUTO, "What speedups are over: a method, or 'auto', the fastest plain decoding in the run.")
+    metrics: tuple[str, ...] = _key((), "Columns of the report's first table; none given: the usual ones.")
+    warmups: int = _key(1, "How often every method answers the first question untimed.")
+    cost_repeats: int = _key(
+        15,
+        "How often every piece of a round is timed, for policies that weigh costs; 0: the table in the user's cache.",
+    )
+    time_limit: float = _key(300.0, "Seconds a method may take for a turn; beyond, it is an error row.")
+    check: bool = _key(True, "Compare outputs with plain decoding's token by token.")
+    keep_rounds: bool = _key(False, "Write every round of our own methods to rounds.jsonl.")
+    resamples: int = _key(2000, "Bootstrap resamples of the questions behind every interval.")
+    output: str = _key("", "Run folder; empty: runs/ and the configuration's name.")
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_new_tokens", 1),
+            ("resamples", 1),
+            ("warmups", 0),
+            ("threads", 0),
+            ("cost_repeats", 0),
+        ):
+            _check(getattr(self, name) >= least, name, f"at least {least}", getattr(self, name))
+        _check(self.num_questions >= 0, "num_questions", "at least 0", self.num_questions)
+        _check(self.temperature >= 0 and isfinite(self.temperature), "temperature", "at least 0", self.temperature)
+        _check(self.time_limit > 0 and isfinite(self.time_limit), "time_limit", "above 0", self.time_limit)
+        for column in self.columns:
+            known("columns", column, COLUMNS)
+        for metric in self.metrics:
+            known("metric", metric, METRICS)
+        self._check_methods()
+
+    def _check_methods(self) -> None:
+        names = self.methods
+        _check(bool(names) and len(set(names)) == len(names), "methods", "different names", list(names))
+        kinds = {name: parse_method(name) for name in names}
+        for name, method in kinds.items():
+            if method.kind == "external":
+                known(f"externals has no command line for {name!r}; name", method.options[0], self.externals)
+        if self.check and "plain" not in names:
+            raise ValueError("check compares with plain decoding: add plain to methods, or set check: false")
+        if self.baseline != AUTO:
+            known("baseline", self.baseline, names)
+        elif not any(method.kind in PLAIN_KINDS for method in kinds.values()):
+            raise ValueError(
+                "baseline: auto needs plain or transformers among the methods; add one, or name a baseline"
+            )
+
+
+def known(what: str, name: str, names: Iterable[str]) -> None:
+    """Refuse a name that is not among `names`, with the closest of them."""
+    names = list(names)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
+        raise ValueError(f"{what} {name!r} is unknown; {hint}")
+
+
+def load_run_config(path: str | Path, **given: Any) -> RunConfig:
+    """Read a YAML file; values that are given and not None replace the file's.
+
+    Files that the configuration names are relative to it; those that are given are relative to where one is.
+
+    Raises:
+        ValueError: the file is missing or is no YAML mapping, or a key, method or metric is unknown, of the wrong type
+            or out of range.
+    """
+    values = {"methods": ("transformers", "plain", "adaptive"), **_read(path)}
+    if values.get("questions", "prompts.jsonl") not in PRESETS:
+        values["questions"] = str(Path(path).parent / values.get("questions", "prompts.jsonl"))
+    if values.get("questions_path"):
+        values["questions_path"] = str(Path(path).parent / values["questions_path"])
+    values.setdefault("output", "")
+    values.update({key: value for key, value in given.items() if value is not None})
+    values["output"] = values["output"] or str(Path("runs") / Path(path).stem)
+    return RunConfig(**values)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        text = " ".join(str(problem).split())
+        raise ValueError(f"cannot read the configuration {str(path)!r}: {text}") from problem
+    _check(isinstance(content, dict), f"the configuration {str(path)!r}", "a mapping of keys to values", content)
+    kinds = typing.get_type_hints(RunConfig)
+    for key in content:
+        known("configuration key", str(key), kinds)
+    return {
+        key: _mapping(key, v) if "Mapping" in str(kinds[key]) else _convert(key, v, kinds[key])
+        for key, v in content.items()
+    }
+
+
+def _mapping(key: str, value: Any) -> dict[str, str]:
+    fits = isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+    _check(fits, key, "a mapping of names to texts", value)
+    return dict(value)
+
+
+def as_record(config: RunConfig) -> dict[str, Any]:
+    """The keys that decide what a run measures, as plain values; where it is written is none of them."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name != "output"}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,0 +1,161 @@
+"""The run itself: every method answers every question, question by question in rotating order, and is written down."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from eval.questions import Question
+from eval.run.items import choice_of
+from eval.run.questions import encoded, prompt_ids, prompt_text
+from eval.run.records import RunFolder
+from eval.run.turns import Failure, Method, Prompt, Turn
+from eval.timing import rotated
+
+Progress = Callable[[str, "Outcome"], None]
+
+
+class Outcome(NamedTuple):
+    """What became of one question by one method: an answer row or an error row."""
+
+    row: dict[str, Any]
+    is_error: bool
+
+
+class Scene(NamedTuple):
+    """What all methods share."""
+
+    tokenizer: Any
+    context_limit: int
+    max_new_tokens: int
+    seed: int
+
+
+class Conversation(NamedTuple):
+    """The turns that a method has answered."""
+
+    turns: list[Turn]
+    texts: list[str]
+
+
+def warm_up(methods: Sequence[Method], question: Question, scene: Scene, times: int) -> None:
+    """Every method answers the first turn of a question, untimed; one that fails will say so when it counts."""
+    for method in methods:
+        for _ in range(times):
+            try:
+                method(prompt_of(question, 0, [], scene, 0))
+            except Failure as failure:
+                if failure.kind == "timeout":
+                    break
+            except Exception:
+                break
+
+
+def run(
+    methods: Sequence[Method], questions: Sequence[Question], scene: Scene, folder: RunFolder, told: Progress
+) -> None:
+    """Ask what has not been asked yet.
+
+    Every row has `harness_seconds`: what passed outside the methods' own work since the one before it.
+
+    Raises:
+        FullError: a row could not be written; the folder can be resumed.
+    """
+    with _steady():
+        last = perf_counter()
+        for i, question in enumerate(questions):
+            gc.collect()
+            for method in rotated(methods, i):
+                if folder.has(method.name, question.question_id):
+                    continue
+                answered, failure, worked = _ask(method, question, scene, i)
+                about = {"question_id": question.question_id, "category": question.category}
+                row = (
+                    _error(method.name, about, answered, failure)
+                    if failure
+                    else _answer(method.name, about, answered, scene)
+                )
+                now = perf_counter()
+                row["harness_seconds"], last = max(0.0, now - last - worked), now
+                if failure:
+                    folder.add_error(row)
+                else:
+                    folder.add_answer(method.name, row, [turn.rounds for turn in answered.turns])
+                told(method.name, Outcome(row, failure is not None))
+
+
+@contextmanager
+def _steady() -> Iterator[None]:
+    """Garbage is collected between questions only, and what is loaded already is never looked through again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _ask(method: Method, question: Question, scene: Scene, index: int) -> tuple[Conversation, Failure | None, float]:
+    """All turns of a question, or as many as went well and what happened then; and the seconds of the method's work."""
+    done, worked = Conversation([], []), 0.0
+    for number in range(len(question.turns)):
+        start = perf_counter()
+        try:
+            prompt = prompt_of(question, number, done.texts, scene, index)
+            start = perf_counter()
+            turn = method(prompt)
+        except Failure as failure:
+            return done, failure, worked + failure.seconds
+        except Exception as problem:
+            sentence = " ".join(f"{type(problem).__name__}: {problem}".split())
+            took = perf_counter() - start
+            return done, Failure("error", sentence, took), worked + took
+        worked += turn.seconds if turn.asked_seconds is None else turn.asked_seconds
+        done.turns.append(turn)
+        done.texts.append(decoded(scene.tokenizer, turn.tokens) if turn.text is None else turn.text)
+    return done, None, worked
+
+
+def prompt_of(question: Question, turn: int, texts: Sequence[str], scene: Scene, index: int) -> Prompt:
+    """A turn with what came before it.
+
+    Raises:
+        Failure: the context has no room for another token.
+    """
+    text = prompt_text(scene.tokenizer, question.turns[: turn + 1], texts)
+    ids = prompt_ids(scene.tokenizer, text)
+    room = scene.context_limit - len(ids)
+    if room < 1:
+        limit = scene.context_limit
+        raise Failure("too_long", f"the prompt of turn {turn + 1} has {len(ids)} tokens, the model's context {limit}")
+    if not ids:
+        raise Failure("error", f"the prompt of turn {turn + 1} has no token")
+    return Prompt(question.question_id, turn, text, ids, min(scene.max_new_tokens, room), scene.seed + index)
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _answer(method: str, about: dict[str, Any], done: Conversation, scene: Scene) -> dict[str, Any]:
+    again = [len(encoded(scene.tokenizer, text)) for text in done.texts]
+    return {
+        **about,
+        "answer_id": hashlib.sha256(f"{method} {about['question_id']!r}".encode()).hexdigest()[:22],
+        "model_id": method,
+        "choices": [choice_of(done.turns, done.texts, again)],
+        "tstamp": time.time(),
+    }
+
+
+def _error(method: str, about: dict[str, Any], done: Conversation, failure: Failure) -> dict[str, Any]:
+    what = {"kind": failure.kind, "method": method, **about, "turn": len(done.turns), "sentence": failure.sentence}
+    lost = failure.seconds + sum(turn.seconds for turn in done.turns)
+    return {**what, "seconds": lost, "tstamp": time.time()}

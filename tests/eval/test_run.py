@@ -1,0 +1,395 @@
+"""`python -m eval run` on a tiny model: what is asked, what is written down, and what a run survives."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+
+import pytest
+import yaml
+
+from eval.run import records
+from eval.run.__main__ import main, report
+from eval.run.config import load_run_config
+from eval.run.ours import Ours
+from eval.run.questions import prompt_text
+from eval.run.session import Session
+from selfspec import load
+from selfspec.control.policies import POLICIES
+from tests.eval.models import save_model
+
+QUESTIONS = [
+    {"question_id": "a", "category": "writing", "turns": ["def f(x):\n", "and then"]},
+    {"question_id": 7, "category": "loops", "turns": ["for name in names:\n    print("]},
+    {"question_id": 8, "category": "loops", "turns": ["x"]},
+]
+SPEC_BENCH_KEYS = ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
+CHOICE_KEYS = ["index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"]
+# Answers every question with its own prompt's first ids, after what its first argument asks for.
+ENGINE = """
+import json, sys, time
+for number, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    if sys.argv[1] == "hang" and asked["question_id"] == 7: time.sleep(60)
+    if sys.argv[1] == "crash" and asked["question_id"] == 7: sys.exit(3)
+    reply = {"tokens": asked["tokens"][: asked["max_new_tokens"]], "seconds": 1e-6, "accept_lengths": [1]}
+    if sys.argv[1] == "text": reply = {"text": "words"}
+    if sys.argv[1] == "garbage": reply = [1]
+    if sys.argv[1] == "sorry": reply = {"error": "no such luck"}
+    if sys.argv[1] == "boast": reply["seconds"] = 1e9
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    """A configuration of two methods; `run(...)` of it takes further options."""
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    keys = {"questions": "three.jsonl", "max_new_tokens": 6, "resamples": 20, "warmups": 0, "cost_repeats": 1}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({"model": str(model), "methods": ["plain", "fixed:2,3"], **keys}))
+    return path
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    def command(*options):
+        return main([str(config), "--output", str(tmp_path / "out"), *options])
+
+    return command
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def method(out, name):
+    return next(each for each in summary(out)["methods"] if each["method"] == name)
+
+
+def engine(tmp_path, how):
+    """The options that add an external method; its script answers as `how` says."""
+    (tmp_path / "engine.py").write_text(ENGINE)
+    command = f"engine={sys.executable} {tmp_path / 'engine.py'} {how}"
+    return ["--methods", "plain", "external:engine", "--externals", command]
+
+
+def test_every_method_writes_plain_decodings_tokens_and_spec_benchs_format(run, out, model, capsys):
+    ours = [*POLICIES, "fixed:2,3"]
+    theirs = ["", ":early_exit:2", ":prompt_lookup:3", f":assistant:{model}"]
+    names = [*ours, *("transformers" + rest for rest in theirs)]
+    assert run("--methods", *names, "--keep-rounds", "--warmups", "1") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("# Run report") and "Every output compared is plain decoding's" in printed.out
+    assert printed.out.rstrip("\n") == (out / "report.md").read_text().rstrip("\n") and str(out) in printed.err
+    found = summary(out)
+    assert found["complete"] and found["num_questions"] == 3 and found["baseline"] in ("plain", "transformers")
+    assert 0 < found["harness_share_inside"] < found["harness_share"]
+    assert [each["method"] for each in found["methods"]] == names
+    for each in found["check"]:
+        assert (each["num_compared"], each["num_different"], each["num_ties"]) == (3, 0, 0), each["method"]
+    for each in found["methods"]:
+        assert list(each["groups"]) == ["writing", "loops", "mt_bench", "overall"] and not each["errors"]
+        assert each["groups"]["overall"]["num_tokens"] == 24
+    files = sorted((out / "answers").iterdir())
+    assert len(files) == len(names)
+    for file in files:
+        rows = lines(file)
+        assert [row["question_id"] for row in rows] == ["a", 7, 8]
+        for row in rows:
+            (choice,) = row["choices"]
+            assert list(row)[:6] == SPEC_BENCH_KEYS and list(choice)[:6] == CHOICE_KEYS
+            assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) == 6 * len(choice["turns"])
+            assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
+            assert [len(tokens) for tokens in choice["tokens"]] == choice["new_tokens"]
+            for steps, wall in zip(choice["step_seconds"], choice["wall_time"], strict=True):
+                assert sum(steps) <= wall + 1e-6
+    rounds = lines(out / "rounds.jsonl")
+    assert len(rounds) == 3 * len(ours) and len(rounds[0]["turns"]) == 2
+    about = json.loads((out / "environment.json").read_text())
+    assert (
+        about["num_layers"] == about["costs"]["num_layers"] == 4
+        and "commit" in about
+        and yaml.safe_load((out / "config.yaml").read_text())["seed"] == 0
+    )
+
+
+def test_counts_of_layers_and_drafts_add_up(run, out):
+    assert run("--methods", "plain", "fixed:2,3", "transformers", "--keep-rounds") == 0
+    plain, fixed, peer = (method(out, name)["groups"]["overall"] for name in ("plain", "fixed:2,3", "transformers"))
+    assert plain["layer_passes_per_token"] == peer["layer_passes_per_token"] == 4
+    rounds = [r for row in lines(out / "rounds.jsonl") if row["method"] == "fixed:2,3" for t in row["turns"] for r in t]
+    drafted, accepted = (sum(r[key] for r in rounds) for key in ("num_drafted", "num_accepted"))
+    assert fixed["layer_passes_per_token"] == (4 * len(rounds) + 2 * drafted) / 24
+    assert fixed["draft_acceptance_rate"] == accepted / drafted and sum(r["num_tokens"] for r in rounds) == 24
+    assert sum(fixed["stage_shares"].values()) == pytest.approx(1) and fixed["acceptance_by_position"][0]["joint"] > 0
+    assert plain["acceptance_by_position"] is plain["draft_acceptance_rate"] is peer["stage_shares"] is None
+    assert plain["acceptance_length"] == 1 and fixed["prefill_share"] > 0
+
+
+def test_seeded_sampling_is_compared_across_our_own_methods_only(run, out):
+    names = ["plain", "fixed:2,3", "del", "transformers", "transformers:early_exit:2"]
+    assert run("--methods", *names, "--temperature", "0.9", "--seed", "5") == 0
+    check = {each["method"]: each for each in summary(out)["check"]}
+    assert list(check) == ["fixed:2,3", "del"] and all(each["num_different"] == 0 for each in check.values())
+    assert check["del"]["num_ties"] is None
+    first = lines(out / "answers" / "plain.jsonl")[1]["choices"][0]["tokens"]
+    assert run("--methods", *names, "--temperature", "0.9", "--seed", "6", "--output", str(out) + "2") == 0
+    other = out.with_name("out2") / "answers" / "plain.jsonl"
+    assert lines(other)[1]["choices"][0]["tokens"] != first
+
+
+def test_text_ends_at_the_models_end_unless_that_is_ignored(run, out, model, monkeypatch):
+    token = load(model).generate(["x"], policy="plain", max_new_tokens=6)[0].tokens[2]
+    monkeypatch.setattr("selfspec.api.Target.eos_token_ids", property(lambda self: frozenset({token})))
+    names = ["plain", "fixed:2,3", "transformers", "transformers:early_exit:2"]
+    assert run("--methods", *names) == 0
+    for name in ("plain", "fixed-2,3", "transformers", "transformers-early_exit-2"):
+        tokens = lines(out / "answers" / f"{name}.jsonl")[2]["choices"][0]["tokens"][0]
+        assert tokens[-1] == token and token not in tokens[:-1] and len(tokens) <= 3
+    assert all(each["num_different"] == 0 for each in summary(out)["check"])
+    assert run("--methods", *names, "--ignore-eos", "--output", str(out) + "2") == 0
+    assert method(out.with_name("out2"), "transformers")["groups"]["overall"]["num_tokens"] == 24
+
+
+def test_an_external_command_that_writes_other_tokens_is_told_apart(run, out, tmp_path, capsys):
+    assert run(*engine(tmp_path, "echo")) == 0
+    (check,) = summary(out)["check"]
+    assert check["num_compared"] == 3 and check["num_different"] == 3
+    first = check["differences"][0]
+    assert first["turn"] == 0 and first["gap"] > 0 and first["is_tie"] is False
+    report = capsys.readouterr().out
+    assert report.index("Outputs differ") < report.index("## Overall") and "logit gap" in report
+    answer = lines(out / "answers" / "external-engine.jsonl")[0]["choices"][0]
+    assert answer["wall_time"] == [1e-6, 1e-6] and min(answer["asked_seconds"]) > 1e-6
+    assert method(out, "external:engine")["groups"]["overall"]["acceptance_length"] is None
+
+
+def test_an_external_command_may_answer_in_text(run, out, tmp_path):
+    assert run(*engine(tmp_path, "text")) == 0
+    answer = lines(out / "answers" / "external-engine.jsonl")[1]["choices"][0]
+    assert answer["turns"] == ["words"] and answer["new_tokens"] == [5] and answer["accept_lengths"] == []
+    assert method(out, "external:engine")["groups"]["overall"]["mean_accepted_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "failed", "words"),
+    [
+        ("hang", "timeout", [7], "killed after 2 s"),
+        ("crash", "crash", [7], "exit code 3"),
+        ("garbage", "error", ["a", 7, 8], "no valid answer"),
+        ("sorry", "error", ["a", 7, 8], "no such luck"),
+        ("boast", "error", ["a", 7, 8], "it reports"),
+    ],
+)
+def test_what_a_command_does_wrong_is_a_row_and_the_run_goes_on(how, kind, failed, words, run, out, tmp_path):
+    assert run(*engine(tmp_path, how), "--time-limit", "2") == 0
+    errors = lines(out / "errors.jsonl")
+    assert [(row["kind"], row["method"], row["question_id"]) for row in errors] == [
+        (kind, "external:engine", question) for question in failed
+    ]
+    assert all(words in row["sentence"] for row in errors)
+    assert method(out, "external:engine")["errors"] == {kind: len(failed)} and summary(out)["complete"]
+    assert len(lines(out / "answers" / "plain.jsonl")) == 3 and "## Errors" in (out / "report.md").read_text()
+    assert run(*engine(tmp_path, how), "--time-limit", "2") == 0  # a failure is an answer: nothing is asked again
+    assert len(lines(out / "errors.jsonl")) == len(failed)
+
+
+def test_a_command_that_cannot_be_started_is_a_crash(run, out):
+    options = ["--methods", "plain", "external:engine", "--externals", "engine=/no/such/command"]
+    assert run(*options) == 0
+    assert {row["kind"] for row in lines(out / "errors.jsonl")} == {"crash"}
+
+
+def test_a_question_beyond_the_context_is_a_row_of_its_own_for_every_method(run, out, config, tmp_path):
+    long = {"question_id": "long", "category": "loops", "turns": ["x" * 3000]}
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps(q) + "\n" for q in (long, *QUESTIONS)))
+    assert run("--warmups", "1") == 0
+    assert [(row["kind"], row["question_id"]) for row in lines(out / "errors.jsonl")] == [("too_long", "long")] * 2
+    assert summary(out)["complete"] and summary(out)["methods"][0]["errors"] == {"too_long": 1}
+
+
+def test_a_method_beyond_the_time_limit_stops_and_an_exception_is_a_row(run, out, monkeypatch):
+    names = ["--methods", "plain", "transformers", "transformers:early_exit:2"]
+    assert run(*names, "--time-limit", "1e-9", "--warmups", "1") == 0
+    assert {row["kind"] for row in lines(out / "errors.jsonl")} == {"timeout"}
+    assert summary(out)["baseline"] is None and "No baseline" in (out / "report.md").read_text()
+
+    def fail(self, prompt):
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(Ours, "__call__", fail)
+    assert run(*names, "--output", str(out) + "2", "--warmups", "1") == 0
+    row = lines(out.with_name("out2") / "errors.jsonl")[0]
+    assert (row["kind"], row["method"], row["sentence"]) == ("error", "plain", "RuntimeError: out of memory")
+
+
+def test_ctrl_c_leaves_a_partial_report_and_the_same_command_goes_on(run, out, monkeypatch, capsys):
+    calls, own = [], Ours.__call__
+
+    def interrupted(self, prompt):
+        calls.append(prompt)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return own(self, prompt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ours, "__call__", interrupted)
+        assert run() == 130
+    assert "Partial" in capsys.readouterr().out and not summary(out)["complete"]
+    before = lines(out / "answers" / "plain.jsonl")
+    assert run() == 0
+    after = lines(out / "answers" / "plain.jsonl")
+    assert after[: len(before)] == before and [row["question_id"] for row in after] == ["a", 7, 8]
+    assert summary(out)["complete"] and len(json.loads((out / "environment.json").read_text())["resumed"]) == 1
+
+
+def test_a_full_disk_is_one_sentence_and_the_folder_can_be_resumed(run, out, monkeypatch, capsys):
+    writes, own = [], os.write
+
+    def full(file, content):
+        writes.append(file)
+        if len(writes) == 3:
+            return own(file, bytes(content)[:10])
+        if len(writes) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return own(file, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.os, "write", full)
+        assert run() == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("eval: cannot write") and "No space left on device" in said and "go on" in said
+    assert run() == 0 and summary(out)["complete"]
+    for name in ("plain", "fixed-2,3"):
+        assert [row["question_id"] for row in lines(out / "answers" / f"{name}.jsonl")] == ["a", 7, 8]
+
+
+def test_a_folder_of_another_configuration_is_refused_and_the_keys_named(run, out, config, tmp_path, capsys):
+    assert run() == 0
+    assert run("--max-new-tokens", "7", "--seed", "1") == 2
+    said = capsys.readouterr().err
+    assert "max_new_tokens 6, now 7" in said and "seed 0, now 1" in said
+    (tmp_path / "three.jsonl").write_text(json.dumps(QUESTIONS[0]) + "\n")
+    assert run() == 2
+    assert "questions_sha256" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_in_use_or_cannot_be_written_is_refused(run, out, config, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run("--output", str(tmp_path / "file" / "below")) == 2
+    assert "cannot write the run folder" in capsys.readouterr().err
+    other = records.RunFolder(out, {}, [])
+    assert run() == 2
+    assert "another run is writing" in capsys.readouterr().err
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--methods", "plain", "adaptve"], "did you mean 'adaptive'"),
+        (["--methods", "plain", "fixed:4"], "did you mean 'fixed"),
+        (["--methods", "plain", "transformers:early_exit:0"], "is unknown"),
+        (["--methods", "plain", "plain"], "different names"),
+        (["--methods", "fixed:2,3"], "add plain to methods"),
+        (["--methods", "fixed:2,3", "--no-check"], "name a baseline"),
+        (["--methods", "plain", "external:mine"], "no command line"),
+        (["--methods", "plain", "fixed:4,3"], "1..3 for this model"),
+        (["--methods", "plain", "transformers:early_exit:9"], "1..3 for this model"),
+        (["--baseline", "plan"], "did you mean 'plain'"),
+        (["--metrics", "sped_up"], "did you mean 'speedup'"),
+        (["--columns", "turn=text"], "did you mean 'turns'"),
+        (["--columns", "turns"], "NAME=TEXT"),
+        (["--questions", "gsm8k"], "questions_path"),
+        (["--questions", "/no/such/file"], "cannot read the questions"),
+        (["--max-new-tokens", "0"], "at least 1"),
+        (["--time-limit", "nan"], "above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(options, words, run, capsys):
+    assert run(*options) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_keys_of_a_file_are_checked(config, capsys):
+    for text, words in (
+        ("max_tokens: 3", "did you mean 'max_new_tokens'"),
+        ("- 3", "a mapping"),
+        ("columns: [3]", "a mapping of names to texts"),
+        ("methods: plain", "a list"),
+        ("a: [", "cannot read the configuration"),
+    ):
+        config.write_text(text)
+        assert main([str(config)]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_the_report_is_made_again_and_from_anybodys_answer_files(run, out, capsys, tmp_path):
+    assert run() == 0
+    before = summary(out)
+    assert report([str(out)]) == 0
+    assert [m["groups"] for m in summary(out)["methods"]] == [m["groups"] for m in before["methods"]]
+    assert summary(out)["check"] == before["check"]
+    assert report([str(out), "--baseline", "fixed:2,3"]) == 0
+    assert method(out, "fixed:2,3")["groups"]["overall"]["speedup"]["value"] == 1
+    bare = tmp_path / "theirs.jsonl"
+    rows = lines(out / "answers" / "fixed-2,3.jsonl")
+    for row in rows:
+        row["choices"] = [{key: row["choices"][0][key] for key in CHOICE_KEYS}]
+    bare.write_text("".join(json.dumps({key: row[key] for key in SPEC_BENCH_KEYS}) + "\n" for row in rows))
+    capsys.readouterr()
+    assert report([str(bare), str(out / "answers" / "plain.jsonl")]) == 0
+    assert "| `theirs` |" in capsys.readouterr().out
+    assert report([str(tmp_path / "nothing")]) == 2
+    bare.write_text('{"question_id": 1}\n')
+    assert report([str(bare)]) == 2
+    assert "Spec-Bench's format" in capsys.readouterr().err
+
+
+def test_a_terminal_sees_a_live_table(run, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run() == 0
+    assert "6 of 6 answers" in capsys.readouterr().err
+
+
+def test_no_terminal_sees_plain_lines(run, capsys):
+    assert run() == 0
+    said = capsys.readouterr().err
+    assert "6 of 6 answers" in said and "tokens/s: plain" in said and "\x1b" not in said
+
+
+def test_a_chat_template_frames_every_turn():
+    class Chat:
+        chat_template = "there is one"
+
+        def apply_chat_template(self, messages, **options):
+            assert options == {"tokenize": False, "add_generation_prompt": True}
+            return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+    assert prompt_text(Chat(), ["one", "two"][:1], []) == "user:one"
+    assert prompt_text(Chat(), ["one", "two"], ["yes"]) == "user:one|assistant:yes|user:two"
+    assert prompt_text(object(), ["one", "two"], ["yes"]) == "oneyes\n\ntwo"
+
+
+def test_a_session_closes_what_it_opened_when_the_model_cannot_be_used(config, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Session(load_run_config(config, model=str(tmp_path / "nowhere"), output=str(tmp_path / "out")))
+    records.RunFolder(tmp_path / "out", {"another": "configuration"}, []).close()  # free, and nothing was measured

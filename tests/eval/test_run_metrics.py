@@ -1,0 +1,181 @@
+"""Figures against hand calculations on small answers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from eval.run.items import choice_of, groups, item_of
+from eval.run.metrics import METRICS, Group, figures
+from eval.run.report import render, shown
+from eval.run.summary import fastest_plain, harness_share, summarise
+from eval.run.turns import Turn
+from selfspec.decoding.stats import SpecStats
+
+
+def turn(sizes, steps, **known):
+    return Turn([0] * sum(sizes), sum(steps) + 0.01, accept_lengths=sizes, step_seconds=steps, **known)
+
+
+def answer(question_id, turns, category="math", text_tokens=None, **more):
+    again = text_tokens or [len(t.tokens) + 1 for t in turns]
+    choice = choice_of(turns, ["text"] * len(turns), again)
+    row = {"question_id": question_id, "category": category, "choices": [choice], **more}
+    return json.loads(json.dumps(row))
+
+
+FAST = [
+    answer(1, [turn([3, 2], [0.3, 0.1]), turn([1, 4, 2], [0.2, 0.17, 0.06])]),
+    answer(2, [turn([2, 2, 1], [0.21, 0.07, 0.1])], "qa"),
+]
+SLOW = [
+    answer(1, [turn([1] * 5, [0.3] + [0.1] * 4), turn([1] * 7, [0.2] + [0.11] * 6)], text_tokens=[7, 9]),
+    answer(2, [turn([1] * 5, [0.23] + [0.13] * 4)], "qa", text_tokens=[5]),
+]
+
+
+def group(rows=FAST, base=SLOW, **more):
+    return Group([item_of(row) for row in rows], [item_of(row) for row in base], resamples=200, **more)
+
+
+def spec_bench_by_hand(rows, base):
+    """Its script's steps, in its own order."""
+
+    def speeds(answers, again=False):
+        found = []
+        for row in answers:
+            choice = row["choices"][0]
+            tokens = sum(n - 1 for n in choice["text_tokens"]) if again else sum(choice["new_tokens"])
+            found.append(tokens / sum(choice["wall_time"]))
+        return np.array(found).mean()
+
+    lengths = []
+    for row in rows:
+        lengths.extend(row["choices"][0]["accept_lengths"])
+    return np.mean(lengths), speeds(rows), speeds(rows) / speeds(base), speeds(rows) / speeds(base, again=True)
+
+
+def test_spec_benchs_figures_agree_to_the_last_digit():
+    found = figures(group())
+    names = ("mean_accepted_tokens", "spec_bench_tokens_per_second", "spec_bench_speedup", "spec_bench_script_speedup")
+    assert tuple(found[name] for name in names) == spec_bench_by_hand(FAST, SLOW)
+    assert found["mean_accepted_tokens"] == (5 + 7 + 5) / 8
+
+
+def test_totals_and_pairs():
+    found = figures(group())
+    fast, slow = [0.41 + 0.44, 0.39], [0.71 + 0.87, 0.76]
+    assert list(found) == list(METRICS) and found["num_tokens"] == 17
+    assert found["tokens_per_second"]["value"] == pytest.approx(17 / sum(fast))
+    assert found["tokens_per_second"]["low"] == pytest.approx(5 / fast[1]) or found["tokens_per_second"]["low"] > 0
+    assert found["speedup"]["value"] == pytest.approx(sum(slow) / sum(fast))
+    ratios = [slow[0] / fast[0], slow[1] / fast[1]]
+    paired = found["paired_ratio"]
+    assert paired["value"] == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+    assert [paired["least"], paired["most"], paired["low"], paired["high"]] == pytest.approx(sorted(ratios) * 2)
+    assert paired["median"] == pytest.approx(sum(ratios) / 2) and paired["num_questions"] == 2
+
+
+def test_times_apart_from_the_first_step():
+    found = figures(group())
+    assert found["time_to_first_token_p50"] == pytest.approx(0.21)
+    assert found["decode_tokens_per_second"] == pytest.approx((2 + 6 + 3) / (0.1 + 0.23 + 0.17))
+    latencies = [0.05] * 2 + [0.17 / 4] * 4 + [0.03] * 2 + [0.035] * 2 + [0.1]
+    assert found["per_token_latency_p50"] == pytest.approx(np.percentile(latencies, 50))
+    assert found["per_token_latency_p95"] == pytest.approx(np.percentile(latencies, 95))
+
+
+def test_drafts_stages_and_layers():
+    stats = SpecStats()
+    for drafted, accepted in ((3, 3), (3, 1), (2, 0)):
+        stats.add_round(drafted, accepted, accepted + 1)
+    stats.add_round(0, 0, 1)
+    stages = {"prefill": 0.1, "draft": 0.3}
+    turns = [
+        turn([4, 2, 1, 1], [0.1] * 4, stats=stats, stage_seconds=stages, layer_passes=20, prefill_seconds=0.1)
+        for _ in "ab"
+    ]
+    found = figures(group([answer(1, turns)], SLOW))
+    assert found["acceptance_length"] == 1 + 8 / 6 and found["draft_acceptance_rate"] == 8 / 16
+    joint = [each["joint"] for each in found["acceptance_by_position"]]
+    conditional = [each["conditional"] for each in found["acceptance_by_position"]]
+    assert joint == [2 / 3, 1 / 3, 1 / 2] and conditional == [2 / 3, 1 / 2, 1]
+    assert found["layer_passes_per_token"] == 40 / 16 and found["stage_shares"] == pytest.approx(
+        {"prefill": 0.25, "draft": 0.75}
+    )
+    assert found["prefill_share"] == pytest.approx(0.2 / 0.82)
+
+
+def test_what_a_method_does_not_tell_is_none_and_no_baseline_no_speedup():
+    silent = answer(1, [Turn([1, 2], 0.5), Turn([3], 0.5)])
+    found = figures(Group([item_of(silent)], None, resamples=5))
+    known = {name for name, value in found.items() if value is not None}
+    assert known == {"num_questions", "num_tokens", "seconds", "spec_bench_tokens_per_second", "tokens_per_second"}
+    mixed = figures(group([silent, FAST[1]]))
+    assert mixed["time_to_first_token_p50"] is None and mixed["mean_accepted_tokens"] == 5 / 3
+
+
+def test_an_empty_answer_has_no_ratio():
+    empty = answer(1, [Turn([], 0.5, accept_lengths=[])])
+    assert figures(group([empty], [empty]))["paired_ratio"] is figures(group([empty], [empty]))["speedup"] is None
+    assert figures(group([empty], SLOW))["speedup"]["value"] == 0
+    assert figures(group([empty], SLOW))["spec_bench_speedup"] == 0
+
+
+def test_intervals_come_from_the_seed_alone():
+    assert figures(group(seed=1)) == figures(group(seed=1))
+    rows = [answer(i, [turn([1] * (i + 2), [0.1] * (i + 2))]) for i in range(9)]
+    one, two = (figures(group(rows, rows[::-1], seed=seed))["tokens_per_second"] for seed in (1, 2))
+    assert one["value"] == two["value"] and one["low"] <= one["value"] <= one["high"]
+    assert (one["low"], one["high"]) != (two["low"], two["high"])
+    assert figures(group(rows, rows[::-1]))["speedup"]["low"] == 1  # the same draws on both sides
+
+
+def test_mt_benchs_categories_are_merged_beside_the_others():
+    items = [item_of(answer(i, [turn([1], [0.1])], kind)) for i, kind in enumerate(("math", "qa", "writing", "math"))]
+    assert {name: len(of_group) for name, of_group in groups(items).items()} == {
+        "math": 2,
+        "qa": 1,
+        "writing": 1,
+        "mt_bench": 3,
+        "overall": 4,
+    }
+    assert "mt_bench" not in groups(items[:1])
+
+
+def test_the_baseline_is_the_fastest_plain_decoding_on_common_questions():
+    both = {"plain": {1: SLOW[0], 2: SLOW[1]}, "transformers": {1: SLOW[0]}, "adaptive": {1: FAST[0]}}
+    assert fastest_plain(both) == "plain"
+    assert fastest_plain({**both, "transformers": {1: FAST[0]}}) == "transformers"
+    assert fastest_plain({"adaptive": {1: FAST[0]}, "plain": {}}) is None
+
+
+def test_the_harnesss_share_is_of_the_methods_own_time():
+    rows = [
+        answer(1, [turn([1], [0.09])], harness_seconds=0.01),
+        {"kind": "error", "seconds": 0.1, "harness_seconds": 0},
+    ]
+    assert harness_share(rows) == pytest.approx(0.05) and harness_share(FAST) is None
+
+
+def test_an_answer_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="Spec-Bench's format"):
+        item_of({"question_id": 1, "category": "", "choices": []})
+    with pytest.raises(ValueError, match="took 0 s"):
+        item_of(
+            {"question_id": 1, "category": "", "choices": [{"new_tokens": [1], "wall_time": [0], "accept_lengths": []}]}
+        )
+
+
+def test_a_report_without_answers_or_with_chosen_columns():
+    found = summarise({"plain": {}, "adaptive": {}}, [], None, num_questions=2, resamples=5)
+    assert not found["complete"] and "Partial: up to 2 of 2" in render(found)
+    answers = {"fast": {row["question_id"]: row for row in FAST}, "slow": {row["question_id"]: row for row in SLOW}}
+    found = summarise(answers, [], "slow", num_questions=2, resamples=5)
+    text = render({**found, "metrics": ["stage_shares", "acceptance_by_position", "num_tokens", "seconds"]})
+    assert "| method | stage shares | acceptance by position | num tokens | seconds |" in text
+    assert shown("time_to_first_token_p50", 0.01234) == "12.3 ms" and shown("speedup", 1234.5) == "1234"
+    assert shown("acceptance_by_position", [{"joint": 0.5, "conditional": 1}]) == "0.50/1.00"
+    assert shown("stage_shares", {"draft": 0.5}) == "draft 50%"
