@@ -7,6 +7,7 @@ import json
 import pytest
 
 from selfspec.commands import generate as command
+from selfspec.learn import Learner
 from selfspec.target.exit_heads import FILE, ExitHeads
 from tests.cli_fixtures import assert_refused, copy_of, model_folder, run  # noqa: F401
 
@@ -20,7 +21,8 @@ def prompts(tmp_path):
     return file
 
 
-def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path):  # noqa: F811
+def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(Learner.__init__.__kwdefaults__, "clock", lambda: 0.0)  # learning takes no time by this clock
     arguments = ("generate", "--model", model_folder, "--prompts", prompts, *FIXED)
     folder = tmp_path / "heads" / "new"
     plain = run(*arguments)

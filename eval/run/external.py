@@ -80,7 +80,7 @@ class External:
             raise Failure("timeout", f"killed after {self.limit:g} s without an answer", took) from None
         if not reply:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)  # its output is closed already: it is ending
+                process.wait(10)  # its output is closed already: it is ending
             code = process.poll()
             self.close()
             took = perf_counter() - start

@@ -33,7 +33,7 @@ def assert_sound(costs, num_layers):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_every_piece_is_measured(family):
-    costs = measure(tiny(family).stack, (1, 3), repeats=1)
+    costs = measure(tiny(family).stack, (1, 3), repeats=1, within=None)
     assert_sound(costs, 4)
     assert costs.plain.points == (1, 3)
     assert costs.early[1].points == (1, 2, 3) and set(costs.early) == set(costs.late) == {1, 3}
@@ -42,7 +42,7 @@ def test_every_piece_is_measured(family):
 
 
 def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():
-    costs = measure(tiny("llama").stack, (200,), repeats=1)
+    costs = measure(tiny("llama").stack, (200,), repeats=1, within=None)
     assert costs.plain.points == (1, 200)
     assert costs.late[200].points == (1, 2)
 

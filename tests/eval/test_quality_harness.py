@@ -89,7 +89,8 @@ def test_outputs_are_those_of_the_harness_and_are_speculated(opened, base, batch
         texts = [tokenizer.batch_decode(out[:, prompts.shape[1] :]) for out in (made, wanted)]
         assert [cut(text, stop) for text in texts[0]] == [cut(text, stop) for text in texts[1]]
         ended += sum(cut(text, stop) != text for text in texts[1])
-        assert ours.speculate.stats.num_draft_tokens > 0
+        if settings:  # the default policy decides by measured time, and may well stay plain
+            assert ours.speculate.stats.num_draft_tokens > 0
     assert ended
 
 

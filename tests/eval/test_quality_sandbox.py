@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from eval.quality import sandbox
 from eval.quality.sandbox import Limits
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs process limits")
-USUAL = Limits(seconds=20, memory=256 << 20, output=1 << 16)  # seconds enough for a busy machine
+USUAL = Limits(seconds=60, memory=256 << 20, output=1 << 16)  # seconds enough for a busy machine
 SHORT = USUAL._replace(seconds=1)
 SPAWN = """
 import _posixsubprocess, os
@@ -38,7 +39,7 @@ def running(word):
     return found
 
 
-def gone(word, seconds=3):
+def gone(word, seconds=30):
     """Whether no such process is left after at most this long: the kernel ends a namespace's processes in its time."""
     end = time.monotonic() + seconds
     while running(word) and time.monotonic() < end:
@@ -47,11 +48,13 @@ def gone(word, seconds=3):
 
 
 @pytest.fixture
-def no_process_left():
-    """The sandbox's processes are told by the script they run."""
+def no_process_left(tmp_path, monkeypatch):
+    """The sandbox's processes are told by the script they run: a copy that only this test has."""
+    own = Path(shutil.copy(sandbox._INSIDE, tmp_path))
+    monkeypatch.setattr(sandbox, "_INSIDE", own)
     yield
     if sys.platform == "linux":
-        assert gone(str(sandbox._INSIDE)), running(str(sandbox._INSIDE))
+        assert gone(str(own)), running(str(own))
 
 
 def test_a_program_that_reaches_its_end_passes(no_process_left):
@@ -99,7 +102,7 @@ def test_every_other_end_is_a_failure(source, reason, no_process_left):
     verdict = sandbox.run(source + "\nassert True", limits)
     assert not verdict.passed
     assert reason in verdict.reason
-    assert time.monotonic() - start < limits.seconds + 5
+    assert time.monotonic() - start < limits.seconds + 30
 
 
 def test_a_faked_verdict_without_the_mark_is_a_failure(no_process_left):
@@ -126,7 +129,7 @@ def test_the_program_sees_neither_environment_nor_the_callers_folder(monkeypatch
 
 
 def test_the_network_is_closed_where_namespaces_are_allowed(no_process_left):
-    verdict = sandbox.run("assert len(open('/proc/net/dev').readlines()) == 3, 'more than the loopback'", USUAL)
+    verdict = sandbox.run("assert len(open('/proc/net/route').readlines()) <= 1, 'a route'", USUAL)
     if verdict.isolated:
         assert verdict.passed, verdict
 
