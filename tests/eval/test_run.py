@@ -353,7 +353,7 @@ def test_the_report_is_made_again_and_from_anybodys_answer_files(run, out, capsy
     assert [m["groups"] for m in summary(out)["methods"]] == [m["groups"] for m in before["methods"]]
     assert summary(out)["check"] == before["check"]
     assert report([str(out), "--baseline", "fixed:2,3"]) == 0
-    assert method(out, "fixed:2,3")["groups"]["overall"]["speedup"]["value"] == 1
+    assert method(out, "fixed:2,3")["groups"]["overall"]["speedup"]["value"] == pytest.approx(1)
     bare = tmp_path / "theirs.jsonl"
     rows = lines(out / "answers" / "fixed-2,3.jsonl")
     for row in rows:
