@@ -76,11 +76,15 @@ def load_config(path: str | Path) -> TrainConfig:
     Raises:
         ValueError: the file is missing or is no YAML mapping, or a key is unknown, of the wrong type or out of range.
     """
+    return parse_config(read_yaml(path))
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds, an empty mapping where that is nothing; ValueError where it cannot be read."""
     try:
-        content = yaml.safe_load(Path(path).read_text("utf-8"))
+        return yaml.safe_load(Path(path).read_text("utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
-    return parse_config(content or {})
 
 
 def parse_config(content: Any) -> TrainConfig:

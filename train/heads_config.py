@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from train.config import check_keys, section_of
+from train.config import check_keys, read_yaml, section_of
 from train.sections import check
 
 WITHOUT_EFFECT = ("heads.output", "training.save_steps", "training.log_steps", "training.lr")
@@ -138,8 +136,8 @@ class HeadsRun:
 def trains_heads(path: str | Path) -> bool:
     """Whether a YAML file has a top-level section `heads`, so that it is a run for exit heads; never raises."""
     try:
-        content = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = read_yaml(path)
+    except ValueError:
         return False
     return isinstance(content, dict) and "heads" in content
 
@@ -150,11 +148,7 @@ def load_heads_config(path: str | Path) -> HeadsRun:
     Raises:
         ValueError: the file is missing or is no YAML mapping, or a key is unknown, of the wrong type or out of range.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read the configuration {str(path)!r}: {error}") from error
-    return parse_heads(content or {})
+    return parse_heads(read_yaml(path))
 
 
 def parse_heads(content: Any) -> HeadsRun:
