@@ -124,8 +124,8 @@ def _report(paths: Sequence[Path], baseline: str | None) -> int:
 
 def _again(folder: Path, baseline: str | None) -> int:
     """A run folder's summary from its rows, with the comparison of outputs that the run itself has made."""
+    from eval.run.publish import write
     from eval.run.records import answers_path, read_lines, unique
-    from eval.run.session import write
     from eval.run.summary import summarise
 
     before = json.loads((folder / "summary.json").read_text("utf-8"))

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from eval import environment
 from eval.questions import Question
-from eval.run import check, questions, records, report, summary
+from eval.run import check, publish, questions, records, summary
 from eval.run.config import AUTO, RunConfig, as_record
 from eval.run.external import External
 from eval.run.loop import Scene, run, warm_up
@@ -112,7 +112,7 @@ class Session:
         )
         found["check"] = self._compared(answers) if self.config.check else None
         found.update(is_auto=is_auto, metrics=list(self.config.metrics), environment=self.environment)
-        return write(self.folder.path, found)
+        return publish.write(self.folder.path, found)
 
     def _compared(self, answers: dict[str, Any]) -> list[dict[str, Any]]:
         greedy = self.config.temperature == 0
@@ -124,18 +124,6 @@ class Session:
         for method in self.methods:
             method.close()
         self.folder.close()
-
-
-def write(folder: Path, found: dict[str, Any]) -> str:
-    """`summary.json` and `report.md`; the report's text.
-
-    Raises:
-        FullError: they cannot be written.
-    """
-    text = report.render(found)
-    records.replace_text(folder / "summary.json", json.dumps(found, indent=1) + "\n")
-    records.replace_text(folder / "report.md", text)
-    return text
 
 
 def make_methods(config: RunConfig, bare: Bare, tokenizer: Any, folder: Path) -> list[Method]:
