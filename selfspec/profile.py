@@ -27,7 +27,7 @@ from selfspec.decoding.measure import measure
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 2  # of the files; another number makes every older file stale
+SCHEMA = 3  # of the files; another number makes every older file stale
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
 ABOUT = {
     "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",
@@ -154,9 +154,9 @@ def _joined(known: Costs, more: Costs) -> Costs:
         old, new = getattr(known, name), getattr(more, name)
         return Table.of({p: s for t in (new, old) for p, s in zip(t.points, t.seconds, strict=True)})
 
-    early, late = {**more.early, **known.early}, {**more.late, **known.late}
+    first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
     plain, head, pick = both("plain"), both("head"), both("pick")
-    return replace(known, plain=plain, head=head, pick=pick, early=early, late=late, _known={})
+    return replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late, _known={})
 
 
 def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:

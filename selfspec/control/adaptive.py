@@ -43,6 +43,7 @@ TRUST, FORGET = 20.0, 60.0  # tokens a forecast is believed for beside what came
 LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
+PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
 
 
 class Adaptive:
@@ -61,6 +62,7 @@ class Adaptive:
         self.most = min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers))
         self._pick = 1.0  # how much longer picks take than in the table of costs
+        self._passes = 1.0  # and early passes, beside the verifications of the same rounds
         self._worth: Worth | None = None
         self._worth_for = (0, 0)  # rows, and steps of context of the longest
         self._credit = 0.0  # seconds that shadow picks may still take
@@ -165,7 +167,7 @@ class Adaptive:
             self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         right, share = self.tracker.estimates()
-        worth.price(self._pick)
+        worth.price(self._pick, self._passes)
         rates, drafted = worth.rates(right, share)
         best = rates.max(1)
         exit_layer = max(self._allowed, key=lambda e: best[e - 1])
@@ -208,15 +210,19 @@ class Adaptive:
         return ShadowPlan(layers, chosen, columns)
 
     def _look_at_clock(self, expected: Mapping[str, float], seconds: Seconds) -> None:
-        """Learn what picks cost beside everything else, which is as slow or fast as the machine is just now.
+        """Learn what picks cost beside everything else of their round, and early passes beside its verification.
 
-        That is all the clock tells: what a round takes when others use the machine says nothing about other rounds.
+        Parts of one round are set against each other only: what a round takes when others use the machine says nothing
+        about other rounds.
         """
         layers = seconds.draft + seconds.verify + seconds.head
         pace = layers / (expected["draft"] + expected["verify"] + expected["head"])
         if layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # a clock that was set back says nothing
             ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
             self._pick += PICK_STEP * (ratio - self._pick)
+        if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
+            ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
+            self._passes += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self._passes)
 
 
 def _spread(num_layers: int) -> list[int]:

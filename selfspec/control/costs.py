@@ -55,11 +55,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the pieces of a round. `early` and `late` are keyed by the number of rows in the batch.
+    """Seconds of the pieces of a round. `first`, `early` and `late` are keyed by the number of rows in the batch.
 
     Attributes:
         plain: a whole forward, one token per row, by rows.
         early: rows -> an early pass of one token per row, by the number of layers it runs.
+        first: the same of a round's first pass, which finds in the caches what verification left there; empty: no
+            other than later ones.
         late: rows -> one layer of a verification, by tokens per row.
         head: final norm and vocabulary product, by tokens.
         pick: picking tokens and copying them to the host, by tokens.
@@ -78,15 +80,18 @@ class Costs:
     rest: Table
     short: Table
     context: float = 0.0
+    first: Mapping[int, Table] = field(default_factory=dict)
     _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """One token for every row by the whole model."""
         return self.round(None, (0,) * num_rows, context)
 
-    def early_pass(self, exit_layer: int, num_rows: int, context: float = CONTEXT) -> float:
-        """`exit_layer` layers over one token of each of `num_rows` rows."""
+    def early_pass(self, exit_layer: int, num_rows: int, context: float = CONTEXT, first: bool = False) -> float:
+        """`exit_layer` layers over one token of each of `num_rows` rows; `first`: as the first pass of a round."""
         extra = exit_layer * num_rows * self.context * max(0.0, context - CONTEXT)
+        if first and self.first:
+            return self._between(self.first, num_rows, exit_layer, "first") + extra
         return self._between(self.early, num_rows, exit_layer, "early") + extra
 
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
@@ -107,7 +112,7 @@ class Costs:
             verify, tokens = self.plain(rows) + extra, rows
         else:
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
-                draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context)
+                draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context, step == 0)
                 picking = sum(length > step for length in lengths)
                 if picking:
                     head, pick = head + self.head(picking), pick + self.pick(picking)
@@ -155,7 +160,7 @@ class Costs:
         return {
             "num_layers": self.num_layers,
             **{name: plain(getattr(self, name)) for name in ("plain", "head", "pick", "rest", "short")},
-            **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("early", "late")},
+            **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("first", "early", "late")},
             "context": self.context,
         }
 
@@ -164,8 +169,8 @@ class Costs:
         """What `as_dict` wrote; ValueError when it is anything else."""
         try:
             ones = {name: _read(given[name]) for name in ("plain", "head", "pick", "rest", "short")}
-            many = {n: {int(r): _read(t) for r, t in given[n].items()} for n in ("early", "late")}
-            if not all(1 in tables for tables in many.values()):
+            many = {n: {int(r): _read(t) for r, t in given[n].items()} for n in ("first", "early", "late")}
+            if not all(1 in tables for name, tables in many.items() if tables or name != "first"):
                 raise ValueError("tables of a single row are missing")
             context = float(given["context"])
             if not 0 <= context < float("inf"):

@@ -23,6 +23,7 @@ class Worth:
         exits = np.arange(1, costs.num_layers)
         self.num_rows = num_rows
         self.early = np.array([[costs.early_pass(e, num_rows, context)] for e in exits.tolist()])  # [L - 1, 1]
+        self.first = np.array([[costs.early_pass(e, num_rows, context, first=True)] for e in exits.tolist()])
         self.step_head, self.step_pick = costs.head(num_rows), costs.pick(num_rows)
         tokens = [num_rows * width for width in range(1, MOST + 2)]
         one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n, context) for n in tokens])
@@ -33,22 +34,24 @@ class Worth:
         self.plain = costs.stages(None, (0,) * num_rows, context)
         self._lengths = np.arange(1.0, MOST + 1)
         self._lines = np.arange(costs.num_layers - 1)[:, None]
-        self._pick = 1.0
+        self._pick = self._passes = 1.0
         self._price()
 
-    def price(self, pick: float) -> None:
-        """Take on how much longer picks take than in the table: sampling costs more than the argmax timed there."""
-        if abs(pick / self._pick - 1) < NOTICEABLE:
+    def price(self, pick: float, passes: float = 1.0) -> None:
+        """Take on how much longer than in the table picks take (sampling does) and early passes, beside the rest."""
+        if abs(pick / self._pick - 1) < NOTICEABLE and abs(passes / self._passes - 1) < NOTICEABLE:
             return
-        self._pick = pick
+        self._pick, self._passes = pick, passes
         self._price()
 
     def _price(self) -> None:
-        self._step = self.early + self.step_head + self._pick * self.step_pick  # [L - 1, 1]: one drafted token per row
+        # [L - 1, 1]: one drafted token per row, beside the round's first pass
+        self._step = self._passes * self.early + self.step_head + self._pick * self.step_pick
+        self._first = self._passes * self.first
         self._verify = self.late + self.head + self._pick * self.pick + self.rest  # [L - 1, MOST + 1]
         self.plain_seconds = sum(self.plain.values()) + (self._pick - 1) * self.plain["pick"]
         # drafts of every length; the last drafted token runs through the early layers too, without a head
-        self._rounds = self._step * self._lengths + self.early + self._verify[:, 1:]  # [L - 1, MOST]
+        self._rounds = self._step * self._lengths + self._first + self._verify[:, 1:]  # [L - 1, MOST]
 
     def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
@@ -65,12 +68,12 @@ class Worth:
         low = np.minimum(drafted.astype(np.int64), MOST - 1)
         verifying = self._verify[self._lines, low]
         verifying += (drafted - low) * (self._verify[self._lines, low + 1] - verifying)
-        return (1 + above[1][:, :1] * kept) / (drafted * self._step + self.early + verifying), drafted
+        return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._first + verifying), drafted
 
     def round(self, exit_layer: int, drafted: int) -> float:
         """Seconds of a round in which every row drafts so many tokens, at most `MOST`."""
         line = exit_layer - 1
-        return float(self._step[line, 0] * drafted + self.early[line, 0] + self._verify[line, drafted])
+        return float(self._step[line, 0] * drafted + self._first[line, 0] + self._verify[line, drafted])
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""

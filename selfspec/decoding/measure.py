@@ -158,6 +158,7 @@ class _Clock:
         return Costs(
             layers,
             plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
+            first={rows: Table.of(by_exit) for rows, by_exit in self.typical("first").items()},
             early={rows: Table.of(by_exit) for rows, by_exit in self.typical("early").items()},
             late={rows: Table.of(by_width) for rows, by_width in late.items()},
             head=Table.of(self.typical("head")[1]),
@@ -188,13 +189,14 @@ class _Clock:
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
         """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
         laps = self.laps(rows, self.base, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
-        early, late = sum(laps["draft"]), laps["verify"][0]
+        (first, *later), late = laps["draft"], laps["verify"][0]
         if piece == "early":
-            self.keep(piece, rows, exit_layer, early / width)
+            self.keep("first", rows, exit_layer, first)
+            self.keep(piece, rows, exit_layer, sum(later) / len(later) if later else first)
         else:
             self.keep(piece, rows, width, late)
         if width == 1:  # a whole forward in two parts: one more reading of what is short of them
-            self.keep("plain", rows, 1, early + late)
+            self.keep("plain", rows, 1, first + late)
         for stage in ("head", "pick"):
             *drafting, judging = laps[stage]
             for one in drafting:

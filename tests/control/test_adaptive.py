@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,3 +179,20 @@ def test_a_prior_of_the_same_model_is_where_it_starts():
         2, plan.draft_lengths, stop=plan.stop, keep_confidence=True, shadow=plan.shadow, speedup=plan.speedup
     )
     assert plan.speedup > 1.1
+
+
+def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_says():
+    costs = made_up_costs(LAYERS)
+    dear = replace(costs, early={rows: table.scaled(1.8) for rows, table in costs.early.items()}, _known={})
+    wrong, right = (
+        sum(replay([trace], Adaptive(told), dear).seconds for trace in traces(0.8)) for told in (costs, dear)
+    )
+    assert wrong < 1.08 * right  # 1.12 where it believes the table
+
+
+@given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]))
+def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows):
+    costs = made_up_costs(LAYERS)
+    costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()}, _known={})
+    expected = costs.round(exit_layer, [drafted] * rows)
+    assert Worth(costs, rows).round(exit_layer, drafted) == pytest.approx(expected)

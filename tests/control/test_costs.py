@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -90,13 +91,15 @@ def test_what_is_no_table_is_refused(at, values):
 # ----------------------------------------------------------------------------------------------------------- costs
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 7), st.floats(0, 5000))
-def test_a_round_is_the_sum_of_its_parts(lengths, exit_layer, context):
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 7), st.floats(0, 5000), st.booleans())
+def test_a_round_is_the_sum_of_its_parts(lengths, exit_layer, context, has_first):
     costs, rows = some_costs(), len(lengths)
+    costs = replace(costs, first={1: line(3.0, 1.0), 4: line(5.0, 2.0)} if has_first else {}, _known={})
     stages = costs.stages(exit_layer, lengths, context)
     assert costs.round(exit_layer, lengths, context) == pytest.approx(sum(stages.values()))
     live = [sum(length >= step for length in lengths) for step in range(max(lengths) + 1)]
-    assert stages["draft"] == pytest.approx(sum(costs.early_pass(exit_layer, n, context) for n in live))
+    passes = [costs.early_pass(exit_layer, n, context, first=step == 0) for step, n in enumerate(live)]
+    assert stages["draft"] == pytest.approx(sum(passes))
     tokens = sum(lengths) + rows
     assert stages["verify"] == pytest.approx(costs.verify(exit_layer, rows, tokens, context))
     picks = [*live[1:], tokens]
@@ -121,6 +124,12 @@ def test_more_of_anything_never_costs_less(rows, length, exit_layer, context):
     assert one <= costs.round(exit_layer, (length + 1,) * rows, context)
     assert one <= costs.round(exit_layer, (length,) * (rows + 1), context)
     assert one <= costs.round(exit_layer, (length,) * rows, context + 100)
+
+
+def test_a_rounds_first_pass_has_a_price_of_its_own():
+    costs = replace(some_costs(), first={1: line(1.7, 1.0)}, _known={})
+    assert costs.round(2, (2,)) == pytest.approx(some_costs().round(2, (2,)) + 0.7)
+    assert costs.early_pass(2, 1) == 2.0 and costs.early_pass(2, 1, first=True) == 2.7
 
 
 def test_a_longer_context_costs_every_layer_alike():
@@ -154,7 +163,8 @@ def test_another_head_is_counted_in_layers_and_changes_nothing_else():
 @given(measured, measured, st.floats(0, 1e-3))
 def test_costs_survive_a_file(one, other, context):
     a, b = Table.of(one), Table.of(other)
-    costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context)
+    first = {1: b, 3: a} if context else {}
+    costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context, first=first)
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
@@ -174,6 +184,7 @@ BAD = {
     "negative": _broken(plain={"1": -1.0}),
     "NaN": _broken(plain={"1": float("nan")}),
     "infinite": _broken(plain={"1": float("inf")}),
+    "no first pass of a single row": _broken(first={"2": {"1": 1.0}}),
     "no single row": _broken(early={"2": {"1": 1.0}}),
     "no rows": _broken(late={}),
     "rows that are a list": _broken(late=[{"1": 1.0}]),
