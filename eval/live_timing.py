@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from eval.methods import Endless, Ids
+from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
-from eval.traces import Trace, record
+from eval.traces import Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
+from selfspec.decoding.pick import Sampling
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
@@ -33,6 +35,16 @@ class Scene(NamedTuple):
     prompts: Ids
     traces: Sequence[Trace]
     costs: Costs
+    temperature: float = 0.0
+    seeds: Sequence[int] = ()  # per prompt, of sampled output; none given: 0
+
+    def only(self, index: int) -> Scene:
+        """One prompt of the scene."""
+        return self._ordered([index])
+
+    def _ordered(self, order: Sequence[int]) -> Scene:
+        prompts, traces = [self.prompts[i] for i in order], [self.traces[i] for i in order]
+        return self._replace(prompts=prompts, traces=traces, seeds=[self.seeds[i] for i in order if self.seeds])
 
     def filled(self, batch_size: int) -> Scene:
         """All prompts, from the first on again and again, until there are two full batches or more, the last one full.
@@ -40,8 +52,7 @@ class Scene(NamedTuple):
         A batch that begins half empty would be measured as if it were full.
         """
         least = max(len(self.prompts), 2 * batch_size)
-        order = [i % len(self.prompts) for i in range(least + -least % batch_size)]
-        return self._replace(prompts=[self.prompts[i] for i in order], traces=[self.traces[i] for i in order])
+        return self._ordered([i % len(self.prompts) for i in range(least + -least % batch_size)])
 
 
 class Call(NamedTuple):
@@ -65,18 +76,15 @@ class Call(NamedTuple):
 def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Scene:
     """Decode every prompt by itself, plainly, as far as the model's context lets it, and record its trace."""
     say(f"{task}: decoding and recording {len(prompts)} prompts")
-    traces = []
-    for prompt in prompts:
-        room = min(num_tokens, target.stack.context_limit - len(prompt))
-        (answer,) = target.generate([prompt], policy="plain", max_new_tokens=room)
-        traces.append(record(target.stack, prompt, answer.tokens, task=task))
+    traces = [trace_of(target, prompt, num_tokens, Sampling(), task) for prompt in prompts]
     return Scene(target, prompts, traces, costs)
 
 
 def call(scene: Scene, way: Way, batch_size: int, most: int | None = None) -> Call:
     """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end."""
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
-    options = {"policy": way.make(), "max_batch_size": batch_size, "max_new_tokens": room}
+    sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
+    options = {"policy": way.make(), "max_batch_size": batch_size, "max_new_tokens": room, **sampling}
     stream = scene.target.stream
     rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
     return _call(rounds, wall)

@@ -110,15 +110,20 @@ def decode(target: Target, task: Task, config: ReplayConfig, say: Say) -> list[T
     """Plain decoding of every prompt, as far as the longest length and the model's context let it, and its traces."""
     prompts = encode(read_questions(task.questions, config.num_questions), target.tokenizer)
     check_room(target, prompts, 1)
-    endless, longest, done = Endless(target), max(config.lengths), []
+    endless, done = Endless(target), []
     for i, prompt in enumerate(prompts):
         say(f"{task.name}: prompt {i + 1} of {len(prompts)}")
         sampling = Sampling(config.temperature, seed=config.seed + i)
-        room = min(longest, target.stack.context_limit - len(prompt))
-        rounds = {"max_new_tokens": room, "temperature": sampling.temperature, "seed": sampling.seed}
-        (answer,) = endless.generate([prompt], policy="plain", **rounds)  # type: ignore[arg-type]
-        done.append(record(target.stack, prompt, answer.tokens, sampling, task.name))
+        done.append(trace_of(endless, prompt, max(config.lengths), sampling, task.name))
     return done
+
+
+def trace_of(target: Endless, prompt: Sequence[int], num_tokens: int, sampling: Sampling, task: str) -> Trace:
+    """The trace of what plain decoding writes after a prompt, up to `num_tokens` as far as the context lets it."""
+    room = min(num_tokens, target.stack.context_limit - len(prompt))
+    options = {"max_new_tokens": room, "temperature": sampling.temperature, "seed": sampling.seed}
+    (answer,) = target.generate([prompt], policy="plain", **options)  # type: ignore[arg-type]
+    return record(target.stack, prompt, answer.tokens, sampling, task)
 
 
 def read_costs(path: str) -> dict[str, Costs]:

@@ -17,6 +17,7 @@ from eval.config import FOLDER, _check, _convert, _key
 from eval.run.metrics import METRICS
 from eval.run.names import PLAIN_KINDS, parse_method
 from eval.run.questions import COLUMNS, PRESETS
+from eval.run.studies import NAMES
 
 RUN = FOLDER / "run.yaml"
 AUTO = "auto"
@@ -65,6 +66,13 @@ class RunConfig:
     check: bool = _key(True, "Compare outputs with plain decoding's token by token.")
     keep_rounds: bool = _key(False, "Write every round of our own methods to rounds.jsonl.")
     resamples: int = _key(2000, "Bootstrap resamples of the questions behind every interval.")
+    studies: tuple[str, ...] = _key(
+        (), f"What to measure once the questions are answered: {', '.join(NAMES)}; a later session may add some."
+    )
+    study_questions: int = _key(6, "How many questions a study uses, evenly from all categories; their first turns.")
+    study_tokens: int = _key(
+        40, "Tokens per question that a study decodes live, half of them in batches; others read max_new_tokens."
+    )
     output: str = _key("", "Run folder; empty: runs/ and the configuration's name.")
 
     def __post_init__(self) -> None:
@@ -74,6 +82,8 @@ class RunConfig:
             ("warmups", 0),
             ("threads", 0),
             ("cost_repeats", 0),
+            ("study_questions", 1),
+            ("study_tokens", 1),
         ):
             _check(getattr(self, name) >= least, name, f"at least {least}", getattr(self, name))
         _check(self.num_questions >= 0, "num_questions", "at least 0", self.num_questions)
@@ -83,6 +93,9 @@ class RunConfig:
             known("columns", column, COLUMNS)
         for metric in self.metrics:
             known("metric", metric, METRICS)
+        for study in self.studies:
+            known("study", study, NAMES)
+        _check(len(set(self.studies)) == len(self.studies), "studies", "different names", list(self.studies))
         self._check_methods()
 
     def _check_methods(self) -> None:
@@ -154,6 +167,10 @@ def _mapping(key: str, value: Any) -> dict[str, str]:
 
 
 def as_record(config: RunConfig) -> dict[str, Any]:
-    """The keys that decide what a run measures, as plain values; where it is written is none of them."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name != "output"}
+    """The keys that decide what a run's figures are, as plain values.
+
+    Where they are written is none of them, nor which studies are made: a finished run may be given more.
+    """
+    left_out = ("output", "studies")
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,22 +1,61 @@
-"""What is written down of a run: its summary, and the reports made of that alone."""
+"""What is written down of a run: its summary, and the reports and figures made of that and of its studies alone."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from eval.run import report
-from eval.run.records import replace_text
+from eval.run import drawing, report
+from eval.run.page import html, markdown
+from eval.run.records import FullError, replace_text
 
 
 def write(folder: Path, summary: dict[str, Any]) -> str:
-    """`summary.json` and `report.md`; the report's text.
+    """`summary.json`, `report.md`, `report.html` and `figures/`; the report's text.
 
     Raises:
         FullError: they cannot be written.
     """
-    text = report.render(summary)
     replace_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    drawn = drawing.draw_all(folder, summary)
+    page = report.page(summary, drawn)
+    text = _printable(markdown.render(page))
     replace_text(folder / "report.md", text)
+    replace_text(folder / "report.html", _printable(html.render(page)))
+    _write_figures(folder / "figures", drawn)
     return text
+
+
+def _write_figures(folder: Path, drawn: drawing.Drawn) -> None:
+    """Those that are drawn; of those that no longer are, nothing stays."""
+    try:
+        if drawn.figures:
+            folder.mkdir(exist_ok=True)
+        for name in drawing.NAMES:
+            for ending in ("svg", "png"):
+                if name not in drawn.figures:
+                    (folder / f"{name}.{ending}").unlink(missing_ok=True)
+    except OSError as problem:
+        raise FullError(f"cannot write {folder}: {problem.strerror or problem}") from problem
+    for name, figure in drawn.figures.items():
+        replace_text(folder / f"{name}.svg", _printable(figure.svg))
+        _replace_bytes(folder / f"{name}.png", figure.png)
+
+
+def _replace_bytes(path: Path, content: bytes) -> None:
+    beside = path.with_name(path.name + ".new")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as problem:
+        raise FullError(f"cannot write {path}: {problem.strerror or problem}") from problem
+
+
+def _printable(text: str) -> str:
+    """Halves of letters, which JSON can hold, as question marks: no file of UTF-8 takes them."""
+    return text.encode("utf-8", "replace").decode()

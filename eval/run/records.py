@@ -7,6 +7,7 @@ most the question in hand.
     answers/METHOD.jsonl    a line per question, in Spec-Bench's format with keys of our own
     errors.jsonl        a line per question that a method could not answer
     rounds.jsonl        a line per question of our own methods, on request
+    studies/NAME.json   what a study has measured, or why it cannot; delete the file to have it measured anew
     summary.json, report.md     of all of the above, written anew at the end of every session
 """
 
@@ -100,6 +101,7 @@ def replace_text(path: Path, text: str) -> None:
     """
     beside = path.with_name(path.name + ".new")
     try:
+        path.parent.mkdir(exist_ok=True)
         with beside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from eval.run.names import file_name, parse_method
 from eval.run.ours import Bare, Ours
 from eval.run.peers import Transformers
 from eval.run.progress import Progress
+from eval.run.studies.material import material
+from eval.run.studies.runner import missing, run_studies
 from eval.run.turns import Method
+from eval.timing import Say
 from selfspec import load
+from selfspec.control.costs import Costs
 from selfspec.control.policies import NEEDS_COSTS
 
 
@@ -76,25 +81,35 @@ class Session:
     def _write_environment(self) -> None:
         records.replace_text(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
 
-    def _record_costs(self, costs: dict[str, Any]) -> None:
-        """What this session's policies decide by belongs to its environment."""
-        self.environment.get("resumed", [self.environment])[-1]["costs"] = costs
-        self._write_environment()
+    def _costs(self, say: Say) -> Costs:
+        """Measured at the first call; what this session's policies decide by belongs to its environment."""
+        session = self.environment.get("resumed", [self.environment])[-1]
+        if "costs" not in session:
+            say("measuring costs")
+            session["costs"] = self.bare.costs().as_dict()
+            self._write_environment()
+        return self.bare.costs()
 
     def run(self) -> None:
-        """Ask what is not answered yet."""
+        """Ask what is not answered yet, then make the studies that are not there yet."""
         names, folder = self.config.methods, self.folder
         failed = [name for name, _ in folder.errors]
         done = {name: len(folder.answers[name]) + failed.count(name) for name in names}
         with Progress(names, len(self.asked), done) as progress:
             if any(number < len(self.asked) for number in done.values()):
                 if any(parse_method(name).kind in NEEDS_COSTS for name in names):
-                    progress.say("measuring costs")
-                    self._record_costs(self.bare.costs().as_dict())
+                    self._costs(progress.say)
                 progress.say("warming up")
                 warm_up(self.methods, self.asked[0], self.scene, self.config.warmups)
                 progress.begin()
                 run(self.methods, self.asked, self.scene, folder, progress)
+            self._study(progress.say)
+
+    def _study(self, say: Say) -> None:
+        names = missing(self.folder.path, self.config.studies)
+        costs = partial(self._costs, say)
+        opened = partial(material, self.target, self.asked, self.scene, self.config, costs, say)
+        run_studies(self.folder.path, names, opened, say)
 
     def finish(self) -> str:
         """Write summary and report of what has been answered so far; the report's text."""
