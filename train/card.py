@@ -6,6 +6,7 @@ import platform
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -33,11 +34,15 @@ class CardFacts:
     exit_layer: int
     num_draft_tokens: int
     samples: tuple[tuple[str, str], ...]
+    shape: Any  # the model's configuration, as transformers has it
+    before: ExitQuality | None = None  # of the model that the run went on from
+    licence: str = "apache-2.0"  # of the weights; of a base model's card, or empty where that names none
 
 
-def write_card(facts: CardFacts) -> str:
-    """Return the model card as Markdown."""
-    parts = (_opening(facts), _data(facts), _recipe(facts), _quality(facts), _samples(facts), _closing(facts))
+def write_card(facts: CardFacts, has_curves: bool = False) -> str:
+    """Return the model card as Markdown; `has_curves`: whether `training.svg` lies beside it."""
+    curves = "![Training loss of a few exits over the steps](training.svg)" if has_curves else ""
+    parts = (_opening(facts), _data(facts), _recipe(facts), curves, _quality(facts), _samples(facts), _closing(facts))
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -63,13 +68,14 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def _opening(facts: CardFacts) -> str:
-    shape = facts.config.model
-    if shape.base or facts.corpus is None:
+    shape, base = facts.shape, facts.config.model.base
+    if facts.corpus is None:
         return _plain_opening(facts)
+    start = f"continued from `{base}`" if base else "trained from scratch"
     what = _paragraph(
         f"""A Llama-shaped causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers,
         width {shape.hidden_size}, {shape.num_attention_heads} heads, {shape.num_key_value_heads} key-value heads,
-        vocabulary {shape.vocab_size:,}, up to {shape.max_position_embeddings:,} positions), trained from scratch so
+        vocabulary {shape.vocab_size:,}, up to {shape.max_position_embeddings:,} positions), {start} so
         that every layer can already guess the next token. It is there to try self-speculative decoding without a
         download. It writes plausible Python, not correct Python."""
     )
@@ -77,7 +83,8 @@ def _opening(facts: CardFacts) -> str:
         """The tokenizer is a byte-level BPE that gives any UTF-8 text back exactly. `<|endoftext|>` is both bos and
         eos; it stands between files in training and is never added to a prompt by itself."""
     )
-    return f"{_FRONT_MATTER}# A small Python model that can leave early\n\n{what}\n\n{tokens}"
+    licence = f"license: {facts.licence}\n" if facts.licence else ""
+    return f"---\n{licence}{_FRONT_MATTER}# A small Python model that can leave early\n\n{what}\n\n{tokens}"
 
 
 def _plain_opening(facts: CardFacts) -> str:
@@ -199,11 +206,17 @@ def _quality(facts: CardFacts) -> str:
         continuations of held-out {"code" if facts.corpus else "text"} ({measured.prompt_tokens} tokens of prompt,
         {measured.new_tokens} new ones). Both with the shipped weights, computed in float32."""
     )
+    head, columns = ["exit layer", "loss", "agreement"], [quality.loss, quality.agreement]
+    if facts.before is not None:
+        text += f"\n\nBefore: of `{facts.config.model.base}`, on the same texts, along its own continuations."
+        head, columns = (
+            [*head, "loss before", "agreement before"],
+            [*columns, facts.before.loss, facts.before.agreement],
+        )
     rows = [
-        (number, f"{loss:.3f}", f"{agreement:.3f}")
-        for number, (loss, agreement) in enumerate(zip(quality.loss, quality.agreement, strict=True), start=1)
+        (number, *(f"{value:.3f}" for value in values)) for number, values in enumerate(zip(*columns, strict=True), 1)
     ]
-    return f"## Quality of every exit\n\n{text}\n\n{_table(('exit layer', 'loss', 'agreement'), rows)}"
+    return f"## Quality of every exit\n\n{text}\n\n{_table(tuple(head), rows)}"
 
 
 def _samples(facts: CardFacts) -> str:
@@ -214,14 +227,13 @@ def _samples(facts: CardFacts) -> str:
 
 
 def _closing(facts: CardFacts) -> str:
-    if facts.config.model.base:
-        return f"## Licence\n\nThe licence of `{facts.config.model.base}` holds for these weights too."
-    return "" if facts.corpus is None else _CLOSING
+    base = facts.config.model.base
+    if facts.corpus is not None and facts.licence == "apache-2.0":
+        return _CLOSING
+    return f"## Licence\n\nThe licence of `{base}` holds for these weights too." if base else ""
 
 
-_FRONT_MATTER = """---
-license: apache-2.0
-library_name: transformers
+_FRONT_MATTER = """library_name: transformers
 pipeline_tag: text-generation
 tags: [code, python, early-exit, layerskip, self-speculative-decoding]
 ---

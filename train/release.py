@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -15,10 +16,12 @@ from train.agreement import ExitQuality, greedy, measure_exits
 from train.card import CardFacts, write_card
 from train.checkpoints import newest_checkpoint
 from train.config import TrainConfig
+from train.curves import draw_curves
 from train.data import encode_files
 from train.errors import RunFailed
 from train.export import best_exit, export_model, read_history, store_exit, write_curve
 from train.material import Material, gather, load_tokenizer
+from train.models import load_base
 
 SAMPLE_PROMPTS = (
     "class Stack:\n    def __init__(self):\n",
@@ -42,6 +45,7 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     if torch.cuda.is_available():
         model = model.cuda()
     quality = measure_exits(model, material.held_out, config.eval)
+    before = measure_base(config, material)
     chosen = best_exit(model, quality.agreement)
     exit_layer, num_draft_tokens = config.run.exit_layer or chosen[0], config.run.num_draft_tokens or chosen[1]
     store_exit(model, folder, exit_layer, num_draft_tokens)
@@ -57,16 +61,37 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
         steps=int(checkpoint.name.rpartition("-")[2]),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         quality=quality,
+        shape=model.config,
+        before=before,
+        licence=licence_of(config.model.base) if config.model.base else "apache-2.0",
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
         samples=tuple((each, continue_greedily(model, tokenizer, each, 72)) for each in prompts),
     )
-    (folder / "README.md").write_text(write_card(facts), "utf-8")
-    write_curve(read_history(checkpoint), folder / "training.csv")
+    history = read_history(checkpoint)
+    write_curve(history, folder / "training.csv")
+    is_drawn = draw_curves(history, folder / "training.svg")
+    (folder / "README.md").write_text(write_card(facts, is_drawn), "utf-8")
     for path in folder.iterdir():
         if path.is_file():
             path.chmod(0o644)
     return quality
+
+
+def measure_base(config: TrainConfig, material: Material) -> ExitQuality | None:
+    """Measure the model that the run went on from on the same texts; None where it began with a new one."""
+    if not config.model.base:
+        return None
+    base = load_base(config).float().eval()
+    return measure_exits(base.cuda() if torch.cuda.is_available() else base, material.held_out, config.eval)
+
+
+def licence_of(folder: str) -> str:
+    """Return the licence that the card in a model's folder names; empty where there is none to read."""
+    try:
+        return str(ModelCard.load(Path(folder) / "README.md").data.to_dict().get("license") or "")
+    except (OSError, ValueError):
+        return ""
 
 
 def train_tokens(material: Material) -> int:

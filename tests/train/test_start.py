@@ -70,6 +70,8 @@ def test_a_model_is_continued_on_texts(settings, base, tmp_path, capsys, streami
     assert 1 <= saved["exit_layer"] <= 3 and 1 <= saved["num_draft_tokens"] <= 8
     card = (tmp_path / "model" / "README.md").read_text("utf-8")
     assert f"continued from `{base}`" in card and f"base_model: {base}" in card and "| 4 | " in card
+    assert "| exit layer | loss | agreement | loss before | agreement before |" in card
+    assert "training.svg" in card and (tmp_path / "model" / "training.svg").read_text().startswith("<?xml")
 
 
 def test_the_stored_exit_is_what_selfspec_starts_from(settings, tmp_path):
