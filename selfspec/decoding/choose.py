@@ -11,14 +11,17 @@ from selfspec.control.plan import Plan, Seconds, confidence_bin
 from selfspec.decoding.pick import pick, pick_surely
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
+from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
 
 class Chooser:
     """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
 
-    def __init__(self, stack: Stack, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> None:
-        self._stack, self._rows, self._plan, self._seconds = stack, rows, plan, seconds
+    def __init__(
+        self, stack: Stack, rows: Sequence[Row], plan: Plan, seconds: Seconds, noise: NoiseAhead | None = None
+    ) -> None:
+        self._stack, self._rows, self._plan, self._seconds, self._noise = stack, rows, plan, seconds, noise
         self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
@@ -36,10 +39,10 @@ class Chooser:
         positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
         samplings = [row.request.sampling for row in rows]
         if self._plan.reads_confidence:
-            picks, sure = pick_surely(logits, samplings, positions)
+            picks, sure = pick_surely(logits, samplings, positions, self._noise)
             going = self._confident(sure.tolist(), members)
         else:
-            picks, going = pick(logits, samplings, positions), members
+            picks, going = pick(logits, samplings, positions, self._noise), members
         if self._processes:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)

@@ -18,6 +18,7 @@ from selfspec.decoding.rounds import Teach, Verdict, decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
 from selfspec.errors import CacheFullError, whole
+from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
@@ -120,6 +121,7 @@ class Engine:
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
+        self._noise = NoiseAhead()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
@@ -196,7 +198,7 @@ class Engine:
         outcomes = []
         try:
             teach = None if self.learn is None else self.learn.take
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach)
+            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise)
             for row, verdict in zip(ready, verdicts, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)

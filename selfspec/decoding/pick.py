@@ -23,9 +23,10 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec.errors import whole
-from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.gumbel import NoiseAhead, gumbel
 
 LEAST_TEMPERATURE = 1e-6
+LIKELIEST = 256  # tokens that top-p looks at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,28 @@ class Sampling:
         return (self.temperature, self.top_k, self.top_p, self.min_p)
 
 
+class _TopP:
+    """transformers' top-p filter, which sorts the vocabulary, for rows whose likeliest tokens do not settle it."""
+
+    def __init__(self, top_p: float) -> None:
+        self._top_p, self._whole = top_p, TopPLogitsWarper(top_p)
+
+    def __call__(self, input_ids: None, logits: Tensor) -> Tensor:
+        if logits.shape[1] <= LIKELIEST or logits.device.type != "cpu":  # elsewhere asking would cost a wait
+            return self._whole(input_ids, logits)
+        top, tokens = logits.softmax(-1).topk(LIKELIEST)
+        mass = top.cumsum(-1)
+        count = (mass - top < self._top_p).sum(-1, keepdim=True)
+        kept = logits >= logits.gather(1, tokens.gather(1, count - 1))
+        # Of tokens as likely as the last one kept, the whole sort keeps some: it settles that row.
+        settled = (mass[:, -1] >= self._top_p) & (kept.sum(-1) == count[:, 0])
+        out = logits.masked_fill(~kept, float("-inf"))
+        if not bool(settled.all()):
+            rest = (~settled).nonzero()[:, 0]
+            out[rest] = self._whole(input_ids, logits[rest])
+        return out
+
+
 @lru_cache(maxsize=64)
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Any, ...]:
     made: list[Any] = []
@@ -68,7 +91,7 @@ def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> tupl
     if top_k:
         made.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        made.append(TopPLogitsWarper(top_p))
+        made.append(_TopP(top_p))
     if min_p:
         made.append(MinPLogitsWarper(min_p))
     return tuple(made)
@@ -83,43 +106,48 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def scored(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+def scored(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None) -> Tensor:
     """The scores `[N, vocab]` whose argmax is the pick: logits when greedy, else filtered logits plus noise.
 
     Args:
         logits: fp32 `[N, vocab]`, after any logits processor.
         samplings: how each of the N positions' rows picks.
         positions: int64 `[N]`, the index in its row's content of the token to be picked.
+        noise: where the same noise is kept, if it is.
     """
     kinds = {s.filters for s in samplings}
     if len(kinds) == 1:
-        return _scored_alike(logits, samplings, positions)
+        return _scored_alike(logits, samplings, positions, noise)
     out = torch.empty_like(logits)
     for kind in kinds:
         members = [i for i, s in enumerate(samplings) if s.filters == kind]
         index = torch.tensor(members, device=logits.device)
-        out[index] = _scored_alike(logits[index], [samplings[i] for i in members], positions[index])
+        out[index] = _scored_alike(logits[index], [samplings[i] for i in members], positions[index], noise)
     return out
 
 
-def _scored_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+def _scored_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None) -> Tensor:
     if samplings[0].temperature == 0:
         return logits
-    seeds = torch.tensor([s.seed for s in samplings], device=logits.device)
-    return filtered(logits, samplings[0]) + gumbel(seeds, positions, logits.shape[1])
+    seeds, vocab_size = [s.seed for s in samplings], logits.shape[1]
+    if noise is not None:
+        return filtered(logits, samplings[0]) + noise(seeds, positions, vocab_size)
+    return filtered(logits, samplings[0]) + gumbel(torch.tensor(seeds, device=logits.device), positions, vocab_size)
 
 
-def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> Tensor:
+def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None) -> Tensor:
     """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
-    return scored(logits, samplings, positions).argmax(-1)
+    return scored(logits, samplings, positions, noise).argmax(-1)
 
 
-def pick_surely(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor) -> tuple[Tensor, Tensor]:
+def pick_surely(
+    logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None
+) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and how sure each is: its share in the softmax of the scores it was picked from, fp32 `[N]`.
 
     Greedy, that is the token's probability. Sampled, it tells by how much the token won with this very noise, which
     the target will have too; its probability would say how common the token is, not how likely they are to agree.
     """
-    scores = scored(logits, samplings, positions)
+    scores = scored(logits, samplings, positions, noise)
     picks = scores.argmax(-1, keepdim=True)
     return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()

@@ -15,6 +15,7 @@ from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import part_of, shadow_picks
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
+from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack, Taps
 
@@ -44,7 +45,13 @@ class Verdict(NamedTuple):
 
 
 def decode_round(
-    stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, seconds: Seconds, teach: Teach | None = None
+    stack: Stack,
+    cache: PagedCache,
+    rows: Sequence[Row],
+    plan: Plan,
+    seconds: Seconds,
+    teach: Teach | None = None,
+    noise: NoiseAhead | None = None,
 ) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`."""
     last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
@@ -54,7 +61,7 @@ def decode_round(
         draft, start, given = Draft(last, last, [0] * len(rows)), 0, last
     else:
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
-        chooser = Chooser(stack, rows, plan, seconds)
+        chooser = Chooser(stack, rows, plan, seconds, noise)
         draft = draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped)
         start, given = plan.exit_layer, draft.hidden
     spans = [Span(row.pages, len(row.content) - 1, n + 1) for row, n in zip(rows, draft.lengths, strict=True)]
@@ -65,7 +72,7 @@ def decode_round(
     seconds.lap("verify")
     logits = stack.logits(hidden)
     seconds.lap("head")
-    verdicts, picks, scores = _accept(rows, draft, logits, packed.positions[0] + 1, seconds)
+    verdicts, picks, scores = _accept(rows, draft, logits, packed.positions[0] + 1, seconds, noise)
     if chooser is not None and plan.reads_confidence:
         verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
     if chooser is not None and plan.keep_divergence:
@@ -163,7 +170,7 @@ def _with_shadows(
 
 
 def _accept(
-    rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Tensor, seconds: Seconds
+    rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Tensor, seconds: Seconds, noise: NoiseAhead | None
 ) -> tuple[list[Verdict], Tensor, Tensor]:
     """The longest prefix of each draft that equals the target's picks, and the pick after it.
 
@@ -175,7 +182,7 @@ def _accept(
         scores = process_packed(rows, draft.lengths, fed, logits)
     else:
         scores = logits
-    picks = pick(scores, [row.request.sampling for row in owners], positions)
+    picks = pick(scores, [row.request.sampling for row in owners], positions, noise)
     fed, chosen = torch.stack([draft.tokens, picks]).tolist()  # the round's one copy to the host
     seconds.lap("pick")
     verdicts, at = [], 0

@@ -6,6 +6,10 @@ The hash is SplitMix64 (Steele, Lea, Flood 2014) used as a random-access stream;
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -14,14 +18,20 @@ _STEP, _MUL1, _MUL2 = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    """Logical right shift of int64, a new tensor."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _MUL1
-    z = (z ^ _shift(z, 27)) * _MUL2
-    return z ^ _shift(z, 31)
+    z = _shift(z, 30).bitwise_xor_(z).mul_(_MUL1)
+    z = _shift(z, 27).bitwise_xor_(z).mul_(_MUL2)
+    return _shift(z, 31).bitwise_xor_(z)
+
+
+@lru_cache(maxsize=8)
+def _steps(vocab_size: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # it may be used where gradients are recorded, too
+        return (torch.arange(vocab_size, device=device) + 1) * _STEP
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, tokens: Tensor | None = None) -> Tensor:
@@ -33,9 +43,65 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, tokens: Tensor | N
         tokens: int64 `[N, T]`: only the noise of these, `[N, T]`.
     """
     keys = _mix(_mix(seeds * _STEP + _STEP) + positions * _STEP)
-    counters = torch.arange(vocab_size, device=seeds.device) if tokens is None else tokens
-    bits = _shift(
-        _mix(keys[:, None] + (counters + 1) * _STEP), 12
-    )  # 52 bits: plus one half is exact in float64 and never 0 or 1
-    uniform = (bits.double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform)).float()
+    steps = _steps(vocab_size, seeds.device) if tokens is None else (tokens + 1) * _STEP
+    bits = _shift(_mix(keys[:, None] + steps), 12)
+    # 52 bits: plus one half is exact in float64 and never 0 or 1
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+class NoiseAhead:
+    """The noise of `gumbel`, kept and made ahead in blocks of positions where that is cheap.
+
+    A draft, its verification and the next draft after a rejection pick at the same positions; and making a few
+    positions' noise together takes little longer than making one's. Off the CPU nothing is kept.
+
+    Args:
+        most: bytes that are kept.
+    """
+
+    BLOCK = 8  # positions
+
+    def __init__(self, most: int = 32 << 20) -> None:
+        self.most = most
+        self._kept: OrderedDict[tuple[int, int, int, int], Tensor] = OrderedDict()  # the latest use last
+        self._bytes = 0
+
+    def __call__(self, seeds: Sequence[int], positions: Tensor, vocab_size: int) -> Tensor:
+        """Noise `[N, vocab_size]`, fp32, for int64 `[N]` positions of rows with these N seeds; not to be changed."""
+        if positions.device.type != "cpu":
+            return gumbel(torch.tensor(seeds, device=positions.device), positions, vocab_size)
+        of_block = 4 * self.BLOCK * vocab_size
+        size = self.BLOCK if 2 * len(set(seeds)) * of_block <= self.most else 1
+        at = [(seed, *divmod(position, size)) for seed, position in zip(seeds, positions.tolist(), strict=True)]
+        blocks = self._blocks(list(dict.fromkeys((seed, block) for seed, block, _ in at)), size, vocab_size)
+        seed, block, first = at[0]
+        if at == [(seed, block, first + i) for i in range(len(at))]:
+            return blocks[seed, block][first : first + len(at)]
+        return torch.stack([blocks[seed, block][inside] for seed, block, inside in at])
+
+    def _blocks(self, wanted: Sequence[tuple[int, int]], size: int, vocab_size: int) -> dict[tuple[int, int], Tensor]:
+        """(seed, block) -> its noise `[size, vocab_size]`."""
+        found, missing = dict[tuple[int, int], Tensor](), []
+        for one in wanted:
+            kept = self._kept.get((*one, size, vocab_size))
+            if kept is None:
+                missing.append(one)
+            else:
+                self._kept.move_to_end((*one, size, vocab_size))
+                found[one] = kept
+        if missing:
+            starts = torch.tensor([block * size for _, block in missing])
+            positions = (starts[:, None] + torch.arange(size)).flatten()
+            seeds = torch.tensor([seed for seed, _ in missing]).repeat_interleave(size)
+            made = gumbel(seeds, positions, vocab_size).split(size)
+            for one, noise in zip(missing, made, strict=True):
+                found[one] = noise.clone() if len(missing) > 1 else noise  # a view would keep all of them
+                self._keep((*one, size, vocab_size), found[one])
+        return found
+
+    def _keep(self, key: tuple[int, int, int, int], noise: Tensor) -> None:
+        self._kept[key] = noise
+        self._bytes += noise.nbytes
+        while self._bytes > self.most:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes

@@ -18,7 +18,7 @@ from selfspec.decoding.row import Row
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.exit import draft_by_exit
-from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.target.cache import PackedRows, PagedCache
 from tests.decoding.test_cache_audit import check_cache
 from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
@@ -247,8 +247,8 @@ def test_statistics_polluted_by_rejected_columns_are_noticed(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- sampling
 
 
-def noise_by_place_in_the_batch(seeds, positions, vocab_size):
-    return gumbel(seeds + torch.arange(len(seeds)), positions, vocab_size)
+def noise_by_place_in_the_batch(self, seeds, positions, vocab_size):
+    return gumbel(torch.tensor(seeds) + torch.arange(len(seeds)), positions, vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def noise_by_place_in_the_batch(seeds, positions, vocab_size):
     ids=["arrivals", "batches"],
 )
 def test_noise_that_depends_on_the_batch_is_noticed(monkeypatch, check):
-    must_fail(check, monkeypatch, pick, "gumbel", noise_by_place_in_the_batch)
+    must_fail(check, monkeypatch, NoiseAhead, "__call__", noise_by_place_in_the_batch)
 
 
-def the_same_noise_at_every_position(seeds, positions, vocab_size):
-    return gumbel(seeds, torch.zeros_like(positions), vocab_size)
+def the_same_noise_at_every_position(self, seeds, positions, vocab_size):
+    return gumbel(torch.tensor(seeds), torch.zeros_like(positions), vocab_size)
 
 
 def a_little_too_hot(logits, sampling, honest=pick.filtered):
@@ -275,7 +275,7 @@ def a_little_too_hot(logits, sampling, honest=pick.filtered):
 
 def test_the_same_noise_at_every_position_breaks_the_joint_law(monkeypatch):
     check = partial(check_law, tiny_vocabulary(), {"temperature": 1.0}, num_tokens=2, draws=1500)
-    must_fail(check, monkeypatch, pick, "gumbel", the_same_noise_at_every_position)
+    must_fail(check, monkeypatch, NoiseAhead, "__call__", the_same_noise_at_every_position)
 
 
 def test_a_temperature_that_is_a_quarter_off_breaks_the_law(monkeypatch):

@@ -37,6 +37,24 @@ def test_filters_are_those_of_transformers_in_its_order(temperature, top_k, top_
     assert (ours.isfinite().sum(-1) >= 1).all()
 
 
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "all the same", "few"])
+def test_top_p_of_a_large_vocabulary_is_that_of_the_whole_sort_row_by_row(top_p, kind):
+    logits = {
+        "peaked": some_logits(6, 900) * 3,
+        "flat": some_logits(6, 900) / 30,
+        "ties": some_logits(6, 900).round(),
+        "all the same": torch.zeros(6, 900),
+        "few": TopKLogitsWarper(5)(None, some_logits(6, 900)),
+    }[kind]
+    logits[3] = 20 * some_logits(1, 900, seed=1)[0]  # settled at once, between rows that may not be
+    sampling = Sampling(1.0, top_p=top_p)
+    expected = TopPLogitsWarper(top_p)(None, logits)
+    together = filtered(logits, sampling)
+    assert torch.equal(together, expected)
+    assert torch.equal(torch.cat([filtered(row[None], sampling) for row in logits]), together)
+
+
 def test_greedy_takes_the_largest_logit_and_leaves_the_logits_alone():
     logits = some_logits()
     before = logits.clone()

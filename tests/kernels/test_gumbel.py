@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.gumbel import NoiseAhead, gumbel
 
 EXTREMES = [0, 1, -1, (1 << 63) - 1, -(1 << 63), 123456789, -987654321]
 
@@ -66,6 +68,39 @@ def test_noise_of_a_position_does_not_depend_on_its_batch_or_order_or_vocabulary
     assert torch.equal(gumbel(seeds[order], positions[order], 33), noise[order])
     assert torch.equal(torch.cat([gumbel(seeds[i : i + 1], positions[i : i + 1], 33) for i in range(64)]), noise)
     assert torch.equal(gumbel(seeds, positions, 100)[:, :33], noise)
+
+
+asked = st.lists(st.tuples(st.sampled_from([0, 3, -7]), st.integers(0, 40)), min_size=1, max_size=9)
+
+
+@given(st.lists(st.tuples(asked, st.sampled_from([5, 64])), min_size=1, max_size=8), st.integers(0, 20_000))
+def test_noise_that_is_kept_is_the_noise_of_the_moment_whatever_was_asked_before(requests, most):
+    ahead = NoiseAhead(most)
+    for pairs, vocab in requests:
+        seeds, positions = [seed for seed, _ in pairs], torch.tensor([position for _, position in pairs])
+        assert torch.equal(ahead(seeds, positions, vocab), gumbel(torch.tensor(seeds), positions, vocab))
+        assert ahead._bytes == sum(noise.nbytes for noise in ahead._kept.values()) <= most
+
+
+def test_noise_is_made_once_for_a_draft_and_its_verification(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "selfspec.kernels.gumbel.gumbel", lambda *given: (made.append(len(given[1])), gumbel(*given))[1]
+    )
+    ahead = NoiseAhead()
+    for position in range(16, 23):
+        ahead([5], torch.tensor([position]), 100)
+    ahead([5] * 7, torch.arange(16, 23), 100)
+    assert made == [NoiseAhead.BLOCK]
+
+
+def test_many_rows_of_a_large_vocabulary_make_no_noise_that_may_never_be_used(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "selfspec.kernels.gumbel.gumbel", lambda *given: (made.append(len(given[1])), gumbel(*given))[1]
+    )
+    NoiseAhead(most=4 * 1000 * 8)([1, 2, 3], torch.tensor([4, 5, 6]), 1000)
+    assert made == [3]
 
 
 def test_neighbouring_seeds_positions_and_tokens_share_no_noise():

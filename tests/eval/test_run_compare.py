@@ -1,0 +1,281 @@
+"""Two runs beside each other: paired by question, with ratios that can be checked by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from eval.__main__ import main
+from eval.run.compare import COMPARED, OVER_BASELINE, compare
+from eval.run.items import choice_of
+from eval.run.metrics import METRICS, Group, figures
+from eval.run.summary import open_run, resampled
+from eval.run.turns import Turn
+from selfspec.decoding.stats import SpecStats
+
+SIZES = {"plain": (1,) * 8, "adaptive": (3, 1, 3, 1)}
+PACE = {"plain": 0.1, "adaptive": 0.12}  # seconds per step
+
+
+def turn(method, seconds, first=5):
+    stats = SpecStats()
+    for size in SIZES[method]:
+        stats.add_round(3 if method == "adaptive" else 0, size - 1, size)
+    steps = [seconds * (1 + 0.1 * i) for i, _ in enumerate(SIZES[method])]
+    tokens = [first, *range(sum(SIZES[method]) - 1)]
+    known = {"prefill_seconds": 0.01, "layer_passes": 30, "stage_seconds": {"draft": 1.0}}
+    return Turn(tokens, sum(steps) + 0.01, accept_lengths=list(SIZES[method]), step_seconds=steps, stats=stats, **known)
+
+
+def row(question, method, seconds, category="math", **more):
+    choice = choice_of([turn(method, seconds, **more)], ["text"], [9])
+    return json.loads(json.dumps({"question_id": question, "category": category, "choices": [choice]}))
+
+
+def rows(slower=1.0, questions=range(6)):
+    """Answers of both methods; adaptive's take `slower` times as long."""
+    return {
+        method: [
+            row(q, method, pace * (1 + q / 10) * (slower if method == "adaptive" else 1), "math" if q % 2 else "qa")
+            for q in questions
+        ]
+        for method, pace in PACE.items()
+    }
+
+
+@pytest.fixture
+def save(tmp_path):
+    """A run folder of given rows, as `python -m eval run` leaves it."""
+
+    def saved(name, answers, settings=(), about=(), summary=True):
+        folder = tmp_path / name
+        (folder / "answers").mkdir(parents=True)
+        own = {"methods": list(answers), "temperature": 0.0, "seed": 0, "resamples": 50, "baseline": "plain"}
+        (folder / "config.yaml").write_text(yaml.safe_dump({**own, **dict(settings)}))
+        machine = {"cpu": "one", "torch": "2", "time": name, "load_average": len(name)}
+        (folder / "environment.json").write_text(json.dumps({**machine, **dict(about)}))
+        if summary:
+            (folder / "summary.json").write_text(json.dumps({"complete": True, "baseline": "plain"}))
+        for method, of_method in answers.items():
+            lines = "".join(json.dumps(each) + "\n" for each in of_method)
+            (folder / "answers" / f"{method}.jsonl").write_text(lines)
+        return str(folder)
+
+    return saved
+
+
+@pytest.fixture
+def go(capsys):
+    """Run the command; its exit code, output and what it complains of."""
+
+    def command(*arguments):
+        code = main(["compare", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return command
+
+
+def figure(document, method, metric):
+    return next(each for each in document["methods"] if each["method"] == method)["metrics"][metric]
+
+
+def test_a_ratio_is_what_the_times_say_and_a_fall_beyond_its_share_fails(save, go):
+    before, after = save("a", rows()), save("b", rows(slower=1.25))
+    code, out, _ = go(before, after, "--json", "--fail", "speedup=0.05", "seconds=30%")
+    found = json.loads(out)
+    seconds = [sum(sum(r["choices"][0]["wall_time"]) for r in rows(slower)["adaptive"]) for slower in (1, 1.25)]
+    ratio = seconds[0] / seconds[1]
+    assert code == 1 and found["has_failed"]
+    speedup = figure(found, "adaptive", "speedup")
+    assert (
+        speedup["ratio"]
+        == pytest.approx(ratio)
+        == pytest.approx(figure(found, "adaptive", "paired_ratio")["ratio"], 0.01)
+    )
+    assert speedup["low"] <= speedup["ratio"] <= speedup["high"] < 1 and speedup["is_clear"]
+    assert figure(found, "plain", "speedup")["ratio"] == 1 and not figure(found, "plain", "speedup")["is_clear"]
+    assert figure(found, "adaptive", "seconds")["ratio"] == pytest.approx(1 / ratio)
+    verdicts = {(each["method"], each["metric"]): each["has_failed"] for each in found["limits"]}
+    assert verdicts == {
+        ("plain", "speedup"): False,
+        ("adaptive", "speedup"): True,
+        ("plain", "seconds"): False,
+        ("adaptive", "seconds"): False,
+    }
+    assert found["differs"] == {} and all(each["num_other_outputs"] == 0 for each in found["methods"])
+
+
+@pytest.mark.parametrize(
+    ("slower", "limit", "code"),
+    [
+        (1.25, "speedup=0.25", 0),
+        (1.25, "tokens_per_second=5%", 1),
+        (1.25, "per_token_latency_p50=0.2", 1),  # less is better: it rose
+        (1.25, "time_to_first_token_p95=0.3", 0),
+        (0.8, "seconds=0", 0),
+        (0.8, "speedup=0", 0),
+        (1.25, "mean_accepted_tokens=0", 0),
+    ],
+)
+def test_the_exit_code_follows_the_direction_in_which_a_metric_is_better(slower, limit, code, save, go):
+    found, out, _ = go(save("a", rows()), save("b", rows(slower)), "--fail", limit)
+    assert found == code and ("**Failed**" in out) == bool(code) and "## Limits" in out
+
+
+def test_without_limits_there_is_a_table_and_nothing_fails(save, go):
+    code, out, _ = go(save("a", rows()), save("b", rows(slower=1.5)))
+    assert code == 0 and "## Limits" not in out
+    assert "| `adaptive` | 6 | speedup |" in out and "| **0.6" in out
+    assert "| `plain` | 6 | speedup | 1 | 1 | 1.000 (1.000..1.000) |" in out
+    assert "machine, versions and settings are the same" in out and "token for token" in out
+
+
+def test_only_what_both_have_answered_is_compared(save, go):
+    later = rows(slower=1.25)
+    later["adaptive"] = [each for each in later["adaptive"] if each["question_id"] not in (0, 1)]
+    later["plain"] = [each for each in later["plain"] if each["question_id"] != 2]
+    later["adaptive"][1]["category"] = "other"  # question 3 is not what it was
+    _, out, _ = go(save("a", rows()), save("b", later), "--json")
+    found = json.loads(out)
+    assert [(each["method"], each["num_questions"], each["num_lost"]) for each in found["methods"]] == [
+        ("plain", 5, 1),
+        ("adaptive", 3, 2),
+    ]
+    kept = [sum(sum(r["choices"][0]["wall_time"]) for r in rows()["adaptive"] if r["question_id"] in (2, 4, 5))]
+    assert figure(found, "adaptive", "tokens_per_second")["before"] == pytest.approx(24 / kept[0])
+    own, base = (
+        {r["question_id"]: 8 / sum(r["choices"][0]["wall_time"]) for r in rows()[name]}
+        for name in ("adaptive", "plain")
+    )
+    expected = (1 / own[4] + 1 / own[5]), (1 / base[4] + 1 / base[5])  # plain has lost question 2
+    assert figure(found, "adaptive", "speedup")["before"] == pytest.approx(expected[1] / expected[0])
+    assert "2 questions answered before have no answer now" in go(save("c", rows()), save("d", later))[1]
+
+
+def test_what_differs_is_told_key_by_key(save, go):
+    later = rows()
+    later["adaptive"][2]["choices"][0]["tokens"][0][0] = 99
+    about = {"cpu": "two", "torch": "3", "threads": 4}
+    after = save("b", later, {"max_new_tokens": 7, "questions_sha256": "x"}, about, summary=False)
+    code, out, _ = go(save("a", rows()), after)
+    assert code == 0
+    for words in (
+        "Absolute speeds do not compare (cpu, threads)",
+        "Other questions or another model",
+        "is not finished",
+        "- `cpu`: 'one', then 'two'",
+        "- `torch`: '2', then '3'",
+        "- `max_new_tokens`: None, then 7",
+        "- `adaptive`: **other tokens in 1 of 6 questions** (greedy).",
+    ):
+        assert words in out
+    assert "`time`" not in out and "load_average" not in out
+    sampled = save("c", later, {"temperature": 1.0})
+    assert "(sampled)" in go(save("d", rows(), {"temperature": 1.0}), sampled)[1]
+
+
+def test_one_category_and_chosen_methods_and_baseline(save, go):
+    before, after = save("a", rows()), save("b", rows(slower=1.25))
+    _, out, _ = go(before, after, "--json", "--category", "math", "--methods", "adaptive", "--baseline", "adaptive")
+    found = json.loads(out)
+    assert [(each["method"], each["num_questions"]) for each in found["methods"]] == [("adaptive", 3)]
+    assert figure(found, "adaptive", "speedup")["before"] == 1
+
+
+def test_speedups_over_different_baselines_are_pointed_out(save, go):
+    before, after = (
+        save(name, rows(), summary=False, settings={"baseline": base})
+        for name, base in (("a", "plain"), ("b", "adaptive"))
+    )
+    assert "over different methods: name one with --baseline" in go(before, after)[1]
+    assert "over different methods" not in go(before, after, "--baseline", "plain")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--fail", "sped_up=0.05"], "did you mean 'speedup'"),
+        (["--fail", "num_tokens=0.05"], "metric 'num_tokens' is unknown"),
+        (["--fail", "speedup"], "METRIC=SHARE"),
+        (["--fail", "speedup=5"], "in 0..1"),
+        (["--fail", "speedup=nan"], "in 0..1"),
+        (["--fail", "speedup=-1%"], "in 0..1"),
+        (["--methods", "adaptve"], "did you mean 'adaptive'"),
+        (["--baseline", "plan"], "did you mean 'plain'"),
+        (["--category", "maths"], "did you mean 'math'"),
+        (["--fail", "draft_acceptance_rate=0.05"], "'plain' has none in the run before"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(options, words, save, go):
+    code, out, said = go(save("a", rows()), save("b", rows()), *options)
+    assert code == 2 and not out and words in said and said.count("\n") == 1
+
+
+def test_a_limit_on_a_method_that_one_run_lacks_is_refused_unless_it_is_left_out(save, go):
+    before, after = save("a", rows()), save("b", {"plain": rows()["plain"]})
+    code, _, said = go(before, after, "--fail", "speedup=0.05")
+    assert code == 2 and "only one of the runs has adaptive" in said
+    assert go(before, after, "--fail", "speedup=0.05", "--methods", "plain")[0] == go(before, after)[0] == 0
+    other = save("c", {"adaptive": rows()["adaptive"]})
+    assert "share no method" in go(after, other)[2]
+
+
+def test_what_is_no_run_folder_or_has_nothing_in_common_is_refused(save, go, tmp_path):
+    before = save("a", rows())
+    for path in (tmp_path / "nowhere", tmp_path):
+        code, _, said = go(before, str(path))
+        assert code == 2 and "is no run folder" in said and said.count("\n") == 1
+    (tmp_path / "config.yaml").write_text("[")
+    assert "is no run folder" in go(before, str(tmp_path))[2]
+    code, _, said = go(before, save("b", rows(questions=range(10, 12))))
+    assert code == 2 and "no question of 'overall' has been answered" in said
+
+
+def test_drawn_once_each_the_questions_give_every_figure(save):
+    """The resampled figures are definitions of their own: they must not leave those of the report."""
+    answers = rows()
+    answers["adaptive"].append(row(9, "adaptive", 0.3, first=1))
+    answers["plain"].append(copy.deepcopy(row(9, "plain", 0.05)))
+    run = open_run(Path(save("a", answers)))
+    group = Group(list(run.items["adaptive"].values()), list(run.items["plain"].values()), 5)
+    found, once = figures(group), np.arange(7)[None]
+    assert set(COMPARED) | {
+        "num_questions",
+        "num_tokens",
+        "prefill_share",
+        "acceptance_by_position",
+        "stage_shares",
+    } == set(METRICS)
+    for metric in COMPARED:
+        value = found[metric]["value"] if isinstance(found[metric], dict) else found[metric]
+        value = value / 7 if metric == "seconds" else value  # a mean, whose ratio is that of the sums
+        assert resampled(metric, group)(once)[0] == pytest.approx(value), metric
+        twice = Group([*group.items] * 2, group.base, 5) if metric not in OVER_BASELINE else None
+        if twice is not None and metric != "seconds":
+            again = figures(twice)[metric]
+            again = again["value"] if isinstance(again, dict) else again
+            assert resampled(metric, group)(np.tile(once, 2))[0] == pytest.approx(again), metric
+
+
+def test_a_run_beside_itself_has_not_changed(save):
+    run = open_run(Path(save("a", rows())))
+    found = compare(run, run, {"speedup": 0.0, "seconds": 0.0})
+    assert not found["has_failed"]
+    for method in found["methods"]:
+        for metric, change in method["metrics"].items():
+            assert change["ratio"] in (None, 1) and not change["is_clear"], metric
+
+
+def test_a_ratio_of_equals_has_not_fallen_for_its_rounding(save):
+    before, after = (open_run(Path(save(name, rows()))) for name in "ab")
+    for items in after.items.values():  # a machine of a third of the speed
+        items.update({key: item._replace(seconds=item.seconds * 3) for key, item in items.items()})
+    found = compare(before, after, {"speedup": 0.0})
+    assert not found["has_failed"] and not figure(found, "adaptive", "speedup")["is_clear"]
+    assert figure(found, "adaptive", "tokens_per_second")["is_clear"]
