@@ -74,6 +74,7 @@ class Adaptive:
         self._length = 0.0  # drafted tokens expected per row
         self._speedup = 1.0
         self._rate = 0.0  # tokens per second forecast for the choice in use
+        self._rounds = [0.0] * (MOST + 1)  # seconds of its rounds, by drafted tokens
         self._came, self._forecast = 0.0, 0.0  # tokens that came, and that were forecast, in drafting rounds; decayed
         self._turn = 0  # whose turn it is to be looked at in a large batch
         self._context = CONTEXT
@@ -145,8 +146,8 @@ class Adaptive:
         """Set what came of a round beside what was forecast for the time that it takes by the table."""
         fade = 0.5 ** ((emitted / self._batch + self._idle_rounds) / FORGET)
         self._came, self._forecast = fade * self._came, fade * self._forecast
-        if plan.exit_layer is not None and self._worth is not None:
-            took = self._worth.round(plan.exit_layer, min(self.most, max(o.num_drafted for o in outcomes)))
+        if plan.exit_layer is not None:
+            took = self._rounds[min(self.most, max([outcome.num_drafted for outcome in outcomes]))]
             self._came += emitted / self._batch
             self._forecast += self._rate * took / self._batch
 
@@ -183,15 +184,18 @@ class Adaptive:
             self._next = self._round + IDLE_ROUNDS
             return
         line = exit_layer - 1
-        self._exit_layer, self._rate = exit_layer, rate
+        self._exit_layer, self._rate, self._rounds = exit_layer, rate, worth.rounds(exit_layer)
         self._length = float(drafted[line, rates[line].argmax()])
         self._acceptance = float((right[line] * share[line]).sum())
         value = rate / max(self._acceptance, 1e-6)  # of a second, in chances of being right so far
         self._stop = SurvivalStop(tuple(right[line].tolist()), value * worth.one_more(exit_layer, self._length))
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
-        if self._worth is None or self._worth_for != (num_rows, step):
-            self._worth, self._worth_for = Worth(self.costs, num_rows, (step + 0.5) * CONTEXT_STEP), (num_rows, step)
+        if self._worth is None or self._worth_for[0] != num_rows:
+            self._worth, self._worth_for = Worth(self.costs, num_rows), (num_rows, -1)
+        if self._worth_for[1] != step:
+            self._worth.move((step + 0.5) * CONTEXT_STEP)
+            self._worth_for = (num_rows, step)
         return self._worth
 
     def _shadow(self, exit_layer: int | None) -> ShadowPlan | None:

@@ -21,20 +21,26 @@ class Worth:
 
     def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT) -> None:
         exits = np.arange(1, costs.num_layers)
-        self.num_rows = num_rows
-        self.early = np.array([[costs.early_pass(e, num_rows, context)] for e in exits.tolist()])  # [L - 1, 1]
-        self.first = np.array([[costs.early_pass(e, num_rows, context, first=True)] for e in exits.tolist()])
+        self.num_rows, self._costs = num_rows, costs
+        self._early = np.array([[costs.early_pass(e, num_rows)] for e in exits.tolist()])  # [L - 1, 1]
+        self._first = np.array([[costs.early_pass(e, num_rows, first=True)] for e in exits.tolist()])
         self.step_head, self.step_pick = costs.head(num_rows), costs.pick(num_rows)
         tokens = [num_rows * width for width in range(1, MOST + 2)]
-        one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n, context) for n in tokens])
-        self.late = (costs.num_layers - exits)[:, None] * one_layer  # [L - 1, MOST + 1]
+        one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n) for n in tokens])
+        self._above = (costs.num_layers - exits)[:, None]  # [L - 1, 1]: layers that verify
+        self._late = self._above * one_layer  # [L - 1, MOST + 1]
         self.head = np.array([costs.head(n) for n in tokens])
         self.pick = np.array([costs.pick(n) for n in tokens])
         self.rest = costs.rest(num_rows)
-        self.plain = costs.stages(None, (0,) * num_rows, context)
+        self.plain = costs.stages(None, (0,) * num_rows)
         self._lengths = np.arange(1.0, MOST + 1)
         self._lines = np.arange(costs.num_layers - 1)[:, None]
         self._pick = self._passes = 1.0
+        self.move(context)
+
+    def move(self, context: float) -> None:
+        """Take on that the longest row has `context` tokens: every layer of a pass then reads as much more."""
+        self._more = self.num_rows * self._costs.context * max(0.0, context - CONTEXT)  # seconds a layer
         self._price()
 
     def price(self, pick: float, passes: float = 1.0) -> None:
@@ -45,13 +51,15 @@ class Worth:
         self._price()
 
     def _price(self) -> None:
+        read = (self._costs.num_layers - self._above) * self._more  # [L - 1, 1], by an early pass
         # [L - 1, 1]: one drafted token per row, beside the round's first pass
-        self._step = self._passes * self.early + self.step_head + self._pick * self.step_pick
-        self._first = self._passes * self.first
-        self._verify = self.late + self.head + self._pick * self.pick + self.rest  # [L - 1, MOST + 1]
-        self.plain_seconds = sum(self.plain.values()) + (self._pick - 1) * self.plain["pick"]
-        # drafts of every length; the last drafted token runs through the early layers too, without a head
-        self._rounds = self._step * self._lengths + self._first + self._verify[:, 1:]  # [L - 1, MOST]
+        self._step = self._passes * (self._early + read) + self.step_head + self._pick * self.step_pick
+        self._begin = self._passes * (self._first + read)
+        self._verify = self._late + self._above * self._more + self.head + self._pick * self.pick + self.rest
+        plain = sum(self.plain.values()) + self._costs.num_layers * self._more
+        self.plain_seconds = plain + (self._pick - 1) * self.plain["pick"]
+        # [L - 1, MOST]: drafts of every length; the last drafted token runs through early layers too, without a head
+        self._rounds = self._step * self._lengths + self._begin + self._verify[:, 1:]
 
     def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
@@ -68,12 +76,12 @@ class Worth:
         low = np.minimum(drafted.astype(np.int64), MOST - 1)
         verifying = self._verify[self._lines, low]
         verifying += (drafted - low) * (self._verify[self._lines, low + 1] - verifying)
-        return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._first + verifying), drafted
+        return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._begin + verifying), drafted
 
-    def round(self, exit_layer: int, drafted: int) -> float:
-        """Seconds of a round in which every row drafts so many tokens, at most `MOST`."""
+    def rounds(self, exit_layer: int) -> list[float]:
+        """Seconds of rounds in which every row drafts 0..MOST tokens."""
         line = exit_layer - 1
-        return float(self._step[line, 0] * drafted + self._first[line, 0] + self._verify[line, drafted])
+        return [float(self._begin[line, 0] + self._verify[line, 0]), *self._rounds[line].tolist()]
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""

@@ -190,9 +190,12 @@ def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_sa
     assert wrong < 1.08 * right  # 1.12 where it believes the table
 
 
-@given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]))
-def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows):
+@given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), st.integers(1, 900))
+def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows, context):
     costs = made_up_costs(LAYERS)
     costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()}, _known={})
-    expected = costs.round(exit_layer, [drafted] * rows)
-    assert Worth(costs, rows).round(exit_layer, drafted) == pytest.approx(expected)
+    worth = Worth(costs, rows)
+    worth.move(context)
+    expected = costs.round(exit_layer, [drafted] * rows, context)
+    assert worth.rounds(exit_layer)[drafted] == pytest.approx(expected)
+    assert worth.plain_seconds == pytest.approx(costs.plain_round(rows, context))
