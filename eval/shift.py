@@ -34,7 +34,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(prog="python -m eval.shift", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", default="demo", help="demo, a folder, or a hub id")
-    add("--prompts", metavar="FILE", help="JSON lines with a question or prompt each; default: texts from nothing")
+    add("--prompts", metavar="FILE", help="JSON lines of turns, question or prompt; default: texts from nothing")
     add("--before", metavar="FILE", help="what the workload was before it shifted, likewise")
     add("--num-before", type=int, default=40, help="requests of it; default: %(default)s")
     add("--num-requests", type=int, default=200, help="requests after the shift; default: %(default)s")
@@ -51,6 +51,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def _text_of(line: Any) -> str:
+    """The first turn of a question, or its text under another usual name; empty where there is none."""
+    turns = line.get("turns")
+    given = turns[:1] if isinstance(turns, list) else []
+    given += [line.get(key) for key in ("question", "prompt")]
+    return next((text for text in given if isinstance(text, str)), "")
+
+
 def read_prompts(path: str | None, count: int, longest: int, tokenizer: Any) -> Ids:
     """The first prompts of a file, over again where it has fewer; without a file, `count` times the first token.
 
@@ -61,9 +69,9 @@ def read_prompts(path: str | None, count: int, longest: int, tokenizer: Any) -> 
         first = tokenizer.bos_token_id
         return [[0 if first is None else first]] * count
     found = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    texts = [next((one[key] for key in ("question", "prompt") if isinstance(one.get(key), str)), "") for one in found]
+    texts = [_text_of(one) for one in found]
     if not texts or not all(texts):
-        raise ValueError(f"{path}: every line needs a question or a prompt, a text")
+        raise ValueError(f"{path}: every line needs turns, a question or a prompt, the first of them a text")
     return [tokenizer(texts[i % len(texts)])["input_ids"][:longest] for i in range(count)]
 
 

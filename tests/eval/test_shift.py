@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from transformers import AutoTokenizer
+
 from eval import shift
 from tests import cli_fixtures
 
@@ -29,3 +32,13 @@ def test_a_file_without_a_text_is_refused(model_folder, tmp_path, capsys):
     prompts.write_text("{}\n")
     assert shift.main(["--model", str(model_folder), "--prompts", str(prompts), "--exit-layer", "2"]) == 2
     assert "prompts.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ['{"turns": ["ab", "cd"]}', '{"question": "ab"}', '{"prompt": "ab"}', '{"turns": [], "prompt": "ab"}']
+)
+def test_a_prompt_is_the_first_turn_or_the_question_or_the_prompt(line, model_folder, tmp_path):
+    (tmp_path / "some.jsonl").write_text(line + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    [one, again] = shift.read_prompts(str(tmp_path / "some.jsonl"), 2, 64, tokenizer)
+    assert one == again == tokenizer("ab")["input_ids"]
