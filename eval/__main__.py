@@ -1,5 +1,5 @@
-"""Measure selfspec: on a question file beside any other decoder (`run`, `report`), beside transformers' own in short
-(`bench`), and its policies beside each other, by replay (`replay`) and decoding (`live`).
+"""Measure selfspec: on a question file beside any other decoder (`run`, `report`, and `compare` for two runs), beside
+transformers' own in short (`bench`), and its policies beside each other, by replay (`replay`) and decoding (`live`).
 
 Tables for people go to standard output, with one JSON document as the last line; progress goes to standard error.
 """
@@ -38,6 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="methods side by side on a question file, in Spec-Bench's records", add_help=False)
     commands.add_parser("report", help="a run folder's report anew, or one of Spec-Bench answer files", add_help=False)
+    commands.add_parser("compare", help="what changed from one run folder to another", add_help=False)
     bench = commands.add_parser(
         "bench", help="plain and self-speculative decoding beside transformers' own, one process"
     )
@@ -232,13 +233,14 @@ def live(config: LiveConfig, options: argparse.Namespace, say: Any) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 with one sentence when something asked for is not possible; `run` has more."""
+    """Exit code 0, or 2 with one sentence when something asked for is not possible; `run` and `compare` have more."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in (["run"], ["report"]):
-        from eval.run.__main__ import main as run_main
-        from eval.run.__main__ import report
+    if given[:1] in (["run"], ["report"], ["compare"]):
+        from eval.run import __main__ as runs
 
-        return run_main(given[1:], "python -m eval run") if given[0] == "run" else report(given[1:])
+        if given[0] == "run":
+            return runs.main(given[1:], "python -m eval run")
+        return (runs.report if given[0] == "report" else runs.compare)(given[1:])
     options = parse_arguments(given)
     try:
         run(options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import sys
 import typing
@@ -104,7 +105,8 @@ def report(arguments: Sequence[str] | None = None, prog: str = "python -m eval r
 
 
 def _report(paths: Sequence[Path], baseline: str | None) -> int:
-    from eval.run.records import read_lines, unique
+    from eval.run.lines import read_lines
+    from eval.run.records import unique
     from eval.run.report import render
     from eval.run.summary import summarise
 
@@ -124,8 +126,9 @@ def _report(paths: Sequence[Path], baseline: str | None) -> int:
 
 def _again(folder: Path, baseline: str | None) -> int:
     """A run folder's summary from its rows, with the comparison of outputs that the run itself has made."""
+    from eval.run.lines import read_lines
     from eval.run.publish import write
-    from eval.run.records import answers_path, read_lines, unique
+    from eval.run.records import answers_path, unique
     from eval.run.summary import summarise
 
     before = json.loads((folder / "summary.json").read_text("utf-8"))
@@ -139,6 +142,56 @@ def _again(folder: Path, baseline: str | None) -> int:
     kept = {key: before[key] for key in ("check", "metrics", "environment")}
     print(write(folder, {**found, **kept, "is_auto": before["is_auto"] and not baseline}))
     return 0
+
+
+def compare(arguments: Sequence[str] | None = None, prog: str = "python -m eval compare") -> int:
+    """What changed from one run to another, question by question; the exit code.
+
+    Exit codes: 0; 1 (a figure named with --fail fell by more than its share, or rose where less is better);
+    2 (something asked for is not possible, in one sentence).
+    """
+    text = inspect.cleandoc(compare.__doc__ or "").replace("; the exit code", "")
+    parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", metavar="RUN_A", help="run folder of before")
+    parser.add_argument("after", metavar="RUN_B", help="run folder of after")
+    parser.add_argument(
+        "--fail",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="METRIC=SHARE",
+        help="exit with 1 when METRIC of any method got worse by more than SHARE (0.05, or 5%%); speedup=0.05 is the "
+        "surest, as its baseline was timed beside it",
+    )
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="methods to compare; default: all")
+    parser.add_argument("--category", default="overall", metavar="NAME", help="compare the questions of one category")
+    parser.add_argument("--baseline", metavar="NAME", help="what speedups are over; default: each run's own baseline")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of Markdown")
+    options = parser.parse_args(arguments)
+    return _guarded(lambda: _compare(options))
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from eval.run.compare import compare, render
+    from eval.run.resampling import open_run
+
+    limits = dict(_limit(text) for text in options.fail)
+    before, after = (open_run(Path(path), options.baseline) for path in (options.before, options.after))
+    found = compare(before, after, limits, options.methods, options.category)
+    print(json.dumps(found) if options.json else render(found))
+    return int(found["has_failed"])
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """A metric and the share of it that may be lost."""
+    name, _, share = text.partition("=")
+    try:
+        number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+    except ValueError:
+        number = -1.0
+    if not name or not 0 <= number <= 1:
+        raise ValueError(f"--fail takes METRIC=SHARE, the share in 0..1 such as 0.05 or 5%, got {text!r}")
+    return name, number
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from eval.questions import Question
+from eval.run.lines import Row
 from eval.run.loop import Scene, prompt_of
-from eval.run.records import Row
 from selfspec.api import Target
 
 TIE = 8  # a gap of so many units of the number format's last place, at the size of the largest logit, is rounding

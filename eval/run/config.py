@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import shlex
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import yaml
 from eval.config import FOLDER, _check, _convert, _key
 from eval.run.metrics import METRICS
 from eval.run.names import PLAIN_KINDS, parse_method
-from eval.run.questions import COLUMNS, PRESETS
+from eval.run.questions import COLUMNS, HUB, PRESETS
 from eval.run.studies import NAMES
 
 RUN = FOLDER / "run.yaml"
@@ -45,7 +46,11 @@ class RunConfig:
     device: str = _key("", "Where the model runs; empty lets selfspec.load choose.")
     dtype: str = _key("float32", "Number format of the weights; equality with plain decoding is promised in float32.")
     threads: int = _key(0, "CPU threads of torch; 0 keeps torch's own default.")
-    questions: str = _key("prompts.jsonl", f"Question file (JSON lines), or the name of a set: {', '.join(PRESETS)}.")
+    questions: str = _key(
+        "prompts.jsonl",
+        "Question file (JSON lines); a parquet, CSV or JSON file or folder, or hf:OWNER/NAME[:CONFIG:SPLIT]; or the "
+        f"name of a set: {', '.join(PRESETS)}.",
+    )
     questions_path: str = _key("", "Where a named set's file lies; named sets are not part of the repository.")
     columns: Mapping[str, str] = _names(f"What the file calls {', '.join(COLUMNS)}, where it has other names.")
     num_questions: int = _key(0, "How many questions to use, from the first on; 0 uses all.")
@@ -84,6 +89,7 @@ class RunConfig:
             ("cost_repeats", 0),
             ("study_questions", 1),
             ("study_tokens", 1),
+            ("seed", 0),
         ):
             _check(getattr(self, name) >= least, name, f"at least {least}", getattr(self, name))
         _check(self.num_questions >= 0, "num_questions", "at least 0", self.num_questions)
@@ -100,6 +106,8 @@ class RunConfig:
 
     def _check_methods(self) -> None:
         names = self.methods
+        for name, command in self.externals.items():
+            _check(_is_command(command), f"externals: {name}", "a command line, its quotes closed", command)
         _check(bool(names) and len(set(names)) == len(names), "methods", "different names", list(names))
         kinds = {name: parse_method(name) for name in names}
         for name, method in kinds.items():
@@ -113,6 +121,13 @@ class RunConfig:
             raise ValueError(
                 "baseline: auto needs plain or transformers among the methods; add one, or name a baseline"
             )
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return bool(shlex.split(text))
+    except ValueError:
+        return False
 
 
 def known(what: str, name: str, names: Iterable[str]) -> None:
@@ -134,8 +149,9 @@ def load_run_config(path: str | Path, **given: Any) -> RunConfig:
             or out of range.
     """
     values = {"methods": ("transformers", "plain", "adaptive"), **_read(path)}
-    if values.get("questions", "prompts.jsonl") not in PRESETS:
-        values["questions"] = str(Path(path).parent / values.get("questions", "prompts.jsonl"))
+    questions = values.get("questions", "prompts.jsonl")
+    if questions not in PRESETS and not questions.startswith(HUB):
+        values["questions"] = str(Path(path).parent / questions)
     if values.get("questions_path"):
         values["questions_path"] = str(Path(path).parent / values["questions_path"])
     values.setdefault("output", "")

@@ -2,9 +2,10 @@
 
 A question has `question_id`, `turn` (0 for the first), `prompt` (text, after any chat template), `tokens` (its ids),
 `max_new_tokens`, `temperature`, `seed` and `eos_token_ids` (empty: write on to the length). The answer has `tokens`
-(new ids) or `text`, and may have `seconds` (its own clock; else the harness's round trip counts) and `accept_lengths`
-(tokens per step, with the target's own); or it is `{"error": "a sentence"}`. One answer per question, in order,
-flushed.
+(new ids) or `text`, and may have `seconds` (its own clock; else the harness's round trip counts), `accept_lengths`
+(tokens per step, with the target's own; as in Spec-Bench, the last step may have made more than are kept), and the
+question's `question_id` and `turn`, which are compared; or it is `{"error": "a sentence"}`. One answer per question, in
+order, flushed. An answer that breaks these rules is an error row.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from typing import Any
 from eval.run.questions import encoded
 from eval.run.turns import Failure, Prompt, Turn
 
+SPARE = 8  # tokens by which a text may be longer: one that ends inside a letter has some more when it is encoded again
+
 
 class External:
-    """A command, started at the first question and again after it crashed or was killed at the time limit.
+    """A command, started at the first question and again after it crashed or was killed: at the time limit, or because
+    what it writes next could not be told to belong to the next question.
 
     Args:
         tokenizer: for answers that are text.
@@ -66,10 +70,11 @@ class External:
         )
         start = perf_counter()
         reply = self._ask(line)
-        return self._turn(reply, perf_counter() - start)
+        return self._turn(prompt, reply, perf_counter() - start)
 
     def _ask(self, line: str) -> str:
         start = perf_counter()
+        self._refuse_more(start)
         process = self.process if self.process is not None and self.process.poll() is None else self._start()
         threading.Thread(target=_write, args=(process, line), daemon=True).start()  # a full pipe must not hold us up
         try:
@@ -85,7 +90,20 @@ class External:
             self.close()
             took = perf_counter() - start
             raise Failure("crash", f"the command ended with exit code {code}; see {self.log.name}", took)
+        self._refuse_more(start)
         return reply
+
+    def _refuse_more(self, start: float) -> None:
+        """A line that no question asked for would be taken for the next one's answer."""
+        if self.process is None or self.lines.empty():
+            return
+        line = self.lines.get()
+        if not line:
+            self.lines.put(line)  # it has ended, which the next question finds out
+            return
+        self.close()
+        sentence = f"it wrote a line that no question asked for: {line.strip()[:80]!r}; write one line per question"
+        raise Failure("error", sentence, perf_counter() - start)
 
     def _start(self) -> subprocess.Popen[str]:
         self.close()
@@ -104,23 +122,30 @@ class External:
         threading.Thread(target=_read, args=(self.process, self.lines), daemon=True).start()
         return self.process
 
-    def _turn(self, line: str, asked: float) -> Turn:
+    def _turn(self, prompt: Prompt, line: str, asked: float) -> Turn:
         try:
             reply: Any = json.loads(line)
             if "error" in reply:
-                raise Failure("error", str(reply["error"]), asked)
-            text, tokens = reply.get("text"), reply.get("tokens")
-            tokens = (
-                list(encoded(self.tokenizer, text, False)) if tokens is None else [_whole(token) for token in tokens]
-            )
-            lengths = reply.get("accept_lengths")
+                sentence = " ".join(str(reply["error"]).split())
+                raise Failure("error", sentence.encode("utf-8", "backslashreplace").decode(), asked)
+            self._check_question(prompt, reply)
+            text, tokens, lengths = (reply.get(key) for key in ("text", "tokens", "accept_lengths"))
+            is_text = tokens is None
+            tokens = list(encoded(self.tokenizer, text, False)) if is_text else [_whole(token) for token in tokens]
             seconds = float(reply.get("seconds", asked))
             steps = None if lengths is None else [_whole(n) for n in lengths]
-        except (ValueError, TypeError, AttributeError) as problem:
+            _check_number(len(tokens), prompt.max_new_tokens, steps, is_text)
+        except (ValueError, TypeError, AttributeError, OverflowError) as problem:
             raise Failure("error", f"no valid answer: {line.strip()[:80]!r} ({problem})", asked) from problem
         if not (isfinite(seconds) and 0 < seconds <= asked):
             raise Failure("error", f"it reports {seconds:g} s for a question that it had for {asked:.6f} s", asked)
         return Turn(tokens, seconds, text=text, accept_lengths=steps, asked_seconds=asked)
+
+    def _check_question(self, prompt: Prompt, reply: dict[str, Any]) -> None:
+        for key, asked in (("question_id", prompt.question_id), ("turn", prompt.turn)):
+            if reply.get(key, asked) != asked:
+                self.close()  # what it writes next would be of another question too
+                raise ValueError(f"it is of {key} {reply[key]!r}, asked was {asked!r}")
 
     def close(self) -> None:
         """End the command, with whatever it has started itself."""
@@ -153,6 +178,15 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None
         for line in process.stdout:
             lines.put(line)
     lines.put("")
+
+
+def _check_number(num_tokens: int, most: int, steps: list[int] | None, is_text: bool) -> None:
+    if num_tokens > most + SPARE * is_text:
+        raise ValueError(f"{num_tokens} tokens, where max_new_tokens is {most}")
+    if steps is None or is_text:  # a text's tokens are counted by our tokenizer, and need not be those of the steps
+        return
+    if not sum(steps[:-1]) <= num_tokens <= sum(steps):
+        raise ValueError(f"accept_lengths add up to {sum(steps)}, but it has {num_tokens} tokens")
 
 
 def _whole(value: object) -> int:

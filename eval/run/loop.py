@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from eval.run.turns import Failure, Method, Prompt, Turn
 from eval.timing import rotated
 
 Progress = Callable[[str, "Outcome"], None]
+WHOLE_COLLECTION = 32  # questions; to look through all kept rows after each would take ever longer
+collect_young = partial(gc.collect, 1)  # what has come since the question before
 
 
 class Outcome(NamedTuple):
@@ -41,6 +44,7 @@ class Conversation(NamedTuple):
 
     turns: list[Turn]
     texts: list[str]
+    text_tokens: list[int]  # of every text
 
 
 def warm_up(methods: Sequence[Method], question: Question, scene: Scene, times: int) -> None:
@@ -69,16 +73,14 @@ def run(
     with _steady():
         last = perf_counter()
         for i, question in enumerate(questions):
-            gc.collect()
+            gc.collect() if i % WHOLE_COLLECTION == 0 else collect_young()
             for method in rotated(methods, i):
                 if folder.has(method.name, question.question_id):
                     continue
                 answered, failure, worked = _ask(method, question, scene, i)
                 about = {"question_id": question.question_id, "category": question.category}
                 row = (
-                    _error(method.name, about, answered, failure)
-                    if failure
-                    else _answer(method.name, about, answered, scene)
+                    _error(method.name, about, answered, failure) if failure else _answer(method.name, about, answered)
                 )
                 now = perf_counter()
                 row["harness_seconds"], last = max(0.0, now - last - worked), now
@@ -87,6 +89,7 @@ def run(
                 else:
                     folder.add_answer(method.name, row, [turn.rounds for turn in answered.turns])
                 told(method.name, Outcome(row, failure is not None))
+        folder.settle()  # what is reported is on disk
 
 
 @contextmanager
@@ -104,13 +107,15 @@ def _steady() -> Iterator[None]:
 
 def _ask(method: Method, question: Question, scene: Scene, index: int) -> tuple[Conversation, Failure | None, float]:
     """All turns of a question, or as many as went well and what happened then; and the seconds of the method's work."""
-    done, worked = Conversation([], []), 0.0
+    done, worked = Conversation([], [], []), 0.0
     for number in range(len(question.turns)):
         start = perf_counter()
         try:
             prompt = prompt_of(question, number, done.texts, scene, index)
             start = perf_counter()
             turn = method(prompt)
+            text = decoded(scene.tokenizer, tuple(turn.tokens)) if turn.text is None else turn.text
+            num_tokens = len(encoded(scene.tokenizer, text))
         except Failure as failure:
             return done, failure, worked + failure.seconds
         except Exception as problem:
@@ -119,7 +124,8 @@ def _ask(method: Method, question: Question, scene: Scene, index: int) -> tuple[
             return done, Failure("error", sentence, took), worked + took
         worked += turn.seconds if turn.asked_seconds is None else turn.asked_seconds
         done.turns.append(turn)
-        done.texts.append(decoded(scene.tokenizer, turn.tokens) if turn.text is None else turn.text)
+        done.texts.append(text)
+        done.text_tokens.append(num_tokens)
     return done, None, worked
 
 
@@ -140,17 +146,18 @@ def prompt_of(question: Question, turn: int, texts: Sequence[str], scene: Scene,
     return Prompt(question.question_id, turn, text, ids, min(scene.max_new_tokens, room), scene.seed + index)
 
 
-def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+@lru_cache(maxsize=32)
+def decoded(tokenizer: Any, tokens: tuple[int, ...]) -> str:
+    """The text of tokens, kept for the methods that answer the same."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _answer(method: str, about: dict[str, Any], done: Conversation, scene: Scene) -> dict[str, Any]:
-    again = [len(encoded(scene.tokenizer, text)) for text in done.texts]
+def _answer(method: str, about: dict[str, Any], done: Conversation) -> dict[str, Any]:
     return {
         **about,
         "answer_id": hashlib.sha256(f"{method} {about['question_id']!r}".encode()).hexdigest()[:22],
         "model_id": method,
-        "choices": [choice_of(done.turns, done.texts, again)],
+        "choices": [choice_of(done.turns, done.texts, done.text_tokens)],
         "tstamp": time.time(),
     }
 

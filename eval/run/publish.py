@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.run import drawing, report
+from eval.run.lines import FullError, replace_text
 from eval.run.page import html, markdown
-from eval.run.records import FullError, replace_text
 
 
 def write(folder: Path, summary: dict[str, Any]) -> str:

@@ -1,11 +1,12 @@
-"""Question files of any column names, and how a question's turns become prompts."""
+"""Question files and data sets of any column names, and how a question's turns become prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +18,116 @@ PRESETS: dict[str, dict[str, str]] = {
     "humaneval": {"question_id": "task_id", "turns": "prompt"},
     "gsm8k": {"turns": "question"},
 }
+HUB = "hf:"  # what a data set of the Hugging Face hub is marked by: hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 
 
 def read(questions: str, path: str = "", columns: Mapping[str, str] | None = None, limit: int = 0) -> list[Question]:
-    """The questions of a file, the first `limit` of them unless that is 0.
+    """The first `limit` questions, or all where that is 0.
 
     Args:
-        questions: a file, or the name of a set.
+        questions: a file of JSON lines; a parquet, CSV or JSON file, or a folder of them; a data set of the hub
+            (`hf:OWNER/NAME`, or `hf:OWNER/NAME:CONFIG:SPLIT`); or the name of a set.
         path: the named set's file.
         columns: what the file calls a question's id, category and turns (a list of texts, or one text); a file without
-            ids has line numbers, one without categories has its own name.
+            ids has line or row numbers, one without categories has its own name.
 
     Raises:
-        ValueError: the file cannot be read or holds no question, a line is not one (file, line, field), or two have the
-            same id.
+        ValueError: it cannot be read or holds no question, a line or row is not one (file, line, field), or two have
+            the same id.
     """
     if questions in PRESETS and not path:
         raise ValueError(f"the set {questions!r} is not part of the repository; name its file with questions_path")
     file = path if questions in PRESETS else questions
     names = {column: column for column in COLUMNS} | PRESETS.get(questions, {}) | dict(columns or {})
-    try:
-        lines = Path(file).read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ValueError(f"cannot read the questions {file!r}: {problem}") from problem
+    is_data_set = _is_data_set(file)
+    rows, word = (_rows(file, limit), "row") if is_data_set else (_lines(file), "line")
+    stem = Path(file.removeprefix(HUB).partition(":")[0] if is_data_set else file).stem
     found: dict[int | str, int] = {}
     made = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        question = _question(f"{file}, line {number}", number, line, names, Path(file).stem)
+    for number, content in rows:
+        question = _question(f"{file}, {word} {number}", number, content, names, stem)
         if question.question_id in found:
-            earlier = found[question.question_id]
-            raise ValueError(f"{file}, line {number}: id {question.question_id!r} is that of line {earlier} already")
+            earlier = f"{word} {found[question.question_id]}"
+            raise ValueError(f"{file}, {word} {number}: id {question.question_id!r} is that of {earlier} already")
         found[question.question_id] = number
         made.append(question)
     if not made:
-        raise ValueError(f"the question file {file!r} is empty; give one JSON object per line")
+        raise ValueError(f"the question file {file!r} is empty; give at least one question")
     return made[: limit or None]
 
 
-def _question(where: str, number: int, line: str, names: Mapping[str, str], stem: str) -> Question:
+def _lines(file: str) -> Iterator[tuple[int, Any]]:
+    """Line numbers and what they hold."""
     try:
-        content: Any = json.loads(line)
-    except ValueError as problem:
-        raise ValueError(f"{where}: not JSON ({problem})") from problem
+        lines = Path(file).read_text("utf-8-sig").split("\n")  # some editors begin a file with a mark
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(f"cannot read the questions {file!r}: {problem}") from problem
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as problem:
+            raise ValueError(f"{file}, line {number}: not JSON ({problem})") from problem
+
+
+def _is_data_set(file: str) -> bool:
+    """Whether the `datasets` package reads it; JSON files of many lines, whatever their name, are read here."""
+    path = Path(file)
+    if file.startswith(HUB) or path.is_dir():
+        return True
+    if path.suffix == ".json" and path.is_file():
+        with path.open("rb") as opened:
+            return opened.read(64).lstrip()[:1] == b"["
+    return path.suffix in FORMATS and path.suffix != ".json"
+
+
+def _rows(source: str, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Row numbers and rows of a data set; an empty cell is left out."""
+    try:
+        import datasets  # heavy, and needed for nothing else
+    except ImportError as problem:
+        raise ValueError(f"to read {source!r} takes the package datasets: pip install datasets") from problem
+    try:
+        rows = list(islice(_opened(datasets, source, limit), limit or None))
+    except Exception as problem:  # what it raises is in no common class
+        raise ValueError(f"cannot read the questions {source!r}: {str(problem) or type(problem).__name__}") from problem
+    for number, row in enumerate(rows, 1):
+        yield number, {name: value for name, value in row.items() if value is not None}
+
+
+def _opened(datasets: Any, source: str, limit: int) -> Any:
+    if not source.startswith(HUB):
+        path = Path(source).resolve()  # a relative name may be that of something else to load_dataset
+        if path.is_file():
+            return datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train", streaming=True)
+        return _split(datasets.load_dataset(str(path), streaming=True), "name one of its files")
+    parts = source.removeprefix(HUB).split(":")
+    if len(parts) not in (1, 3) or not parts[0]:
+        raise ValueError("a data set of the hub is written hf:OWNER/NAME or hf:OWNER/NAME:CONFIG:SPLIT")
+    name, config, split = parts if len(parts) == 3 else (parts[0], "", "")
+    is_part = limit > 0 and not datasets.config.HF_HUB_OFFLINE  # what is on disk already can only be had whole
+    found = datasets.load_dataset(name, config or None, split=split or None, streaming=is_part)
+    return found if split else _split(found, "name one as hf:OWNER/NAME:CONFIG:SPLIT")
+
+
+def _split(found: Mapping[str, Any], hint: str) -> Any:
+    """The only part of a data set, or the one called test."""
+    name = "test" if "test" in found else next(iter(found))
+    if len(found) > 1 and name != "test":
+        raise ValueError(f"it has the splits {', '.join(found)}; {hint}")
+    return found[name]
+
+
+def _question(where: str, number: int, content: Any, names: Mapping[str, str], stem: str) -> Question:
     if not isinstance(content, dict):
         raise ValueError(f"{where}: a question must be a JSON object, got {content!r}")
     turns, own = content.get(names["turns"]), content.get(names["question_id"], number)
     turns = [turns] if isinstance(turns, str) else turns
+    there = "" if names["turns"] in content else f"; map it with columns, of the fields {', '.join(content)}"
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)):
-        raise ValueError(f"{where}: field {names['turns']!r} must be a text or a list of texts, got {turns!r}")
+        raise ValueError(f"{where}: field {names['turns']!r} must be a text or a list of texts, got {turns!r}{there}")
     if isinstance(own, bool) or not isinstance(own, int | str):
         raise ValueError(f"{where}: field {names['question_id']!r} must be a number or a text, got {own!r}")
     category = content.get(names["category"], stem)

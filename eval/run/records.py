@@ -1,5 +1,5 @@
-"""The run folder: what is asked is written first, then whole lines as they come, so that a kill at any moment loses at
-most the question in hand.
+"""The run folder: what is asked is written first, then whole lines as they come. A kill at any moment loses at most the
+question in hand, a power cut also up to `SETTLE_SECONDS` of answers before it.
 
     config.yaml         the keys that decide what is measured, and a fingerprint of the questions
     environment.json    where and with what; every resumption beside the start
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import yaml
 
+from eval.run.lines import FullError, Lines, Row, read_lines, replace_text
 from eval.run.names import file_name
 
 try:
@@ -29,94 +30,19 @@ try:
 except ImportError:  # not on Windows: nothing then keeps two runs out of one folder
     fcntl = None  # type: ignore[assignment]
 
-Row = dict[str, Any]
+ROUNDS = "rounds.jsonl"
+SETTLE_SECONDS = 2.0  # least time between two waits for the disk, as short answers come faster than it takes them
 
 
 class FolderError(ValueError):
     """A folder that cannot be written, holds another run, or is in use."""
 
 
-class FullError(OSError):
-    """A line or file that could not be written, on a full disk for one; the folder is as it was before."""
-
-
-class Lines:
-    """A file that lines of JSON are appended to; each is on disk when `append` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, path.open("ab", buffering=0)
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a line.
-
-        Raises:
-            FullError: it could not be written, on a full disk for one; what was written of it is taken back.
-        """
-        rest = memoryview((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
-        before = os.fstat(self.file.fileno()).st_size
-        try:
-            while rest:
-                rest = rest[os.write(self.file.fileno(), rest) :]
-            os.fsync(self.file.fileno())
-        except OSError as problem:
-            with contextlib.suppress(OSError):
-                self.file.truncate(before)
-            raise _full(self.path, problem) from problem
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def read_lines(path: Path, mend: bool = False) -> list[Row]:
-    """The rows of a file; none where there is no file.
-
-    What follows the last line's end is what a kill has left of a row: it is left out, and with `mend` cut off.
-
-    Raises:
-        ValueError: a whole line is no JSON object.
-    """
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if mend and len(whole) < len(content):
-        os.truncate(path, len(whole))
-    rows = []
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except ValueError as problem:
-            raise ValueError(f"{path}, line {number}: not JSON ({problem})") from problem
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: not a JSON object")
-        rows.append(row)
-    return rows
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a whole file or, when killed, none of it.
-
-    Raises:
-        FullError: it could not be written.
-    """
-    beside = path.with_name(path.name + ".new")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as problem:
-        raise _full(path, problem) from problem
-
-
-def _full(path: Path, problem: OSError) -> FullError:
-    return FullError(f"cannot write {path}: {problem.strerror or problem}; run the same command again to go on")
-
-
 class RunFolder:
     """A folder that a run is written into, new or resumed.
+
+    Lines are written at once, so that a kill loses none, and settled at most every `SETTLE_SECONDS` and at the end: a
+    power cut loses those that came less than that after the last settling.
 
     Args:
         config: what decides what is measured; a folder of another is refused.
@@ -128,6 +54,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Row, methods: Sequence[str], keep_rounds: bool = False) -> None:
         self.path = path
         self._open: dict[str, Lines] = {}
+        self._settled = perf_counter()
         try:
             (path / "answers").mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -172,7 +99,7 @@ class RunFolder:
 
     def _drop_orphans(self) -> None:
         """Rounds of a question whose answer was never written: it is asked again."""
-        file = self.path / "rounds.jsonl"
+        file = self.path / ROUNDS
         rows = read_lines(file, mend=True)
         kept = [row for row in rows if row["question_id"] in self.answers.get(row["method"], {})]
         if len(kept) < len(rows):
@@ -183,16 +110,37 @@ class RunFolder:
         return question_id in self.answers[method] or (method, question_id) in self.errors
 
     def add_answer(self, method: str, row: Row, rounds: Sequence[Sequence[Row]] = ()) -> None:
-        """Record an answer; its rounds first, so that an answer is never without them."""
+        """Record an answer; its rounds first, so that a kill never leaves it without them."""
         if any(rounds):
             about = {"method": method, "question_id": row["question_id"]}
-            self._lines(self.path / "rounds.jsonl").append({**about, "turns": list(rounds)})
-        self._lines(answers_path(self.path, method)).append(row)
+            self._lines(self.path / ROUNDS).append({**about, "turns": list(rounds)})
+        self._append(answers_path(self.path, method), row)
         self.answers[method][row["question_id"]] = row
 
     def add_error(self, row: Row) -> None:
-        self._lines(self.path / "errors.jsonl").append(row)
+        self._append(self.path / "errors.jsonl", row)
         self.errors[row["method"], row["question_id"]] = row
+
+    def _append(self, path: Path, row: Row) -> None:
+        self._lines(path).append(row)
+        if perf_counter() - self._settled > SETTLE_SECONDS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Have every line on disk.
+
+        Raises:
+            FullError: the disk did not take them; what was not settled before is taken back.
+        """
+        rounds_first = sorted(self._open.values(), key=lambda lines: lines.path.name != ROUNDS)
+        try:
+            for lines in rounds_first:
+                lines.settle()
+        except FullError:
+            for lines in rounds_first:  # no answer may stay whose rounds are gone
+                lines.take_back()
+            raise
+        self._settled = perf_counter()
 
     def _lines(self, path: Path) -> Lines:
         if str(path) not in self._open:
@@ -200,10 +148,13 @@ class RunFolder:
         return self._open[str(path)]
 
     def close(self) -> None:
-        for lines in self._open.values():
-            lines.close()
-        self._open.clear()
-        self._lock.close()
+        """Settle, see there, and let others at the folder whatever comes of that."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._lock.close)
+            for lines in self._open.values():
+                last.callback(lines.close)
+            last.callback(self._open.clear)
+            self.settle()
 
 
 def answers_path(folder: Path, method: str) -> Path:

@@ -17,6 +17,7 @@ from eval.questions import Question
 from eval.run import check, publish, questions, records, summary
 from eval.run.config import AUTO, RunConfig, as_record
 from eval.run.external import External
+from eval.run.lines import replace_text
 from eval.run.loop import Scene, run, warm_up
 from eval.run.names import file_name, parse_method
 from eval.run.ours import Bare, Ours
@@ -75,11 +76,11 @@ class Session:
             first = json.loads(path.read_text("utf-8"))
             now = {**first, "resumed": [*first.get("resumed", []), now]}
         elif now["dirty"]:
-            records.replace_text(self.folder.path / "dirty.diff", _diff())
+            replace_text(self.folder.path / "dirty.diff", _diff())
         return now
 
     def _write_environment(self) -> None:
-        records.replace_text(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
+        replace_text(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
 
     def _costs(self, say: Say) -> Costs:
         """Measured at the first call; what this session's policies decide by belongs to its environment."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.run.items import Item, groups, item_of
+from eval.run.lines import Row
 from eval.run.metrics import Group, figures
 from eval.run.names import PLAIN_KINDS, parse_method
-from eval.run.records import Row
 from eval.run.turns import stamp_seconds
 
 FORMAT = 1

@@ -34,11 +34,15 @@ for number, line in enumerate(sys.stdin):
     asked = json.loads(line)
     if sys.argv[1] == "hang" and asked["question_id"] == 7: time.sleep(60)
     if sys.argv[1] == "crash" and asked["question_id"] == 7: sys.exit(3)
-    reply = {"tokens": asked["tokens"][: asked["max_new_tokens"]], "seconds": 1e-6, "accept_lengths": [1]}
+    reply = {"tokens": asked["tokens"][: asked["max_new_tokens"]], "seconds": 1e-6}
+    reply["accept_lengths"] = [len(reply["tokens"])]
     if sys.argv[1] == "text": reply = {"text": "words"}
     if sys.argv[1] == "garbage": reply = [1]
     if sys.argv[1] == "sorry": reply = {"error": "no such luck"}
     if sys.argv[1] == "boast": reply["seconds"] = 1e9
+    if sys.argv[1] == "huge": reply["tokens"][:1] = [10**12]
+    if sys.argv[1] == "surrogate": reply = {"text": "\\ud800"}
+    if sys.argv[1] == "moan": reply = {"error": "half a\\nletter: \\ud800"}
     print(json.dumps(reply), flush=True)
 """
 
@@ -199,6 +203,9 @@ def test_an_external_command_may_answer_in_text(run, out, tmp_path):
         ("garbage", "error", ["a", 7, 8], "no valid answer"),
         ("sorry", "error", ["a", 7, 8], "no such luck"),
         ("boast", "error", ["a", 7, 8], "it reports"),
+        ("huge", "error", ["a", 7, 8], "OverflowError"),
+        ("surrogate", "error", ["a", 7, 8], "no valid answer"),
+        ("moan", "error", ["a", 7, 8], "half a letter: \\ud800"),
     ],
 )
 def test_what_a_command_does_wrong_is_a_row_and_the_run_goes_on(how, kind, failed, words, run, out, tmp_path):
@@ -276,11 +283,36 @@ def test_a_full_disk_is_one_sentence_and_the_folder_can_be_resumed(run, out, mon
         return own(file, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.os, "write", full)
+        patch.setattr(os, "write", full)
         assert run() == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("eval: cannot write") and "No space left on device" in said and "go on" in said
     assert run() == 0 and summary(out)["complete"]
+    for name in ("plain", "fixed-2,3"):
+        assert [row["question_id"] for row in lines(out / "answers" / f"{name}.jsonl")] == ["a", 7, 8]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf")])  # the disk is waited for at every line, or at the end
+def test_a_disk_that_does_not_take_what_was_written_takes_lines_back(seconds, run, out, monkeypatch, capsys):
+    waits, own = [], os.fsync
+
+    def failing(file):
+        answers = (out / "answers").iterdir()
+        if any(os.path.samestat(os.fstat(file), path.stat()) for path in answers):
+            waits.append(file)
+            if len(waits) > (seconds < 0):
+                raise OSError(errno.EIO, "Input/output error")
+        own(file)
+
+    monkeypatch.setattr(records, "SETTLE_SECONDS", seconds)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        assert run("--keep-rounds") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("eval: cannot write") and "Input/output error" in said and "go on" in said
+    assert sum(len(lines(path)) for path in (out / "answers").iterdir()) == (seconds < 0)
+    assert not (out / "summary.json").exists()
+    assert run("--keep-rounds") == 0 and summary(out)["complete"] and len(lines(out / "rounds.jsonl")) == 6
     for name in ("plain", "fixed-2,3"):
         assert [row["question_id"] for row in lines(out / "answers" / f"{name}.jsonl")] == ["a", 7, 8]
 
@@ -324,6 +356,8 @@ def test_a_folder_that_is_in_use_or_cannot_be_written_is_refused(run, out, confi
         (["--questions", "gsm8k"], "questions_path"),
         (["--questions", "/no/such/file"], "cannot read the questions"),
         (["--max-new-tokens", "0"], "at least 1"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
+        (["--externals", "mine=run 'it"], "externals: mine must be a command line, its quotes closed"),
         (["--time-limit", "nan"], "above 0"),
     ],
 )
@@ -339,6 +373,7 @@ def test_keys_of_a_file_are_checked(config, capsys):
         ("- 3", "a mapping"),
         ("columns: [3]", "a mapping of names to texts"),
         ("methods: plain", "a list"),
+        ("externals: {mine: ''}", "externals: mine must be a command line"),
         ("a: [", "cannot read the configuration"),
     ):
         config.write_text(text)

@@ -14,7 +14,7 @@ from eval.__main__ import main
 from eval.run.compare import COMPARED, OVER_BASELINE, compare
 from eval.run.items import choice_of
 from eval.run.metrics import METRICS, Group, figures
-from eval.run.summary import open_run, resampled
+from eval.run.resampling import open_run, resampled
 from eval.run.turns import Turn
 from selfspec.decoding.stats import SpecStats
 

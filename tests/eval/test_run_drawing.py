@@ -10,9 +10,9 @@ import pytest
 from eval import compare
 from eval.run import drawing
 from eval.run.drawing import maps, paper, speeds
+from eval.run.lines import FullError
 from eval.run.metrics import METRICS
 from eval.run.publish import write
-from eval.run.records import FullError
 
 HOSTILE = 'external:<b a="1">&$x_1$'
 STUDIES = {

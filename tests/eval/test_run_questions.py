@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.run.config import load_run_config
 from eval.run.questions import fingerprint, read
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -211,3 +212,10 @@ def test_what_cannot_be_loaded_is_told(source, offline, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot read the questions"):
         read(source if source.startswith("hf:") else str(tmp_path / source))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "hf:owner/set", "hf:owner/set:main:test", "own.parquet"])
+def test_files_lie_beside_the_configuration_and_data_sets_nowhere(name, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"questions: {name}")
+    found = load_run_config(tmp_path / "own.yaml").questions
+    assert found == (str(tmp_path / name) if name == "own.parquet" else name)

@@ -8,9 +8,10 @@ import pytest
 
 from eval.questions import Question
 from eval.run import loop
+from eval.run.lines import FullError, Lines, read_lines, replace_text
 from eval.run.loop import Scene, warm_up
 from eval.run.names import file_name
-from eval.run.records import FolderError, FullError, Lines, RunFolder, read_lines, replace_text, unique
+from eval.run.records import SETTLE_SECONDS, FolderError, RunFolder, unique
 from eval.run.turns import Failure, Turn
 
 METHODS = ("plain", "fixed:2,3")
@@ -69,7 +70,7 @@ def identity(path):
 @pytest.fixture
 def quickly(monkeypatch):
     """Without the two calls that hundreds of sessions would wait for: neither decides what is in a file."""
-    monkeypatch.setattr("eval.run.records.os.fsync", lambda file: None)
+    monkeypatch.setattr("eval.run.lines.os.fsync", lambda file: None)
     monkeypatch.setattr("eval.run.loop.gc.collect", lambda: None)
 
 
@@ -145,13 +146,68 @@ def test_a_line_that_cannot_be_written_whole_is_taken_back(tmp_path, monkeypatch
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("eval.run.records.os.fsync", full)
+    lines.settle()
+    lines.append({"text": "lost"})
+    monkeypatch.setattr("eval.run.lines.os.fsync", full)
     with pytest.raises(FullError, match="No space left on device"):
-        lines.append({"text": "lost"})
+        lines.settle()
     lines.close()
     assert read_lines(tmp_path / "rows.jsonl") == [{"text": "ü"}]
     with pytest.raises(FullError, match=r"report.md"):
         replace_text(tmp_path / "report.md", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_the_disk_is_waited_for_at_times_and_at_the_end(tmp_path, monkeypatch):
+    waits, now = [], [0.0]
+    monkeypatch.setattr("eval.run.lines.os.fsync", waits.append)
+    monkeypatch.setattr("eval.run.records.perf_counter", lambda: now[0])
+    folder = RunFolder(tmp_path, {}, METHODS)
+    waits.clear()  # the configuration's
+    for question, (at, num_waits) in enumerate([(1.0, 0), (SETTLE_SECONDS, 0), (SETTLE_SECONDS + 1, 2), (4.0, 2)]):
+        now[0] = at
+        folder.add_answer("plain", {"question_id": question}, [[{"num_drafted": 1}]])
+        assert len(waits) == num_waits  # of answers and rounds
+        assert len(read_lines(tmp_path / "answers" / "plain.jsonl")) == question + 1
+    folder.close()
+    assert len(waits) == 4
+
+
+def test_rounds_that_the_disk_does_not_take_take_their_answers_back_and_free_the_folder(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path, {}, METHODS, keep_rounds=True)
+    folder.add_answer("plain", {"question_id": 0})
+    folder.settle()
+    folder.add_answer("plain", {"question_id": 1}, [[{"num_drafted": 1}]])
+    calls = []
+
+    def once(file):
+        calls.append(file)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("eval.run.lines.os.fsync", once)
+    with pytest.raises(FullError, match=r"rounds.jsonl"):
+        folder.close()
+    assert rows(tmp_path) == {"plain.jsonl": [{"question_id": 0}], "rounds.jsonl": []}
+    RunFolder(tmp_path, {}, METHODS).close()  # nobody else holds it
+
+
+def test_a_folder_is_free_whatever_becomes_of_its_files(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path, {}, METHODS)
+    for name in METHODS:
+        folder.add_answer(name, {"question_id": 0})
+    closed = []
+
+    def failing(lines):
+        closed.append(lines.path.name)
+        lines.file.close()
+        raise FullError("cannot write")
+
+    monkeypatch.setattr(Lines, "close", failing)
+    with pytest.raises(FullError):
+        folder.close()
+    assert sorted(closed) == ["fixed-2,3.jsonl", "plain.jsonl"]
+    RunFolder(tmp_path, {}, METHODS).close()
 
 
 def test_of_two_answers_to_a_question_the_later_counts():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.run.records import replace_text
+from eval.run.lines import replace_text
 from eval.run.studies import acceptance, batch, grid, policies
 from eval.run.studies.material import Material
 from eval.timing import Say

@@ -1,0 +1,106 @@
+"""External commands: what they may answer, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from eval.run.external import SPARE, External
+from eval.run.turns import Failure, Prompt
+
+# Answers every question with the next of its arguments, a text of one line or more.
+ENGINE = """
+import sys
+for answer in sys.argv[1:]:
+    sys.stdin.readline()
+    sys.stdout.write(answer + chr(10))
+    sys.stdout.flush()
+sys.stdin.readline()
+"""
+MOST = 4
+
+
+def letters(text, **options):
+    return {"input_ids": [ord(letter) for letter in text]}
+
+
+def prompt(number):
+    return Prompt(number, 0, "ab", [1, 2], MOST, 0)
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """What an engine that writes these lines is taken to have answered, question by question: tokens or a sentence."""
+    opened = []
+
+    def asked(*answers, questions=None):
+        (tmp_path / "engine.py").write_text(ENGINE)
+        told = [each if isinstance(each, str) else json.dumps(each) for each in answers]
+        engine = External(
+            "external:e",
+            shlex.join([sys.executable, str(tmp_path / "engine.py"), *told]),
+            letters,
+            tmp_path / "log",
+            limit=60.0,
+        )
+        opened.append(engine)
+        found = []
+        for number in range(questions or len(answers)):
+            try:
+                found.append(engine(prompt(number)).tokens)
+            except Failure as failure:
+                found.append(failure.sentence)
+        return found
+
+    yield asked
+    for engine in opened:
+        engine.close()
+
+
+@pytest.mark.parametrize("lengths", [[4], [1, 3], [1, 6], [4, 1], [1, 1, 1, 1]])
+def test_steps_hold_all_tokens_and_the_last_may_have_made_more(lengths, ask):
+    assert ask({"tokens": [1, 2, 3, 4], "accept_lengths": lengths}) == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("lengths", [[], [3], [1, 2], [5, 1], [4, 1, 1]])
+def test_steps_that_do_not_add_up_to_the_tokens_are_refused(lengths, ask):
+    (sentence,) = ask({"tokens": [1, 2, 3, 4], "accept_lengths": lengths})
+    assert f"accept_lengths add up to {sum(lengths)}, but it has 4 tokens" in sentence
+
+
+def test_no_token_takes_no_step_or_one(ask):
+    assert ask(*({"tokens": [], "accept_lengths": lengths} for lengths in ([], [1]))) == [[], []]
+
+
+def test_more_tokens_than_were_asked_for_are_refused(ask):
+    found = ask({"tokens": [1] * (MOST + 1)}, {"text": "x" * (MOST + SPARE)}, {"text": "x" * (MOST + SPARE + 1)})
+    assert "5 tokens, where max_new_tokens is 4" in found[0]
+    assert len(found[1]) == MOST + SPARE and "13 tokens, where max_new_tokens is 4" in found[2]
+
+
+def test_steps_of_a_text_are_not_held_against_our_tokenizers_count(ask):
+    assert ask({"text": "abc", "accept_lengths": [2]}) == [[97, 98, 99]]
+
+
+def test_a_second_line_is_never_the_next_questions_answer(ask):
+    double = json.dumps({"tokens": [1]}) + "\n" + json.dumps({"tokens": [2]})
+    found = ask(double, questions=4)  # with a new start after every refusal
+    assert [2] not in found
+    assert sum("that no question asked for" in each for each in found if isinstance(each, str)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [({"question_id": 9}, "it is of question_id 9, asked was 0"), ({"turn": 1}, "it is of turn 1, asked was 0")],
+)
+def test_an_answer_to_another_question_is_refused(about, words, ask):
+    own = {"tokens": [1], "question_id": 0, "turn": 0}
+    (found,) = ask({**own, **about})
+    assert words in found and ask(own) == [[1]]
+
+
+def test_a_number_that_no_clock_shows_is_refused(ask):
+    assert "no valid answer" in ask('{"tokens": [1], "seconds": 1' + "0" * 400 + "}")[0]
