@@ -28,6 +28,7 @@ from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights
 from selfspec.target.stack import Stack
 
 SCHEMA = 3  # of the files; another number makes every older file stale
+PRIOR_SCHEMA = 2  # of what is in a prior
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
 ABOUT = {
     "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",
@@ -73,7 +74,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
 
 def prior_key(stack: Stack) -> dict[str, Any]:
     """What acceptance depends on: the model and its weights, adapters and exit heads included."""
-    return {"schema": SCHEMA, **shape_of(stack), "weights": weights_of(stack), "exit_heads": heads_of(stack)}
+    return {"schema": PRIOR_SCHEMA, **shape_of(stack), "weights": weights_of(stack), "exit_heads": heads_of(stack)}
 
 
 def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:

@@ -16,6 +16,8 @@ from train.config import TrainConfig
 from train.corpus import Corpus
 from train.sections import ExitConfig
 
+TITLE = "# A small Python model that can leave early"
+
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
@@ -36,7 +38,7 @@ class CardFacts:
     samples: tuple[tuple[str, str], ...]
     shape: Any  # the model's configuration, as transformers has it
     before: ExitQuality | None = None  # of the model that the run went on from
-    licence: str = "apache-2.0"  # of the weights; of a base model's card, or empty where that names none
+    is_demo: bool = False  # a small Python model of our own
 
 
 def write_card(facts: CardFacts, has_curves: bool = False) -> str:
@@ -69,7 +71,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
 
 def _opening(facts: CardFacts) -> str:
     shape, base = facts.shape, facts.config.model.base
-    if facts.corpus is None:
+    if not facts.is_demo:
         return _plain_opening(facts)
     start = f"continued from `{base}`" if base else "trained from scratch"
     what = _paragraph(
@@ -83,8 +85,7 @@ def _opening(facts: CardFacts) -> str:
         """The tokenizer is a byte-level BPE that gives any UTF-8 text back exactly. `<|endoftext|>` is both bos and
         eos; it stands between files in training and is never added to a prompt by itself."""
     )
-    licence = f"license: {facts.licence}\n" if facts.licence else ""
-    return f"---\n{licence}{_FRONT_MATTER}# A small Python model that can leave early\n\n{what}\n\n{tokens}"
+    return f"{_FRONT_MATTER}{TITLE}\n\n{what}\n\n{tokens}"
 
 
 def _plain_opening(facts: CardFacts) -> str:
@@ -228,12 +229,14 @@ def _samples(facts: CardFacts) -> str:
 
 def _closing(facts: CardFacts) -> str:
     base = facts.config.model.base
-    if facts.corpus is not None and facts.licence == "apache-2.0":
+    if facts.is_demo:
         return _CLOSING
     return f"## Licence\n\nThe licence of `{base}` holds for these weights too." if base else ""
 
 
-_FRONT_MATTER = """library_name: transformers
+_FRONT_MATTER = """---
+license: apache-2.0
+library_name: transformers
 pipeline_tag: text-generation
 tags: [code, python, early-exit, layerskip, self-speculative-decoding]
 ---

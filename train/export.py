@@ -35,8 +35,7 @@ def export_model(config: TrainConfig, checkpoint: Path, folder: Path, tokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if not config.model.base:
-        _plain_tokenizer_config(folder / "tokenizer_config.json")
+    _plain_tokenizer_config(folder / "tokenizer_config.json", is_own=not config.model.base)
     return model.float().eval()
 
 
@@ -67,9 +66,14 @@ def best_exit(model: nn.Module, agreement: Sequence[float]) -> tuple[int, int]:
     return max(((number, drafts) for number in exits for drafts in lengths), key=tokens_per_weight)
 
 
-def _plain_tokenizer_config(path: Path) -> None:
-    """Name the tokenizer class as every transformers release does, and drop how it happened to be loaded."""
+def _plain_tokenizer_config(path: Path, is_own: bool) -> None:
+    """Name the tokenizer class as every transformers release does, and drop how it happened to be loaded.
+
+    A base model's tokenizer of a class of its own is left as it is.
+    """
     settings = json.loads(path.read_text("utf-8"))
+    if not is_own and settings.get("tokenizer_class") != "TokenizersBackend":
+        return
     kept = {key: value for key, value in settings.items() if key not in ("is_local", "local_files_only", "backend")}
     kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(kept, indent=2) + "\n", "utf-8")

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import ModelCard
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from train.agreement import ExitQuality, greedy, measure_exits
-from train.card import CardFacts, write_card
+from train.card import TITLE, CardFacts, write_card
 from train.checkpoints import newest_checkpoint
 from train.config import TrainConfig
 from train.curves import draw_curves
@@ -41,11 +40,12 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     folder, checkpoint = Path(config.run.export), newest_checkpoint(config.run.output)
     tokenizer = load_tokenizer(checkpoint)
     material = gather(config, tokenizer)
+    is_demo = material.corpus is not None and not config.lora.rank and is_small_python_model(config.model.base)
+    before = measure_base(config, material)  # before anything is written: the folder may be the base's own
     model = export_model(config, checkpoint, folder, tokenizer)
     if torch.cuda.is_available():
         model = model.cuda()
     quality = measure_exits(model, material.held_out, config.eval)
-    before = measure_base(config, material)
     chosen = best_exit(model, quality.agreement)
     exit_layer, num_draft_tokens = config.run.exit_layer or chosen[0], config.run.num_draft_tokens or chosen[1]
     store_exit(model, folder, exit_layer, num_draft_tokens)
@@ -63,7 +63,7 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
         quality=quality,
         shape=model.config,
         before=before,
-        licence=licence_of(config.model.base) if config.model.base else "apache-2.0",
+        is_demo=is_demo,
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
         samples=tuple((each, continue_greedily(model, tokenizer, each, 72)) for each in prompts),
@@ -79,19 +79,25 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
 
 
 def measure_base(config: TrainConfig, material: Material) -> ExitQuality | None:
-    """Measure the model that the run went on from on the same texts; None where it began with a new one."""
+    """Measure the model that the run went on from on the same texts; None without one, or where it is gone."""
     if not config.model.base:
         return None
-    base = load_base(config).float().eval()
+    try:
+        base = load_base(config).float().eval()
+    except ValueError as gone:
+        print(f"the card will not say how good the model was before: {gone}", flush=True)
+        return None
     return measure_exits(base.cuda() if torch.cuda.is_available() else base, material.held_out, config.eval)
 
 
-def licence_of(folder: str) -> str:
-    """Return the licence that the card in a model's folder names; empty where there is none to read."""
+def is_small_python_model(base: str) -> bool:
+    """Tell whether a run begins with a model of its own, or goes on from a folder with one that it made before."""
+    if not base:
+        return True
     try:
-        return str(ModelCard.load(Path(folder) / "README.md").data.to_dict().get("license") or "")
-    except (OSError, ValueError):
-        return ""
+        return TITLE in (Path(base) / "README.md").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def train_tokens(material: Material) -> int:

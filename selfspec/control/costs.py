@@ -169,7 +169,8 @@ class Costs:
         """What `as_dict` wrote; ValueError when it is anything else."""
         try:
             ones = {name: _read(given[name]) for name in ("plain", "head", "pick", "rest", "short")}
-            many = {n: {int(r): _read(t) for r, t in given[n].items()} for n in ("first", "early", "late")}
+            tables = {"first": {}, **given}  # older tables know of no first pass
+            many = {n: {int(r): _read(t) for r, t in tables[n].items()} for n in ("first", "early", "late")}
             if not all(1 in tables for name, tables in many.items() if tables or name != "first"):
                 raise ValueError("tables of a single row are missing")
             context = float(given["context"])

@@ -62,7 +62,11 @@ class Sampling:
 
 
 class _TopP:
-    """transformers' top-p filter, which sorts the vocabulary, for rows whose likeliest tokens do not settle it."""
+    """transformers' top-p filter, which sorts the vocabulary, for rows whose likeliest tokens do not settle it.
+
+    Where they do, sums go from the likeliest token on, and theirs from the least likely: rounding may move the bound by
+    a token. A row's bound depends on that row alone.
+    """
 
     def __init__(self, top_p: float) -> None:
         self._top_p, self._whole = top_p, TopPLogitsWarper(top_p)
@@ -72,7 +76,7 @@ class _TopP:
             return self._whole(input_ids, logits)
         top, tokens = logits.softmax(-1).topk(LIKELIEST)
         mass = top.cumsum(-1)
-        count = (mass - top < self._top_p).sum(-1, keepdim=True)
+        count = (mass - top < self._top_p).sum(-1, keepdim=True).clamp_(min=1)  # none where a logit is no number
         kept = logits >= logits.gather(1, tokens.gather(1, count - 1))
         # Of tokens as likely as the last one kept, the whole sort keeps some: it settles that row.
         settled = (mass[:, -1] >= self._top_p) & (kept.sum(-1) == count[:, 0])

@@ -51,10 +51,11 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, tokens: Tensor | N
 
 
 class NoiseAhead:
-    """The noise of `gumbel`, kept and made ahead in blocks of positions where that is cheap.
+    """The noise of `gumbel`, made ahead in blocks of positions and kept, where that is cheap.
 
     A draft, its verification and the next draft after a rejection pick at the same positions; and making a few
-    positions' noise together takes little longer than making one's. Off the CPU nothing is kept.
+    positions' noise together takes little longer than making one's. Off the CPU, and where many rows or a large
+    vocabulary need more than may be kept, noise is made anew each time.
 
     Args:
         most: bytes that are kept.
@@ -64,43 +65,42 @@ class NoiseAhead:
 
     def __init__(self, most: int = 32 << 20) -> None:
         self.most = most
-        self._kept: OrderedDict[tuple[int, int, int, int], Tensor] = OrderedDict()  # the latest use last
+        self._kept: OrderedDict[tuple[int, int, int], Tensor] = OrderedDict()  # (seed, block, vocabulary), latest last
         self._bytes = 0
 
     def __call__(self, seeds: Sequence[int], positions: Tensor, vocab_size: int) -> Tensor:
         """Noise `[N, vocab_size]`, fp32, for int64 `[N]` positions of rows with these N seeds; not to be changed."""
-        if positions.device.type != "cpu":
+        two_blocks_each = 2 * len(set(seeds)) * 4 * self.BLOCK * vocab_size
+        if positions.device.type != "cpu" or two_blocks_each > self.most:
             return gumbel(torch.tensor(seeds, device=positions.device), positions, vocab_size)
-        of_block = 4 * self.BLOCK * vocab_size
-        size = self.BLOCK if 2 * len(set(seeds)) * of_block <= self.most else 1
-        at = [(seed, *divmod(position, size)) for seed, position in zip(seeds, positions.tolist(), strict=True)]
-        blocks = self._blocks(list(dict.fromkeys((seed, block) for seed, block, _ in at)), size, vocab_size)
+        at = [(seed, *divmod(position, self.BLOCK)) for seed, position in zip(seeds, positions.tolist(), strict=True)]
+        blocks = self._blocks(list(dict.fromkeys((seed, block) for seed, block, _ in at)), vocab_size)
         seed, block, first = at[0]
         if at == [(seed, block, first + i) for i in range(len(at))]:
             return blocks[seed, block][first : first + len(at)]
         return torch.stack([blocks[seed, block][inside] for seed, block, inside in at])
 
-    def _blocks(self, wanted: Sequence[tuple[int, int]], size: int, vocab_size: int) -> dict[tuple[int, int], Tensor]:
-        """(seed, block) -> its noise `[size, vocab_size]`."""
+    def _blocks(self, wanted: Sequence[tuple[int, int]], vocab_size: int) -> dict[tuple[int, int], Tensor]:
+        """(seed, block) -> its noise `[BLOCK, vocab_size]`."""
         found, missing = dict[tuple[int, int], Tensor](), []
         for one in wanted:
-            kept = self._kept.get((*one, size, vocab_size))
+            kept = self._kept.get((*one, vocab_size))
             if kept is None:
                 missing.append(one)
             else:
-                self._kept.move_to_end((*one, size, vocab_size))
+                self._kept.move_to_end((*one, vocab_size))
                 found[one] = kept
         if missing:
-            starts = torch.tensor([block * size for _, block in missing])
-            positions = (starts[:, None] + torch.arange(size)).flatten()
-            seeds = torch.tensor([seed for seed, _ in missing]).repeat_interleave(size)
-            made = gumbel(seeds, positions, vocab_size).split(size)
+            starts = torch.tensor([block * self.BLOCK for _, block in missing])
+            positions = (starts[:, None] + torch.arange(self.BLOCK)).flatten()
+            seeds = torch.tensor([seed for seed, _ in missing]).repeat_interleave(self.BLOCK)
+            made = gumbel(seeds, positions, vocab_size).split(self.BLOCK)
             for one, noise in zip(missing, made, strict=True):
                 found[one] = noise.clone() if len(missing) > 1 else noise  # a view would keep all of them
-                self._keep((*one, size, vocab_size), found[one])
+                self._keep((*one, vocab_size), found[one])
         return found
 
-    def _keep(self, key: tuple[int, int, int, int], noise: Tensor) -> None:
+    def _keep(self, key: tuple[int, int, int], noise: Tensor) -> None:
         self._kept[key] = noise
         self._bytes += noise.nbytes
         while self._bytes > self.most:

@@ -168,6 +168,11 @@ def test_costs_survive_a_file(one, other, context):
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
+def test_older_tables_without_a_first_pass_are_read():
+    older = {name: value for name, value in some_costs().as_dict().items() if name != "first"}
+    assert Costs.from_dict(older) == some_costs()
+
+
 def _broken(**changes):
     return {**some_costs().as_dict(), **changes}
 

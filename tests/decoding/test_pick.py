@@ -55,6 +55,18 @@ def test_top_p_of_a_large_vocabulary_is_that_of_the_whole_sort_row_by_row(top_p,
     assert torch.equal(torch.cat([filtered(row[None], sampling) for row in logits]), together)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_of_impossible_logits_is_left_to_transformers_and_harms_no_other(bad):
+    logits = some_logits(3, 900) * 3
+    sound = filtered(logits, Sampling(1.0, top_p=0.9))
+    logits[1] = bad if bad < 0 else logits[1]
+    logits[1, 7] = bad
+    found = filtered(logits, Sampling(1.0, top_p=0.9))
+    assert torch.equal(found[1:2], TopPLogitsWarper(0.9)(None, logits[1:2])) or bool(found[1].isnan().any())
+    assert torch.equal(found[::2], sound[::2])
+    assert 0 <= int(pick(logits, [Sampling(1.0, top_p=0.9)] * 3, torch.arange(3))[1]) < 900
+
+
 def test_greedy_takes_the_largest_logit_and_leaves_the_logits_alone():
     logits = some_logits()
     before = logits.clone()

@@ -24,15 +24,17 @@ def tokenizer():
 def test_the_folder_is_small_and_has_a_card():
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 17_000_000
     card = (FOLDER / "README.md").read_text("utf-8")
-    assert "license: apache-2.0" in card and "python -m train configs/train/demo.yaml" in card
+    assert "license: apache-2.0" in card and "python -m train configs/train/demo_continued.yaml" in card
 
 
 def test_the_shape_and_the_steps_are_the_configuration_s():
     asked, shape = load_config(ROOT / "configs" / "train" / "demo.yaml"), AutoConfig.from_pretrained(FOLDER)
+    last = load_config(ROOT / "configs" / "train" / "demo_continued.yaml")
+    assert last.model.base == asked.run.export
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"):
         assert getattr(shape, name) == getattr(asked.model, name)
     with (FOLDER / "training.csv").open() as file:
-        assert int(list(csv.DictReader(file))[-1]["step"]) == asked.run.max_steps
+        assert int(list(csv.DictReader(file))[-1]["step"]) == last.run.max_steps
 
 
 @given(text=st.text())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,28 @@ def test_a_model_is_continued_on_texts(settings, base, tmp_path, capsys, streami
     assert f"continued from `{base}`" in card and f"base_model: {base}" in card and "| 4 | " in card
     assert "| exit layer | loss | agreement | loss before | agreement before |" in card
     assert "training.svg" in card and (tmp_path / "model" / "training.svg").read_text().startswith("<?xml")
+
+
+def test_the_figures_before_are_the_bases_even_where_its_folder_is_written_over(settings, base, tmp_path):
+    own = tmp_path / "own"
+    shutil.copytree(base, own)
+    settings["model"], settings["run"]["export"] = {"base": str(own)}, str(own)
+    assert run(settings, tmp_path) == 0
+    card = (own / "README.md").read_text("utf-8")
+    rows = [line.split(" | ")[1:] for line in card.splitlines() if re.match(r"\| [1-4] \|", line)]
+    assert len(rows) == 4 and any(loss != before.rstrip(" |") for loss, _, before, *_ in rows)
+
+
+def test_a_base_that_is_gone_costs_the_card_its_comparison_only(settings, base, tmp_path, capsys):
+    own = tmp_path / "own"
+    shutil.copytree(base, own)
+    settings["model"] = {"base": str(own)}
+    assert run(settings, tmp_path) == 0
+    shutil.rmtree(own)
+    shutil.rmtree(tmp_path / "model")
+    assert run(settings, tmp_path, "--export-only") == 0
+    card = (tmp_path / "model" / "README.md").read_text("utf-8")
+    assert "| exit layer | loss | agreement |\n" in card and "how good the model was before" in capsys.readouterr().out
 
 
 def test_the_stored_exit_is_what_selfspec_starts_from(settings, tmp_path):
