@@ -147,8 +147,9 @@ def _again(folder: Path, baseline: str | None) -> int:
 def compare(arguments: Sequence[str] | None = None, prog: str = "python -m eval compare") -> int:
     """What changed from one run to another, question by question; the exit code.
 
-    Exit codes: 0; 1 (a figure named with --fail fell by more than its share, or rose where less is better);
-    2 (something asked for is not possible, in one sentence).
+    Exit codes: 0; 1 (a figure named with --fail fell by more than its share, or rose where less is better, or a method
+    has no answer to a question that it answered before; without --fail neither counts); 2 (something asked for is not
+    possible, in one sentence).
     """
     text = inspect.cleandoc(compare.__doc__ or "").replace("; the exit code", "")
     parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,8 +161,8 @@ def compare(arguments: Sequence[str] | None = None, prog: str = "python -m eval 
         action="extend",
         default=[],
         metavar="METRIC=SHARE",
-        help="exit with 1 when METRIC of any method got worse by more than SHARE (0.05, or 5%%); speedup=0.05 is the "
-        "surest, as its baseline was timed beside it",
+        help="exit with 1 when METRIC of any method got worse by more than SHARE (0.05, or 5%%), or answers are lost; "
+        "speedup=0.05 is the surest, as its baseline was timed beside it",
     )
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="methods to compare; default: all")
     parser.add_argument("--category", default="overall", metavar="NAME", help="compare the questions of one category")
@@ -172,7 +173,8 @@ def compare(arguments: Sequence[str] | None = None, prog: str = "python -m eval 
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from eval.run.compare import compare, render
+    from eval.run.compare import compare
+    from eval.run.comparison import render
     from eval.run.resampling import open_run
 
     limits = dict(_limit(text) for text in options.fail)

@@ -12,19 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from eval.run.config import TABLE, known
+from eval.run.config import STUDY_SIZES, TABLE, known
 from eval.run.items import groups
 from eval.run.lines import Row
 from eval.run.metrics import METRICS, Group, figures
-from eval.run.report import shown
 from eval.run.resampling import OVER, SUMS, Opened, resampled
 
 OVER_BASELINE = (*OVER, "paired_ratio")
 COMPARED = tuple(name for name in METRICS if name in SUMS or name in OVER_BASELINE or name.endswith(("_p50", "_p95")))
 LESS_IS_BETTER = (*(name for name in COMPARED if METRICS[name][0] == "s"), "layer_passes_per_token")
-MACHINE = ("cpu", "cpu_cores", "device", "gpu", "threads")  # what an absolute speed depends on most
 ROUNDING = 1e-9  # what two ways to compute the same ratio may differ by
-PASSING = ("time", "command", "load_average", "costs", "resumed")  # differs from run to run
+PASSING = ("time", "command", "load_average", "costs", "resumed", *STUDY_SIZES)  # no answer depends on these
 
 
 def compare(
@@ -33,7 +31,7 @@ def compare(
     """One record of plain numbers: what differs, every method's figures, and what became of the limits.
 
     Args:
-        limits: by metric, the share of it that may be lost.
+        limits: by metric, the share of it that may be lost; where there are any, no answer may be lost either.
         methods: those to compare; none given: all that both runs have.
 
     Raises:
@@ -45,9 +43,10 @@ def compare(
     metrics = [name for name in dict.fromkeys((*TABLE, *limits)) if name in COMPARED]
     known("category", category, dict.fromkeys(name for n in names for name in groups(list(before.items[n].values()))))
     found = [_method(before, after, name, metrics, category) for name in names]
-    if not any(method["num_questions"] for method in found):
+    has_lost = bool(limits) and any(method["num_lost"] for method in found)
+    if not has_lost and not any(method["num_questions"] for method in found):
         raise ValueError(f"no question of {category!r} has been answered by the same method in both runs")
-    verdicts = [_verdict(method, metric, share) for metric, share in limits.items() for method in found]
+    verdicts = [_verdict(method, metric, share, has_lost) for metric, share in limits.items() for method in found]
     return {
         "before": {"path": before.path, "baseline": before.baseline, "complete": before.is_complete},
         "after": {"path": after.path, "baseline": after.baseline, "complete": after.is_complete},
@@ -56,7 +55,7 @@ def compare(
         "differs": differing(before, after),
         "methods": found,
         "limits": verdicts,
-        "has_failed": any(verdict["has_failed"] for verdict in verdicts),
+        "has_failed": has_lost or any(verdict["has_failed"] for verdict in verdicts),
     }
 
 
@@ -103,6 +102,7 @@ def _method(before: Opened, after: Opened, name: str, metrics: Sequence[str], ca
     return {
         "method": name,
         "num_questions": len(chosen),
+        "num_paired": len(with_base),
         "num_lost": len(set(rows[0]) - set(rows[1])),
         "num_other_outputs": sum(_output(rows[0][key]) != _output(rows[1][key]) for key in chosen),
         "metrics": {metric: changes[metric] for metric in metrics},
@@ -145,91 +145,27 @@ def _change(metric: str, a: float | None, b: float | None, before: Group, after:
     return {**found, **spread, "is_clear": not spread["low"] - ROUNDING <= 1 <= spread["high"] + ROUNDING}
 
 
-def _verdict(method: Mapping[str, Any], metric: str, share: float) -> dict[str, Any]:
+def _verdict(method: Mapping[str, Any], metric: str, share: float, has_lost: bool) -> dict[str, Any]:
+    """What became of a limit; one on nothing has failed where answers are lost, and is refused elsewhere."""
     name, change = method["method"], method["metrics"][metric]
-    a, b = change["before"], change["after"]
+    a, b, lacking = change["before"], change["after"], None
     if a is None or b is None:
-        which = "before" if a is None else "after"
-        raise ValueError(f"--fail {metric}: {name!r} has none in the run {which}; name methods that do with --methods")
-    spare = share + ROUNDING
-    has_failed = b > a * (1 + spare) if metric in LESS_IS_BETTER else b < a * (1 - spare)
-    return {"method": name, "metric": metric, "share": share, "has_failed": has_failed, **change}
+        lacking, has_failed = _lacking(method, metric), True
+        if not has_lost:
+            raise ValueError(f"--fail {metric}: {lacking}; name other methods with --methods")
+    else:
+        spare = share + ROUNDING
+        has_failed = b > a * (1 + spare) if metric in LESS_IS_BETTER else b < a * (1 - spare)
+    told = {"method": name, "metric": metric, "share": share, "has_failed": has_failed, "lacking": lacking}
+    return {**told, **change}
 
 
-def render(found: Mapping[str, Any]) -> str:
-    """The comparison as Markdown."""
-    sides = [f"`{found[side]['path']}`, speedups over `{found[side]['baseline']}`" for side in ("before", "after")]
-    differs = [f"- `{key}`: {a!r}, then {b!r}" for key, (a, b) in found["differs"].items()]
-    parts = [
-        "# Run comparison",
-        f"Before: {sides[0]}. After: {sides[1]}. Questions: {found['category']}.",
-        *(f"**{sentence}**" for sentence in warnings(found)),
-        *(["## Limits", "\n".join(map(_told, found["limits"]))] if found["limits"] else []),
-        "## Outputs",
-        _outputs(found),
-        "## What differs",
-        "\n".join(differs) or "Nothing: machine, versions and settings are the same.",
-        "## Figures",
-        "Over the questions that a method answered in both runs. Ratios have their interval (95 % over questions) in "
-        "brackets, and are bold where that excludes no change; how busy the machine was either time is no part of it.",
-        _table(found["methods"]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def warnings(found: Mapping[str, Any]) -> list[str]:
-    """What forbids to take the figures as they are, in sentences."""
-    before, after, differs, said = found["before"], found["after"], found["differs"], list[str]()
-    machine = [key for key in MACHINE if key in differs]
-    if machine:
-        keys = ", ".join(machine)
-        said.append(f"Absolute speeds do not compare ({keys}): look at speedups, each over its own run's baseline.")
-    if "model" in differs or "questions_sha256" in differs:
-        said.append("Other questions or another model: questions are paired by id, category and number of turns.")
-    if before["baseline"] != after["baseline"]:
-        said.append("The runs' speedups are over different methods: name one with --baseline.")
-    for side in (before, after):
-        if not side["complete"]:
-            said.append(f"{side['path']} is not finished: what is there is compared.")
-    for method in found["methods"]:
-        if method["num_lost"]:
-            said.append(f"{method['method']}: {method['num_lost']} questions answered before have no answer now.")
-    return said
-
-
-def _told(limit: Mapping[str, Any]) -> str:
-    name, a, b, share = (limit[key] for key in ("metric", "before", "after", "share"))
-    moved = "stayed" if shown(name, a) == shown(name, b) else "rose to" if b > a else "fell to"
-    clear = {None: "", True: ", whose interval excludes no change", False: ", whose interval includes no change"}
-    values = f"{shown(name, a)} {moved} {shown(name, b)}, ratio {_ratio_of(limit)}{clear[limit['is_clear']]}"
-    state = "**Failed**" if limit["has_failed"] else "Held"
-    return f"- {state}: `{limit['method']}` {name}: {values}; limit {share:.3g}."
-
-
-def _outputs(found: Mapping[str, Any]) -> str:
-    how = "greedy" if found["is_greedy"] else "sampled"
-    other = [(method["method"], method["num_other_outputs"], method["num_questions"]) for method in found["methods"]]
-    told = [f"- `{name}`: **other tokens in {num} of {of} questions** ({how})." for name, num, of in other if num]
-    return "\n".join(told) or "Every output is what it was, token for token."
-
-
-def _table(methods: Sequence[Mapping[str, Any]]) -> str:
-    head = ["method", "questions", "metric", "before", "after", "after / before"]
-    lines = [head, ["---", "---:", "---", *["---:"] * 3]]
-    for method in methods:
-        for name, change in method["metrics"].items():
-            if change["before"] is change["after"] is None:
-                continue
-            values = shown(name, change["before"]), shown(name, change["after"]), _ratio_of(change)
-            lines.append([f"`{method['method']}`", str(method["num_questions"]), name.replace("_", " "), *values])
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _ratio_of(change: Mapping[str, Any]) -> str:
-    if change["ratio"] is None:
-        return ""
-    text = f"{change['ratio']:.3f}"
-    if change["is_clear"] is None:
-        return text
-    text = f"{text} ({change['low']:.3f}..{change['high']:.3f})"
-    return f"**{text}**" if change["is_clear"] else text
+def _lacking(method: Mapping[str, Any], metric: str) -> str:
+    name, change = method["method"], method["metrics"][metric]
+    if change["before"] is not None or change["after"] is not None:
+        return f"{name!r} has none in the run {'before' if change['before'] is None else 'after'}"
+    if not method["num_questions"]:
+        return f"the runs share no answered question for {name!r}"
+    if metric in OVER_BASELINE and not method["num_paired"]:
+        return f"the runs share no answered question for both {name!r} and the baseline"
+    return f"{name!r} has none in either run"

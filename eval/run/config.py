@@ -32,6 +32,8 @@ TABLE = (
     "per_token_latency_p50",
     "per_token_latency_p95",
 )
+STUDY_SIZES = {"study_questions": 6, "study_tokens": 40}  # with their defaults
+LEFT_OUT = ("output", "studies", *STUDY_SIZES)
 
 
 def _names(meaning: str) -> Any:
@@ -74,9 +76,15 @@ class RunConfig:
     studies: tuple[str, ...] = _key(
         (), f"What to measure once the questions are answered: {', '.join(NAMES)}; a later session may add some."
     )
-    study_questions: int = _key(6, "How many questions a study uses, evenly from all categories; their first turns.")
+    study_questions: int = _key(
+        STUDY_SIZES["study_questions"],
+        "How many questions a study uses, evenly from all categories; their first turns. With another number a later "
+        "session measures its studies anew.",
+    )
     study_tokens: int = _key(
-        40, "Tokens per question that a study decodes live, half of them in batches; others read max_new_tokens."
+        STUDY_SIZES["study_tokens"],
+        "Tokens per question that a study decodes live, half of them in batches; others read max_new_tokens. With "
+        "another number a later session measures its studies anew.",
     )
     output: str = _key("", "Run folder; empty: runs/ and the configuration's name.")
 
@@ -185,8 +193,21 @@ def _mapping(key: str, value: Any) -> dict[str, str]:
 def as_record(config: RunConfig) -> dict[str, Any]:
     """The keys that decide what a run's figures are, as plain values.
 
-    Where they are written is none of them, nor which studies are made: a finished run may be given more.
+    Where they are written is none of them, nor which studies are made and of what size: a finished run may be given
+    more.
     """
-    left_out = ("output", "studies")
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return _decisive(dataclasses.asdict(config))
+
+
+def completed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a run of any version: keys that it lacks have their defaults, LEFT_OUT is gone."""
+    defaults = {
+        key.name: key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
+        for key in dataclasses.fields(RunConfig)
+    }
+    return _decisive({**defaults, **record})
+
+
+def _decisive(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if name not in LEFT_OUT}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}

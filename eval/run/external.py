@@ -5,7 +5,8 @@ A question has `question_id`, `turn` (0 for the first), `prompt` (text, after an
 (new ids) or `text`, and may have `seconds` (its own clock; else the harness's round trip counts), `accept_lengths`
 (tokens per step, with the target's own; as in Spec-Bench, the last step may have made more than are kept), and the
 question's `question_id` and `turn`, which are compared; or it is `{"error": "a sentence"}`. One answer per question, in
-order, flushed. An answer that breaks these rules is an error row.
+order, flushed, and nothing else on standard output. An answer that breaks these rules is an error row, and the command
+is started anew for the next question.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPARE = 8  # tokens by which a text may be longer: one that ends inside a letter
 
 class External:
     """A command, started at the first question and again after it crashed or was killed: at the time limit, or because
-    what it writes next could not be told to belong to the next question.
+    what it writes next could not be told to belong to the next question, as after every invalid answer.
 
     Args:
         tokenizer: for answers that are text.
@@ -125,27 +126,23 @@ class External:
     def _turn(self, prompt: Prompt, line: str, asked: float) -> Turn:
         try:
             reply: Any = json.loads(line)
+            _check_question(prompt, reply)
             if "error" in reply:
                 sentence = " ".join(str(reply["error"]).split())
                 raise Failure("error", sentence.encode("utf-8", "backslashreplace").decode(), asked)
-            self._check_question(prompt, reply)
             text, tokens, lengths = (reply.get(key) for key in ("text", "tokens", "accept_lengths"))
             is_text = tokens is None
             tokens = list(encoded(self.tokenizer, text, False)) if is_text else [_whole(token) for token in tokens]
             seconds = float(reply.get("seconds", asked))
             steps = None if lengths is None else [_whole(n) for n in lengths]
             _check_number(len(tokens), prompt.max_new_tokens, steps, is_text)
-        except (ValueError, TypeError, AttributeError, OverflowError) as problem:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
+            self.close()  # the line may have been none of ours, with the answer still to come
             raise Failure("error", f"no valid answer: {line.strip()[:80]!r} ({problem})", asked) from problem
         if not (isfinite(seconds) and 0 < seconds <= asked):
+            self.close()
             raise Failure("error", f"it reports {seconds:g} s for a question that it had for {asked:.6f} s", asked)
         return Turn(tokens, seconds, text=text, accept_lengths=steps, asked_seconds=asked)
-
-    def _check_question(self, prompt: Prompt, reply: dict[str, Any]) -> None:
-        for key, asked in (("question_id", prompt.question_id), ("turn", prompt.turn)):
-            if reply.get(key, asked) != asked:
-                self.close()  # what it writes next would be of another question too
-                raise ValueError(f"it is of {key} {reply[key]!r}, asked was {asked!r}")
 
     def close(self) -> None:
         """End the command, with whatever it has started itself."""
@@ -178,6 +175,12 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None
         for line in process.stdout:
             lines.put(line)
     lines.put("")
+
+
+def _check_question(prompt: Prompt, reply: dict[str, Any]) -> None:
+    for key, asked in (("question_id", prompt.question_id), ("turn", prompt.turn)):
+        if reply.get(key, asked) != asked:
+            raise ValueError(f"it is of {key} {reply[key]!r}, asked was {asked!r}")
 
 
 def _check_number(num_tokens: int, most: int, steps: list[int] | None, is_text: bool) -> None:

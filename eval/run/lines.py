@@ -101,11 +101,20 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         FullError: it could not be written; the file is what it was before.
     """
+    replace_bytes(path, text.encode("utf-8"))
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write a whole file or, at a kill or power cut, none of it.
+
+    Raises:
+        FullError: it could not be written; the file is what it was before.
+    """
     beside = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(exist_ok=True)
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with beside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

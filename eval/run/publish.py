@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from eval.run import drawing, report
-from eval.run.lines import FullError, replace_text
+from eval.run.lines import FullError, replace_bytes, replace_text
 from eval.run.page import html, markdown
 
 
@@ -29,31 +28,17 @@ def write(folder: Path, summary: dict[str, Any]) -> str:
 
 
 def _write_figures(folder: Path, drawn: drawing.Drawn) -> None:
-    """Those that are drawn; of those that no longer are, nothing stays."""
+    """Those that are drawn; of those that no longer are, nothing stays, unless nothing can be drawn here at all."""
+    stale = [] if drawn.remark else [name for name in drawing.NAMES if name not in drawn.figures]
     try:
-        if drawn.figures:
-            folder.mkdir(exist_ok=True)
-        for name in drawing.NAMES:
+        for name in stale:
             for ending in ("svg", "png"):
-                if name not in drawn.figures:
-                    (folder / f"{name}.{ending}").unlink(missing_ok=True)
+                (folder / f"{name}.{ending}").unlink(missing_ok=True)
     except OSError as problem:
         raise FullError(f"cannot write {folder}: {problem.strerror or problem}") from problem
     for name, figure in drawn.figures.items():
         replace_text(folder / f"{name}.svg", _printable(figure.svg))
-        _replace_bytes(folder / f"{name}.png", figure.png)
-
-
-def _replace_bytes(path: Path, content: bytes) -> None:
-    beside = path.with_name(path.name + ".new")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as problem:
-        raise FullError(f"cannot write {path}: {problem.strerror or problem}") from problem
+        replace_bytes(folder / f"{name}.png", figure.png)
 
 
 def _printable(text: str) -> str:

@@ -7,7 +7,8 @@ question in hand, a power cut also up to `SETTLE_SECONDS` of answers before it.
     answers/METHOD.jsonl    a line per question, in Spec-Bench's format with keys of our own
     errors.jsonl        a line per question that a method could not answer
     rounds.jsonl        a line per question of our own methods, on request
-    studies/NAME.json   what a study has measured, or why it cannot; delete the file to have it measured anew
+    studies/NAME.json   what a study has measured, or why it cannot, with its study_questions and study_tokens; measured
+                        anew when a session has others, or finds it deleted
     summary.json, report.md     of all of the above, written anew at the end of every session
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from eval.run.config import completed
 from eval.run.lines import FullError, Lines, Row, read_lines, replace_text
 from eval.run.names import file_name
 
@@ -45,7 +47,7 @@ class RunFolder:
     power cut loses those that came less than that after the last settling.
 
     Args:
-        config: what decides what is measured; a folder of another is refused.
+        config: what decides what is measured; a folder of another is refused. Missing keys have their defaults.
 
     Raises:
         FolderError: the folder cannot be written, holds another run, or another process is at it.
@@ -85,10 +87,10 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             replace_text(file, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
             return
-        there = yaml.safe_load(file.read_text("utf-8"))
-        keys = [key for key in {**config, **there} if config.get(key) != there.get(key)]
+        there, now = completed(yaml.safe_load(file.read_text("utf-8"))), completed(config)
+        keys = [key for key in {**now, **there} if now.get(key) != there.get(key)]
         if keys:
-            differs = "; ".join(f"{key} {there.get(key)!r}, now {config.get(key)!r}" for key in keys)
+            differs = "; ".join(f"{key} {there.get(key)!r}, now {now.get(key)!r}" for key in keys)
             raise FolderError(
                 f"{str(self.path)!r} holds a run of another configuration ({differs}); name another output"
             )

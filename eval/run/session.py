@@ -15,7 +15,7 @@ from transformers.utils import logging
 from eval import environment
 from eval.questions import Question
 from eval.run import check, publish, questions, records, summary
-from eval.run.config import AUTO, RunConfig, as_record
+from eval.run.config import AUTO, STUDY_SIZES, RunConfig, as_record
 from eval.run.external import External
 from eval.run.lines import replace_text
 from eval.run.loop import Scene, run, warm_up
@@ -107,10 +107,11 @@ class Session:
             self._study(progress.say)
 
     def _study(self, say: Say) -> None:
-        names = missing(self.folder.path, self.config.studies)
+        sizes = {key: getattr(self.config, key) for key in STUDY_SIZES}
+        names = missing(self.folder.path, self.config.studies, sizes)
         costs = partial(self._costs, say)
         opened = partial(material, self.target, self.asked, self.scene, self.config, costs, say)
-        run_studies(self.folder.path, names, opened, say)
+        run_studies(self.folder.path, names, sizes, opened, say)
 
     def finish(self) -> str:
         """Write summary and report of what has been answered so far; the report's text."""

@@ -158,6 +158,43 @@ def test_only_what_both_have_answered_is_compared(save, go):
     assert "2 questions answered before have no answer now" in go(save("c", rows()), save("d", later))[1]
 
 
+@pytest.mark.parametrize(
+    ("kept", "options", "words"),
+    [
+        (
+            {"plain": range(6), "adaptive": range(1, 6)},
+            [],
+            "`adaptive`: 1 questions answered before have no answer now",
+        ),
+        (
+            {"plain": range(6), "adaptive": ()},
+            [],
+            "`adaptive` speedup: the runs share no answered question for 'adaptive'",
+        ),
+        ({"plain": (), "adaptive": range(6)}, [], "for both 'adaptive' and the baseline"),
+        ({"plain": range(6), "adaptive": ()}, ["--methods", "adaptive"], "`adaptive`: 6 questions answered before"),
+    ],
+)
+def test_a_method_that_lost_answers_fails_where_there_are_limits(kept, options, words, save, go):
+    later = {name: [r for r in of if r["question_id"] in kept[name]] for name, of in rows().items()}
+    before, after = save("a", rows()), save("b", later)
+    code, out, _ = go(before, after, "--fail", "speedup=0.05", *options)
+    (failed,) = [line for line in out.split("\n") if line.startswith("- **Failed**") and words in line]
+    assert code == 1 and "have no answer now.**" in out and failed in out.split("## Outputs")[0]
+    assert json.loads(go(before, after, "--fail", "speedup=0.05", "--json", *options)[1])["has_failed"]
+    if not options:
+        assert go(before, after)[0] == 0
+
+
+def test_a_limit_on_what_was_never_answered_says_so(save, go):
+    before, after = save("a", {**rows(), "adaptive": []}), save("b", rows())
+    code, out, said = go(before, after, "--fail", "speedup=0.05")
+    assert code == 2 and not out and "the runs share no answered question for 'adaptive'" in said
+    before = save("c", {**rows(), "plain": []})
+    _, _, said = go(before, after, "--fail", "speedup=0.05", "--methods", "adaptive")
+    assert "the runs share no answered question for both 'adaptive' and the baseline" in said
+
+
 def test_what_differs_is_told_key_by_key(save, go):
     later = rows()
     later["adaptive"][2]["choices"][0]["tokens"][0][0] = 99
@@ -172,12 +209,15 @@ def test_what_differs_is_told_key_by_key(save, go):
         "- `cpu`: 'one', then 'two'",
         "- `torch`: '2', then '3'",
         "- `max_new_tokens`: None, then 7",
+        "**adaptive: other tokens in 1 of 6 questions, though both runs are greedy.**",
         "- `adaptive`: **other tokens in 1 of 6 questions** (greedy).",
     ):
         assert words in out
     assert "`time`" not in out and "load_average" not in out
     sampled = save("c", later, {"temperature": 1.0})
-    assert "(sampled)" in go(save("d", rows(), {"temperature": 1.0}), sampled)[1]
+    told = go(save("d", rows(), {"temperature": 1.0}), sampled)[1]
+    assert "(sampled)" in told and "are greedy" not in told
+    assert go(save("e", rows()), after, "--fail", "speedup=0.05")[0] == 0  # other outputs are a warning
 
 
 def test_one_category_and_chosen_methods_and_baseline(save, go):
@@ -209,7 +249,7 @@ def test_speedups_over_different_baselines_are_pointed_out(save, go):
         (["--methods", "adaptve"], "did you mean 'adaptive'"),
         (["--baseline", "plan"], "did you mean 'plain'"),
         (["--category", "maths"], "did you mean 'math'"),
-        (["--fail", "draft_acceptance_rate=0.05"], "'plain' has none in the run before"),
+        (["--fail", "draft_acceptance_rate=0.05"], "'plain' has none in either run"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(options, words, save, go):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -189,6 +190,28 @@ def test_without_matplotlib_the_report_says_so_once_and_studies_errors_too(folde
     text = write(folder, a_summary())
     assert text.count("for want of matplotlib") == 1 and "figures/" not in text and "too slow" in text
     assert not (folder / "figures").exists() and "for want of matplotlib" in (folder / "report.html").read_text("utf-8")
+
+
+def test_figures_that_exist_outlive_a_report_without_matplotlib(folder, monkeypatch):
+    write(folder, a_summary())
+    before = {file.name: file.read_bytes() for file in (folder / "figures").iterdir()}
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+    write(folder, a_summary())
+    assert {file.name: file.read_bytes() for file in (folder / "figures").iterdir()} == before != {}
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing_beside_it(folder, monkeypatch):
+    whole = Path.replace
+
+    def failing(path, other):
+        if other.suffix == ".png":
+            raise OSError("full")
+        return whole(path, other)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(FullError, match=r"\.png"):
+        write(folder, a_summary())
+    assert [file.suffix for file in (folder / "figures").iterdir()] == [".svg"]
 
 
 def test_ours_are_strong_and_the_default_is_always_the_same_colour():

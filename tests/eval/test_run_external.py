@@ -20,6 +20,14 @@ for answer in sys.argv[1:]:
     sys.stdout.flush()
 sys.stdin.readline()
 """
+# Says hello first, and then answers every question with its number, after a moment.
+SLOW = """
+import json, sys, time
+print(sys.argv[1], flush=True)
+for line in sys.stdin:
+    time.sleep(0.2)
+    print(json.dumps({"tokens": [json.loads(line)["question_id"]]}), flush=True)
+"""
 MOST = 4
 
 
@@ -36,8 +44,8 @@ def ask(tmp_path):
     """What an engine that writes these lines is taken to have answered, question by question: tokens or a sentence."""
     opened = []
 
-    def asked(*answers, questions=None):
-        (tmp_path / "engine.py").write_text(ENGINE)
+    def asked(*answers, questions=None, script=ENGINE):
+        (tmp_path / "engine.py").write_text(script)
         told = [each if isinstance(each, str) else json.dumps(each) for each in answers]
         engine = External(
             "external:e",
@@ -76,9 +84,9 @@ def test_no_token_takes_no_step_or_one(ask):
 
 
 def test_more_tokens_than_were_asked_for_are_refused(ask):
-    found = ask({"tokens": [1] * (MOST + 1)}, {"text": "x" * (MOST + SPARE)}, {"text": "x" * (MOST + SPARE + 1)})
-    assert "5 tokens, where max_new_tokens is 4" in found[0]
-    assert len(found[1]) == MOST + SPARE and "13 tokens, where max_new_tokens is 4" in found[2]
+    assert "5 tokens, where max_new_tokens is 4" in ask({"tokens": [1] * (MOST + 1)})[0]
+    found = ask({"text": "x" * (MOST + SPARE)}, {"text": "x" * (MOST + SPARE + 1)})
+    assert len(found[0]) == MOST + SPARE and "13 tokens, where max_new_tokens is 4" in found[1]
 
 
 def test_steps_of_a_text_are_not_held_against_our_tokenizers_count(ask):
@@ -100,6 +108,19 @@ def test_an_answer_to_another_question_is_refused(about, words, ask):
     own = {"tokens": [1], "question_id": 0, "turn": 0}
     (found,) = ask({**own, **about})
     assert words in found and ask(own) == [[1]]
+
+
+@pytest.mark.parametrize("banner", ["loading the model", "[1]", "[" * 10**5, '{"tokens": [9], "seconds": 1e9}'])
+def test_an_answer_that_comes_after_a_banner_is_never_the_next_questions(banner, ask):
+    for found in ask(banner, questions=3, script=SLOW):
+        assert isinstance(found, str) and ("no valid answer" in found or "it reports" in found)
+
+
+def test_only_what_is_no_valid_answer_ends_the_command(ask):
+    assert ask({"error": "no\nluck"}, {"tokens": [2]}) == ["no luck", [2]]
+    assert "asked was 1" in ask({"tokens": [1]}, {"error": "late", "question_id": 0})[1]
+    again = ask({"tokens": [1, 1, 1, 1, 1]}, {"tokens": [2]})
+    assert "5 tokens" in again[0] and "5 tokens" in again[1]
 
 
 def test_a_number_that_no_clock_shows_is_refused(ask):

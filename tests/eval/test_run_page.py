@@ -171,6 +171,13 @@ def test_every_kind_of_block_has_both_forms():
     Reader(code)
 
 
+def test_what_is_in_a_table_stays_in_its_line():
+    table = Table(["name", "long\r\n texts"], [[(Code("a\nb"), " ", Aside("(1\n\n2)")), ("| c\td\u2028e\n",)]])
+    assert markdown.render(Page("T", "", [table], [])) == (
+        "# T\n\n| name | long texts |\n| --- | ---: |\n| `a b` (1 2) | \\| c d e |\n"
+    )
+
+
 def test_halves_of_letters_do_not_stop_the_report(tmp_path, summary):
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "grid.json").write_text(json.dumps({"study": "grid", "error": "odd \ud800 letter"}))

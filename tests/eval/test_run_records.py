@@ -7,8 +7,8 @@ import json
 import pytest
 
 from eval.questions import Question
-from eval.run import loop
-from eval.run.lines import FullError, Lines, read_lines, replace_text
+from eval.run import lines, loop
+from eval.run.lines import FullError, Lines, read_lines, replace_bytes, replace_text
 from eval.run.loop import Scene, warm_up
 from eval.run.names import file_name
 from eval.run.records import SETTLE_SECONDS, FolderError, RunFolder, unique
@@ -132,6 +132,16 @@ def test_answers_without_a_configuration_are_not_built_on(tmp_path):
         go(tmp_path)
 
 
+def test_a_folder_of_an_older_version_goes_on(tmp_path):
+    go(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text("study_tokens: 5\nstudies: [grid]\n")  # it knows no seed, whose default is 0
+    assert go(tmp_path) == []
+    file.write_text("seed: 0\nwarmups: 2\nbeyond: 1\n")
+    with pytest.raises(FolderError, match=r"\(warmups 2, now 1; beyond 1, now None\)"):
+        go(tmp_path)
+
+
 def test_a_start_that_came_to_nothing_may_be_followed_by_another(tmp_path):
     RunFolder(tmp_path, {"seed": 1}, METHODS).close()
     (tmp_path / "environment.json").write_text("{}")
@@ -249,3 +259,19 @@ def test_a_second_turn_that_has_no_room_left_is_a_row(tmp_path):
 def test_names_become_file_names():
     assert file_name("transformers:assistant:a/b c") == "transformers-assistant-a-b-c"
     assert file_name("gammatune+") != file_name("gammatune")
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(name, tmp_path, monkeypatch):
+    def failing(*paths):
+        raise OSError("full")
+
+    path = tmp_path / "new" / "picture.png"
+    replace_bytes(path, b"\x89")
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.os if name == "fsync" else lines.Path, name, failing)
+        with pytest.raises(FullError, match="full"):
+            replace_bytes(path, b"other")
+        with pytest.raises(FullError, match="full"):
+            replace_text(path, "other")
+    assert path.read_bytes() == b"\x89" and list(path.parent.iterdir()) == [path]

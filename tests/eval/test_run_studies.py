@@ -17,7 +17,8 @@ from eval.live_timing import Scene, call
 from eval.methods import Endless
 from eval.replay import replay
 from eval.run.__main__ import main
-from eval.run.config import RUN, load_run_config
+from eval.run.config import RUN, STUDY_SIZES, load_run_config
+from eval.run.lines import FullError
 from eval.run.studies import NAMES, batch, grid, runner
 from eval.run.studies.acceptance import MOST, acceptance
 from eval.run.studies.material import Material, choose
@@ -36,6 +37,7 @@ QUESTIONS = [
     {"question_id": 3, "category": "loops", "turns": ["xy"]},
 ]
 SMALL = ["--study-questions", "2", "--study-tokens", "5"]
+SIZES = {"study_questions": 2, "study_tokens": 5}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,8 @@ def test_a_run_makes_all_studies(finished):
     about = json.loads((finished / "environment.json").read_text())
     assert about["costs"]["num_layers"] == 4  # no method needed them, the studies did
     config = yaml.safe_load((finished / "config.yaml").read_text())
-    assert (config["study_questions"], config["study_tokens"]) == (2, 5) and "studies" not in config
+    assert not {"study_questions", "study_tokens", "studies"} & set(config)
+    assert all(SIZES.items() <= study(finished, name).items() for name in NAMES)
 
 
 def test_studies_come_after_the_questions(run, capsys):
@@ -114,7 +117,7 @@ def test_studies_come_after_the_questions(run, capsys):
 
 def test_acceptance_of_a_run_is_that_of_its_layers(finished, model):
     found = study(finished, "acceptance")
-    assert list(found) == ["study", "num_layers", "num_questions", "num_tokens", "exits"]
+    assert list(found) == ["study", "num_layers", "num_questions", "num_tokens", "exits", *SIZES]
     assert (found["num_layers"], found["num_questions"], found["num_tokens"]) == (4, 2, 14)
     assert [each["exit_layer"] for each in found["exits"]] == [1, 2, 3]
     target = Endless(load(str(model)))
@@ -239,6 +242,34 @@ def test_policies_and_bounds_are_replayed(finished):
     assert speedups["clairvoyant"] >= speedups["best static (E, D, stop)"] >= speedups["best static (E, D)"] >= 1
 
 
+def test_answers_end_at_the_end_of_text_and_what_is_timed_does_not(material):
+    whole = material.answers()
+    assert [len(trace.tokens) for trace in whole] == [9, 9]
+    material.eos = frozenset(whole[0].tokens[:1])
+    cut = material.answers()
+    assert cut[0].tokens == whole[0].tokens[:1] and cut[0].hits.shape[1] == 1
+    scene = material.scene(6, made_up_costs(4))
+    assert [trace.tokens for trace in scene.traces] == [trace.tokens[:6] for trace in whole]
+    assert [len(tokens) for tokens in call(scene, way_of(scene, "plain"), 2).tokens] == [6, 6]
+    material.eos = frozenset(trace.tokens[0] for trace in whole)
+    assert STUDIES["policies"](material)["length"] == 1 and STUDIES["acceptance"](material)["num_tokens"] == 2
+
+
+def test_a_run_that_stops_at_the_end_of_text_studies_its_answers(run, out, monkeypatch):
+    assert run() == 0
+    answers = (out / "answers" / "plain.jsonl").read_text().splitlines()
+    end = json.loads(answers[0])["choices"][0]["tokens"][0][2]
+    monkeypatch.setattr(Target, "eos_token_ids", property(lambda target: frozenset({end})))
+    lengths = {}
+    for name, options in (("ended", []), ("endless", ["--ignore-eos"])):
+        folder = out.with_name(name)
+        assert run("--studies", "acceptance", "--output", str(folder), *options) == 0
+        rows = [json.loads(line) for line in (folder / "answers" / "plain.jsonl").read_text().splitlines()]
+        lengths[name] = sum(row["choices"][0]["new_tokens"][0] for row in rows[:2])
+        assert study(folder, "acceptance")["num_tokens"] == lengths[name]
+    assert lengths["ended"] < lengths["endless"] == 14
+
+
 def test_sampled_output_is_studied_as_sampled(material):
     material.temperature = 1.0
     scene = material.scene(6, made_up_costs(4))
@@ -276,36 +307,59 @@ def test_a_kill_while_a_file_is_written_leaves_none(run, out, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(runner, "replace_text", killed)
         assert run("--studies", "acceptance") == 130
-    assert missing(out, ["acceptance"]) == ["acceptance"]
+    assert missing(out, ["acceptance"], SIZES) == ["acceptance"]
     assert run("--studies", "acceptance") == 0
     assert made(out) == ["acceptance.json"] and study(out, "acceptance")["num_tokens"] == 14
 
 
-def test_a_finished_run_may_be_given_another_study_but_no_other_size(run, out, capsys):
+def test_a_finished_run_may_be_given_another_study(run, out):
     assert run() == 0 and made(out) == []
     answers = (out / "answers" / "plain.jsonl").read_bytes()
     assert run("--studies", "acceptance") == 0 and made(out) == ["acceptance.json"]
     assert run() == 0 and made(out) == ["acceptance.json"]
     assert (out / "answers" / "plain.jsonl").read_bytes() == answers
-    capsys.readouterr()
-    assert run("--studies", "acceptance", "--study-tokens", "4") == 2
-    assert "study_tokens 5, now 4" in capsys.readouterr().err
+
+
+def test_a_study_of_another_size_is_measured_anew(run, out, capsys):
+    assert run("--studies", "acceptance") == 0 and "measured anew" not in capsys.readouterr().err
+    answers = (out / "answers" / "plain.jsonl").read_bytes()
+    assert run("--study-questions", "1") == 0 and study(out, "acceptance")["num_questions"] == 2  # it was not asked for
+    assert run("--studies", "acceptance", "--study-questions", "1") == 0
+    said = [line for line in capsys.readouterr().err.split("\n") if "measured anew" in line]
+    assert len(said) == 1 and "not of study_questions 1 and study_tokens 5" in said[0]
+    assert study(out, "acceptance")["num_questions"] == 1
+    assert (out / "answers" / "plain.jsonl").read_bytes() == answers
+
+
+def test_sizes_that_a_file_of_an_older_version_lacks_are_the_defaults(tmp_path):
+    (tmp_path / "studies").mkdir()
+    study_path(tmp_path, "grid").write_text('{"study": "grid"}')
+    assert missing(tmp_path, ["grid"], STUDY_SIZES) == [] and missing(tmp_path, ["grid"], SIZES) == ["grid"]
+    study_path(tmp_path, "grid").write_text('{"stu')
+    assert missing(tmp_path, ["grid"], STUDY_SIZES) == ["grid"]
+
+
+def test_a_disk_that_is_full_is_no_result_of_a_study(run, out, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(STUDIES, "grid", fails(FullError("no room left")))
+        assert run("--studies", "acceptance", "grid") == 1
+    assert made(out) == ["acceptance.json"] and missing(out, ["grid"], SIZES) == ["grid"]
 
 
 def test_a_study_that_cannot_be_done_says_why_and_the_others_go_on(run, out, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setitem(STUDIES, "grid", fails(RuntimeError("out of\nmemory")))
         assert run("--studies", "grid", "acceptance") == 0
-    assert study(out, "grid") == {"study": "grid", "error": "RuntimeError: out of memory"}
+    assert study(out, "grid") == {"study": "grid", "error": "RuntimeError: out of memory", **SIZES}
     assert "study grid: RuntimeError: out of memory" in capsys.readouterr().err
     assert study(out, "acceptance")["num_tokens"] == 14
 
 
 def test_what_cannot_be_gathered_is_said_in_every_study(tmp_path):
     gather = fails(ValueError("there is\nnothing to study"))
-    run_studies(tmp_path, ["grid", "policies"], lambda: gather(None), lambda text: None)
+    run_studies(tmp_path, ["grid", "policies"], SIZES, lambda: gather(None), lambda text: None)
     for name in ("grid", "policies"):
-        assert study(tmp_path, name) == {"study": name, "error": "there is nothing to study"}
+        assert study(tmp_path, name) == {"study": name, "error": "there is nothing to study", **SIZES}
 
 
 def test_a_model_of_two_layers_has_a_single_exit(material, monkeypatch):

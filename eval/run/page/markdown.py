@@ -30,7 +30,8 @@ def _block(block: Block) -> str:
 
 
 def _line(cells: Iterable[Text]) -> str:
-    return f"| {' | '.join(_text(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+    texts = (" ".join(_text(cell).split()) for cell in cells)  # a line's end would end the table
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
 
 
 def _text(text: Text) -> str:

@@ -16,7 +16,7 @@ MOST = 8  # drafted tokens
 
 def study(material: Material) -> dict[str, Any]:
     """The record: per exit layer, `joint` and `conditional` by draft position 1..MOST, see `acceptance`."""
-    traces = material.traces(material.longest)
+    traces = material.answers()
     return {
         "study": "acceptance",
         "num_layers": material.num_layers,

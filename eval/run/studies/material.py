@@ -31,6 +31,7 @@ class Material:
         longest: new tokens per question that are recorded, as far as the context lets it; at least `tokens`.
         costs: those of one row, measured at the first call.
         cost_repeats: how often a study times a piece for costs of its own; 0: the table in the user's cache.
+        eos: tokens that end an answer; empty: nothing does.
     """
 
     target: Endless
@@ -41,6 +42,7 @@ class Material:
     costs: Callable[[], Costs]
     cost_repeats: int
     say: Say
+    eos: frozenset[int] = frozenset()
     _traces: list[Trace] = field(default_factory=list, init=False)
 
     @property
@@ -48,7 +50,7 @@ class Material:
         return self.target.stack.num_layers
 
     def traces(self, num_tokens: int) -> list[Trace]:
-        """A trace per prompt, of up to `num_tokens` tokens (at most `longest`)."""
+        """A trace per prompt, of up to `num_tokens` tokens (at most `longest`), past any end of text."""
         if not self._traces:
             traces = []
             for i, prompt in enumerate(self.prompts):
@@ -57,6 +59,12 @@ class Material:
                 traces.append(trace_of(self.target, prompt.ids, self.longest, sampling, "run"))
             self._traces = traces
         return [trace.cut(num_tokens) for trace in self._traces]
+
+    def answers(self) -> list[Trace]:
+        """A trace per prompt, of up to `longest` tokens, ended as the run's answers are: with the first end of text."""
+        traces = self.traces(self.longest)
+        ends = [[i for i, token in enumerate(trace.tokens, 1) if token in self.eos] for trace in traces]
+        return [trace.cut(at[0]) if at else trace for trace, at in zip(traces, ends, strict=True)]
 
     def scene(self, num_tokens: int, costs: Costs) -> live_timing.Scene:
         """The same to be decoded live and replayed."""
@@ -89,7 +97,8 @@ def material(
     prompts = [fitting[i][1] for i in choose([question.category for question, _ in fitting], config.study_questions)]
     longest = max(config.max_new_tokens, config.study_tokens)
     sizes = {"tokens": config.study_tokens, "longest": longest, "cost_repeats": config.cost_repeats}
-    return Material(Endless(target), prompts, config.temperature, costs=costs, say=say, **sizes)
+    eos = frozenset[int]() if config.ignore_eos else target.eos_token_ids
+    return Material(Endless(target), prompts, config.temperature, costs=costs, say=say, eos=eos, **sizes)
 
 
 def choose(categories: Sequence[str], count: int) -> list[int]:

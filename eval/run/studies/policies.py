@@ -12,7 +12,7 @@ from eval.tasks import Recorded
 
 def study(material: Material) -> dict[str, Any]:
     """The record; every question from a fresh start, speedups over plain decoding of all of them together."""
-    traces, costs, target = material.traces(material.longest), material.costs(), material.target
+    traces, costs, target = material.answers(), material.costs(), material.target
     length = max(len(trace.tokens) for trace in traces)
     task = Recorded("run", traces, costs, target.default_exit_layer, target.default_num_draft_tokens)
     config = ReplayConfig(lengths=(length,), head_layers=(MEASURED,), temperature=material.temperature)
