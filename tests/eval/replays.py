@@ -37,13 +37,15 @@ def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
     return trace_of(rng.random(shape) < 0.3 + 0.6 * sure, sure, rng, prompt_length, wrong_steps)
 
 
-def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17):
+def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=10_000):
     shape, seen = hits.shape, (len(hits), min(32, prompt_length - 1))
     wrong = np.where(hits[..., None], np.nan, rng.random((*shape, wrong_steps))).astype(np.float32)
     short = rng.random(shape) < 0.5, rng.random(shape, np.float32)
     prompt = rng.random(seen) < 0.5, rng.random(seen, np.float32)
-    tokens = tuple(range(3, 3 + shape[1]))
-    return Trace("made up", prompt_length, tokens, hits, sure, rng.random(shape, np.float32), wrong, *short, *prompt)
+    away = rng.random(shape, np.float32)
+    content = tuple(rng.integers(3, 3 + vocab, prompt_length + shape[1]).tolist())
+    texts = content[:prompt_length], content[prompt_length:]
+    return Trace("made up", *texts, hits, sure, away, wrong, *short, *prompt)
 
 
 class Dice:
