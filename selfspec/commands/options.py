@@ -13,7 +13,19 @@ from selfspec.commands.failure import Failure
 
 # The names of `selfspec.control.policies.POLICIES`, whose import would bring numpy and torch with it.
 PolicyName = Literal[
-    "adaptive", "plain", "fixed", "fs", "dv", "gammatune", "gammatune+", "del", "dsde", "smartspec", "synergy"
+    "adaptive",
+    "plain",
+    "fixed",
+    "fs",
+    "dv",
+    "gammatune",
+    "gammatune+",
+    "del",
+    "dsde",
+    "smartspec",
+    "smartspec-lookup",
+    "synergy",
+    "pld",
 ]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"

@@ -13,6 +13,7 @@ from selfspec.control.dynamic_exit import DynamicExit
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.fs import FiniteState
 from selfspec.control.gammatune import GammaTune, GammaTunePlus
+from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.plan import Policy
 from selfspec.control.smartspec import SmartSpec
 from selfspec.control.synergy import Synergy
@@ -29,12 +30,14 @@ POLICIES = {
     "del": "exit layer by tokens per loaded layer, a confidence to stop at (DEL)",
     "dsde": "lengths from how steady the divergence is, capped by the batch's mean",
     "smartspec": "length of most goodput, shared out by acceptance",
+    "smartspec-lookup": "the same, of drafts by lookup",
     "synergy": "length by batch size, from measured costs",
+    "pld": "what followed the last time the text ended so, as many tokens every round (prompt lookup)",
 }
 DEFAULT_POLICY = "adaptive"
 DEFAULT_DRAFT_TOKENS = 4
-CHOOSES_EXIT = ("adaptive", "del", "plain")  # the others are told
-NEEDS_COSTS = ("adaptive", "smartspec", "synergy")
+CHOOSES_EXIT = ("adaptive", "del", "plain", "pld", "smartspec-lookup")  # the others are told; some have none
+NEEDS_COSTS = ("adaptive", "smartspec", "smartspec-lookup", "synergy")
 
 
 def make_policy(
@@ -51,8 +54,8 @@ def make_policy(
         exit_layer: layers the draft runs, 1..num_layers - 1; default: a quarter of them. `adaptive` chooses by itself,
             and is held to this one if it is given; `del` always chooses.
         num_draft_tokens: drafted tokens per round, at least 0 (0 is plain decoding); default: 4. Where lengths vary,
-            that of a row's first round; `adaptive` drafts no more if it is given, `dv`, `del`, `smartspec` and
-            `synergy` ignore it.
+            that of a row's first round; `pld` has 10; `adaptive` drafts no more if it is given, `dv`, `del`, `smartspec`
+            and `synergy` ignore it.
         costs: measures this machine, for the policies that weigh costs.
         prior: what an earlier `Tracker` of this model has seen, for `adaptive`.
     """
@@ -85,6 +88,11 @@ def _make(
         return Adaptive(costs(), prior, exits, *([] if num_draft_tokens is None else [num_draft_tokens]))
     if policy == "del":
         return DynamicExit(num_layers)
+    if policy == "pld":
+        return PromptLookup() if num_draft_tokens is None else PromptLookup(num_draft_tokens)
+    if policy == "smartspec-lookup":
+        assert costs is not None
+        return SmartSpecLookup(costs())
     if exit_layer is None:
         exit_layer = max(1, num_layers // 4)
     if policy in ("smartspec", "synergy"):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import NUM_BINS, Plan, Policy, Seconds
+from selfspec.control.plan import LOOKUP, NUM_BINS, Looked, Plan, Policy, Seconds
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
@@ -192,7 +192,8 @@ class Engine:
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
             return None
-        plan = self.policy.plan([row.state for row in ready])
+        reads_lookup = getattr(self.policy, "reads_lookup", False)
+        plan = self.policy.plan([row.state._replace(match=row.lookup.match if reads_lookup else 0) for row in ready])
         self._check(plan, ready)
         seconds.lap("control")
         outcomes = []
@@ -200,9 +201,9 @@ class Engine:
             teach = None if self.learn is None else self.learn.take
             verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise)
             for row, verdict in zip(ready, verdicts, strict=True):
-                result = self._apply(row, verdict)
+                result, looked = self._apply(row, verdict, reads_lookup)
                 self._results.append(result)
-                outcomes.append(verdict.outcome(result.request_id, result.num_accepted))
+                outcomes.append(verdict.outcome(result.request_id, result.num_accepted, looked))
         finally:
             for row in ready:
                 if row.has_raised:
@@ -258,20 +259,21 @@ class Engine:
             return
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
         given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
-        if not 1 <= plan.exit_layer <= last:
-            raise ValueError(f"a plan's exit_layer must be None or lie in 1..{last}, got {plan.exit_layer}")
+        if not LOOKUP <= plan.exit_layer <= last:
+            raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
         if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
             raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 
-    def _apply(self, row: Row, verdict: Verdict) -> RowResult:
+    def _apply(self, row: Row, verdict: Verdict, reads_lookup: bool) -> tuple[RowResult, Looked | None]:
         emitted = len(row.content) - row.num_prompt_tokens
         with row.blamed():
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
-        accepted, drafted = min(verdict.accepted, kept), len(verdict.drafted)
-        row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
+        accepted, drafted, block = min(verdict.accepted, kept), len(verdict.drafted), verdict.block[:kept]
+        looked = row.looked(block) if reads_lookup else None
+        row.keep(block, text, verdict.logits, verdict.scores)
         row.stats.add_round(drafted, accepted, kept)
         row.finish_reason = reason
-        return RowResult(row.request_id, verdict.block[:kept], text, verdict.drafted, accepted, self._ended(row))
+        return RowResult(row.request_id, block, text, verdict.drafted, accepted, self._ended(row)), looked
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

@@ -10,6 +10,10 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from selfspec.drafting.exit import Draft
+
 MOST_MATCHED = 16  # longest match told from longer ones
 _EMPTY = 0
 _BEGINNING = -1  # the token before the first: like no other
@@ -20,6 +24,27 @@ class Guess(NamedTuple):
 
     tokens: list[int]
     match: int
+
+
+def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many first tokens of a draft are those that came out."""
+    pairs = zip(guess, tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(guess), len(tokens)))
+
+
+def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: torch.device) -> Draft:
+    """Draft at most `lengths[i]` tokens for row i, whose index is `lookups[i]`; its last token goes before them.
+
+    The draft's `hidden` are the tokens themselves: the whole model verifies them, from its embedding on.
+    """
+    fed: list[int] = []
+    drafted = []
+    for lookup, length in zip(lookups, lengths, strict=True):
+        guess = lookup.draft(length).tokens
+        fed += [lookup.last, *guess]
+        drafted.append(len(guess))
+    tokens = torch.tensor(fed, device=device)
+    return Draft(tokens, tokens, drafted)
 
 
 class Lookup:
@@ -55,6 +80,11 @@ class Lookup:
         """Memory of the index, without the tokens themselves."""
         parts = (self._keys, self._nodes, self._latest)
         return sum(part.itemsize * len(part) for part in parts) + len(self._depths)
+
+    @property
+    def last(self) -> int:
+        """The row's last token."""
+        return self._content[-1]
 
     @property
     def match(self) -> int:

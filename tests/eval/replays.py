@@ -51,6 +51,8 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=10_000):
 class Dice:
     """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
 
+    reads_lookup = True
+
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
 
@@ -65,7 +67,7 @@ class Dice:
 
     def plan(self, rows):
         dice = self.random
-        exit_layer = dice.choice([None, *range(1, self.num_layers)])
+        exit_layer = dice.choice([None, *range(self.num_layers)])
         lengths = [dice.randint(0, min(self.longest, row.room - 1)) for row in rows]
         stop = None
         if dice.random() < 0.3:
@@ -93,6 +95,7 @@ class Witness:
 
     def __init__(self, inner):
         self.inner, self.calls = inner, []
+        self.reads_lookup = getattr(inner, "reads_lookup", False)
         if hasattr(inner, "seed_layers"):
             self.seed_layers, self.seed = self._seed_layers, self._seed
 
