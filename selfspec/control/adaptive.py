@@ -17,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.matches import MOST_FOUND, Matches
 from selfspec.control.plan import (
+    DRAFTS,
+    LOOKUP,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -30,6 +33,7 @@ from selfspec.control.plan import (
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import MOST, Worth
 
+LOOKUP_GAIN = 1.0  # what a draft by lookup must promise over the round that would be there without it
 HANDICAP = 1.1  # what a draft must promise over plain decoding before it is begun (arXiv 2406.14066)
 STAY = 1.02  # and to go on; and what another exit layer must promise over the present one
 REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, and for how many rounds
@@ -53,14 +57,21 @@ class Adaptive:
         prior: statistics of an earlier run of the same model, from `Tracker.state`.
         exit_layers: those to choose from; default: all.
         most: longest draft.
+        drafts: where they may come from, among `DRAFTS`.
     """
 
     def __init__(
-        self, costs: Costs, prior: Any = None, exit_layers: Sequence[int] | None = None, most: int = MOST
+        self,
+        costs: Costs,
+        prior: Any = None,
+        exit_layers: Sequence[int] | None = None,
+        most: int = MOST,
+        drafts: Sequence[str] = DRAFTS,
     ) -> None:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
-        self.most = min(most, MOST)
-        self._allowed = list(exit_layers or range(1, costs.num_layers))
+        self.most, self._most_found = min(most, MOST), min(most if most != MOST else MOST_FOUND, MOST_FOUND)
+        self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
+        self.reads_lookup, self.matches = "lookup" in drafts, Matches()
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = 1.0  # and early passes, beside the verifications of the same rounds
         self._worth: Worth | None = None
@@ -74,6 +85,7 @@ class Adaptive:
         self._length = 0.0  # drafted tokens expected per row
         self._speedup = 1.0
         self._rate = 0.0  # tokens per second forecast for the choice in use
+        self._usual = 0.0  # and what is believed of that, of all rows: of plain rounds where nothing is drafted
         self._rounds = [0.0] * (MOST + 1)  # seconds of its rounds, by drafted tokens
         self._came, self._forecast = 0.0, 0.0  # tokens that came, and that were forecast, in drafting rounds; decayed
         self._turn = 0  # whose turn it is to be looked at in a large batch
@@ -86,7 +98,7 @@ class Adaptive:
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
-        if self._batch > 1 and self._seeds >= BATCH_SEEDS:
+        if not self._allowed or (self._batch > 1 and self._seeds >= BATCH_SEEDS):
             return ()  # a batch shares its statistics, and knows enough by now
         self._seeds += 1
         positions = min(SEED_POSITIONS, row.content_length - 1)
@@ -105,6 +117,9 @@ class Adaptive:
         self._round += 1
         if self._round >= self._next or len(rows) != self._batch:
             self._decide(rows)
+        found = self._by_lookup(rows) if self.reads_lookup else None
+        if found is not None:
+            return found
         if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
             return self._idle
         self._context = max([row.content_length for row in rows])
@@ -118,7 +133,24 @@ class Adaptive:
             self._exit_layer, lengths, stop=self._stop, keep_confidence=True, shadow=shadow, speedup=self._speedup
         )
 
+    def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
+        """Drafts by lookup for the rows with a match, if that beats what every other round comes to."""
+        matches = [row.match for row in rows]
+        if not any(matches):
+            return None
+        worth = self._worth
+        assert worth is not None
+        lengths, rate = self.matches.choose(
+            matches, [min(self._most_found, row.room - 1) for row in rows], worth.lookups()
+        )
+        if not any(lengths) or rate < LOOKUP_GAIN * self._usual:
+            return None
+        self._context = max([row.content_length for row in rows])
+        return Plan(LOOKUP, tuple(lengths), speedup=rate * worth.plain_seconds / len(rows))
+
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        if self.reads_lookup:
+            self._compare_lookup(outcomes)
         if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
             self._idle_rounds += 1
             self._credit += OFF_SHARE * max(0.0, seconds.verify)
@@ -126,7 +158,7 @@ class Adaptive:
         emitted = 0
         for outcome in outcomes:
             emitted += outcome.num_accepted + 1
-            if plan.exit_layer is not None and outcome.num_judged:
+            if plan.exit_layer and outcome.num_judged:
                 judged, accepted = outcome.num_judged, outcome.num_accepted
                 hits = [j < accepted for j in range(judged)]
                 self.tracker.add(plan.exit_layer, hits, outcome.confidences[:judged])
@@ -142,11 +174,20 @@ class Adaptive:
         self._idle_rounds = 0
         self._pay(plan, seconds)
 
+    def _compare_lookup(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Set what came of a round beside what lookup would have drafted."""
+        emitted = 0
+        for outcome in outcomes:
+            emitted += outcome.num_accepted + 1
+            if outcome.looked is not None:
+                self.matches.add(outcome.looked)
+        self.matches.pass_time(emitted / max(1, len(outcomes)))
+
     def _compare(self, plan: Plan, emitted: int, outcomes: Sequence[RowOutcome]) -> None:
         """Set what came of a round beside what was forecast for the time that it takes by the table."""
         fade = 0.5 ** ((emitted / self._batch + self._idle_rounds) / FORGET)
         self._came, self._forecast = fade * self._came, fade * self._forecast
-        if plan.exit_layer is not None:
+        if plan.exit_layer:
             took = self._rounds[min(self.most, max([outcome.num_drafted for outcome in outcomes]))]
             self._came += emitted / self._batch
             self._forecast += self._rate * took / self._batch
@@ -169,6 +210,10 @@ class Adaptive:
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         right, share = self.tracker.estimates()
         worth.price(self._pick, self._passes)
+        self._usual = num_rows / worth.plain_seconds
+        if not self._allowed:
+            self._next = self._round + IDLE_ROUNDS
+            return
         rates, drafted = worth.rates(right, share)
         best = rates.max(1)
         exit_layer = max(self._allowed, key=lambda e: best[e - 1])
@@ -184,6 +229,7 @@ class Adaptive:
             self._next = self._round + IDLE_ROUNDS
             return
         line = exit_layer - 1
+        self._usual = came_true * rate
         self._exit_layer, self._rate, self._rounds = exit_layer, rate, worth.rounds(exit_layer)
         self._length = float(drafted[line, rates[line].argmax()])
         self._acceptance = float((right[line] * share[line]).sum())

@@ -115,11 +115,11 @@ class Costs:
         tokens = sum(lengths) + rows
         if exit_layer == LOOKUP:
             draft = rows * LOOKUP_SECONDS
-        if not exit_layer and tokens == rows:
+        if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
             extra = self.num_layers * rows * self.context * max(0.0, context - CONTEXT)
             verify = self.plain(rows) + extra
         elif exit_layer == LOOKUP:
-            verify = self.verify(0, rows, tokens, context)
+            verify = self.verify(LOOKUP, rows, tokens, context)
         else:
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
                 draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context, step == 0)

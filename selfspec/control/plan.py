@@ -146,8 +146,9 @@ class Policy(Protocol):
     """Chooses plans; its decisions change speed, never tokens.
 
     A policy whose `reads_lookup` is true is told what lookup finds (`RowState.match`, `RowOutcome.looked`), which takes
-    an index of every row. A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked
-    at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts.
+    an index of every row. A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a
+    prompt are then looked at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two
+    parts.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -54,8 +54,8 @@ def make_policy(
         exit_layer: layers the draft runs, 1..num_layers - 1; default: a quarter of them. `adaptive` chooses by itself,
             and is held to this one if it is given; `del` always chooses.
         num_draft_tokens: drafted tokens per round, at least 0 (0 is plain decoding); default: 4. Where lengths vary,
-            that of a row's first round; `pld` has 10; `adaptive` drafts no more if it is given, `dv`, `del`, `smartspec`
-            and `synergy` ignore it.
+            that of a row's first round; `pld` has 10; `adaptive` drafts no more if it is given; `dv`, `del`, `synergy`
+            and both `smartspec` ignore it.
         costs: measures this machine, for the policies that weigh costs.
         prior: what an earlier `Tracker` of this model has seen, for `adaptive`.
     """

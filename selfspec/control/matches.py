@@ -1,0 +1,112 @@
+"""`Matches`: how far drafts by lookup were right, by how long a match they followed, and what that makes them worth.
+
+It costs nothing to learn: whatever a round emitted is set beside what lookup would have drafted, used or not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from selfspec.control.plan import Looked
+
+MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
+FIRST = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8)  # by bin: how often a token is right that nothing is known of
+FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
+HALF_LIFE = 200.0  # tokens after which an observation counts half
+LEAST = 0.05  # tokens less likely than this to be right are not drafted
+MOST_FOUND = 63  # longest draft considered: longer than those of an exit, since drafting takes no time
+
+
+class Choice(NamedTuple):
+    """The best drafts by lookup of a batch's rows."""
+
+    lengths: list[int]
+    rate: float  # tokens per second of all rows
+
+
+class Matches:
+    """Decayed hits and misses by bin of match length and draft position.
+
+    A token of a draft follows a longer match than the one before it, if that was right. So a position's estimate is
+    shrunk to that of all tokens that follow as long a match, whatever their position.
+    """
+
+    def __init__(self) -> None:
+        bins = len(FIRST)
+        self._hits = [[0.0] * MOST_FOUND for _ in range(bins)]
+        self._seen = [[0.0] * MOST_FOUND for _ in range(bins)]
+        self._pooled_hits, self._pooled_seen = [0.0] * bins, [0.0] * bins
+        self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
+        self._known: dict[int, list[float]] = {}  # chains of `right`, until something is new
+
+    def pass_time(self, tokens: float) -> None:
+        """Let older observations fade by `tokens` emitted tokens per row."""
+        self._weight *= 2 ** (tokens / HALF_LIFE)
+        if self._weight > 1e9:
+            for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
+                counts[:] = [count / self._weight for count in counts]
+            self._weight = 1.0
+
+    def add(self, looked: Looked) -> None:
+        """Count a draft's right tokens, and its first wrong one if it came to that."""
+        row, match = bin_of(looked.match), looked.match
+        for at in range(min(looked.num_right + 1, looked.num_compared, MOST_FOUND)):
+            hit = self._weight if at < looked.num_right else 0.0
+            pool = bin_of(match + at)
+            self._hits[row][at] += hit
+            self._seen[row][at] += self._weight
+            self._pooled_hits[pool] += hit
+            self._pooled_seen[pool] += self._weight
+        self._known.clear()
+
+    def survivals(self, match: int) -> list[float]:
+        """How likely a draft is right as far as each of its tokens, after a match of this length."""
+        key = min(match, MATCH_EDGES[-1])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._survivals(key)
+        return known
+
+    def _survivals(self, match: int) -> list[float]:
+        hits, seen, weight = self._hits[bin_of(match)], self._seen[bin_of(match)], self._weight
+        out, survival = [], 1.0
+        for at in range(MOST_FOUND):
+            pool = bin_of(match + at)
+            first = FIRST_WEIGHT * weight
+            pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
+            survival *= (hits[at] + POOL_WEIGHT * weight * pooled) / (seen[at] + POOL_WEIGHT * weight)
+            if survival < LEAST:
+                break
+            out.append(survival)
+        return out
+
+    def choose(self, matches: Sequence[int], most: Sequence[int], seconds: Sequence[float]) -> Choice:
+        """Lengths of the most expected tokens per second.
+
+        Args:
+            matches: per row; 0 is a row that drafts nothing.
+            most: per row, the longest draft.
+            seconds: of a round of these rows that drafts 0, 1, 2, .. tokens in all.
+        """
+        offers = []  # (chance of being right as far as this token, row)
+        for row, (match, longest) in enumerate(zip(matches, most, strict=True)):
+            if match:
+                offers += [(survival, row) for survival in self.survivals(match)[:longest]]
+        if len(matches) > 1:
+            offers.sort(reverse=True)  # a row's own chances fall along its draft, so that any first offers are drafts
+        tokens = float(len(matches))
+        best, count = tokens / seconds[0], 0
+        for i, (survival, _) in enumerate(offers[: len(seconds) - 1], 1):
+            tokens += survival
+            if tokens > best * seconds[i]:
+                best, count = tokens / seconds[i], i
+        lengths = [0] * len(matches)
+        for _, row in offers[:count]:
+            lengths[row] += 1
+        return Choice(lengths, best)
+
+
+def bin_of(match: int) -> int:
+    return bisect_right(MATCH_EDGES, match)
