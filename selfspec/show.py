@@ -160,9 +160,10 @@ def make_console(stream: TextIO, quiet: bool = False) -> Console:
     )
 
 
-def legend(exit_layer: int | None, num_layers: int) -> Text:
-    """What the colours mean; an exit layer of None is one that changes, 0 is lookup."""
+def legend(exit_layer: int | None, num_layers: int, has_lookup: bool = False) -> Text:
+    """What the colours mean; an exit layer of None is one that changes, 0 is lookup, which may also come beside it."""
     early = {None: "early layers", LOOKUP: "lookup", 1: "layer 1"}.get(exit_layer, f"layers 1-{exit_layer}")
+    early += " or lookup" if has_lookup else ""
     parts = [
         (f"drafted by {early}, accepted", STYLES["accepted"]),
         (f"written by all {num_layers} layers", STYLES["own"]),

@@ -56,7 +56,7 @@ class Adaptive:
     Args:
         prior: statistics of an earlier run of the same model, from `Tracker.state`.
         exit_layers: those to choose from; default: all.
-        most: longest draft.
+        most: longest draft; default: as long as it pays.
         drafts: where they may come from, among `DRAFTS`.
     """
 
@@ -65,11 +65,13 @@ class Adaptive:
         costs: Costs,
         prior: Any = None,
         exit_layers: Sequence[int] | None = None,
-        most: int = MOST,
+        most: int | None = None,
         drafts: Sequence[str] = DRAFTS,
     ) -> None:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
-        self.most, self._most_found = min(most, MOST), min(most if most != MOST else MOST_FOUND, MOST_FOUND)
+        self.most, self._most_found = (
+            longest if most is None else min(most, longest) for longest in (MOST, MOST_FOUND)
+        )
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
         self.reads_lookup, self.matches = "lookup" in drafts, Matches()
         self._pick = 1.0  # how much longer picks take than in the table of costs

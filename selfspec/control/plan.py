@@ -93,10 +93,10 @@ class Shadow(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """What a draft by lookup, made or not, would have come to on the tokens that a round emitted."""
+    """What a draft by lookup, made or not, would have come to in a round."""
 
     match: int  # of the row before the round, at least 1
-    num_compared: int  # tokens emitted
+    num_compared: int  # tokens that the target picked, the last of them beyond any draft
     num_right: int  # first tokens of the draft that they equal
 
 

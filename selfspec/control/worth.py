@@ -9,6 +9,7 @@ from selfspec.control.matches import MOST_FOUND
 from selfspec.control.tracker import Floats
 
 MOST = 18  # longest draft considered
+MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 
@@ -83,7 +84,7 @@ class Worth:
         return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._begin + verifying), drafted
 
     def lookups(self) -> list[float]:
-        """Seconds of rounds in which the rows draft 0, 1, 2, .. tokens by lookup in all, which the whole model verifies."""
+        """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
         if self._lookups is None:
             self._lookups = self._price_lookups()
         return self._lookups
@@ -97,7 +98,7 @@ class Worth:
             self._by_width = layers + rest, np.array([costs.pick(n) for n in tokens])
         fixed, picks = self._by_width
         seconds = fixed + costs.num_layers * self._more + self._pick * picks
-        drafted = np.arange(rows * MOST_FOUND + 1) / rows
+        drafted = np.arange(min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         return [self.plain_seconds, *np.interp(drafted[1:], LOOKUP_GRID, seconds).tolist()]
 
     def rounds(self, exit_layer: int) -> list[float]:

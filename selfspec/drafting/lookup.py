@@ -15,7 +15,7 @@ import torch
 from selfspec.drafting.exit import Draft
 
 MOST_MATCHED = 16  # longest match told from longer ones
-_EMPTY = 0
+_NO_KEY = -1
 _BEGINNING = -1  # the token before the first: like no other
 
 
@@ -113,27 +113,28 @@ class Lookup:
 
     def _add(self, position: int) -> None:
         """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
-        content, node, depth, place = self._content, 0, 0, -1
+        content, nodes, latest, depths, find = self._content, self._nodes, self._latest, self._depths, self._slot
+        node, depth, place = 0, 0, -1
         while True:
-            slot = self._slot(node, content[position - depth])
-            child = self._nodes[slot]
-            if child == _EMPTY:
+            slot = find(node, content[position - depth])
+            child = nodes[slot]
+            if child > 0:
+                place, end = latest[child], depths[child]
+            elif child < 0:
+                place, end = ~child, self.most
+            else:
                 self._put(slot, node, content[position - depth], ~position)
                 break
-            is_leaf = child < 0
-            place = ~child if is_leaf else self._latest[child]
-            end = self.most if is_leaf else self._depths[child]
-            at = depth + 1
-            while at < end and at <= place and content[place - at] == content[position - at]:
-                at += 1
-            depth = at
-            if at < end:
-                self._nodes[slot] = self._split(position, place, at, child)
+            depth += 1
+            while depth < end and depth <= place and content[place - depth] == content[position - depth]:
+                depth += 1
+            if depth < end:
+                nodes[slot] = self._split(position, place, depth, child)
                 break
-            if is_leaf:
-                self._nodes[slot] = ~position
+            if child < 0:
+                nodes[slot] = ~position
                 break
-            self._latest[child] = position
+            latest[child] = position
             node = child
         self._match, self._place = depth, place
 
@@ -149,10 +150,10 @@ class Lookup:
 
     def _slot(self, node: int, token: int) -> int:
         """Where in the table the child of a node is, or belongs."""
-        keys, nodes = self._keys, self._nodes
+        keys = self._keys
         key, size = node << 32 | token + 1, len(keys)
-        slot = (node * 40503 + token * 2654435761) % size
-        while nodes[slot] != _EMPTY and keys[slot] != key:
+        slot = key * 0x9E3779B1 % size
+        while keys[slot] != key and keys[slot] != _NO_KEY:
             slot = slot + 1 if slot + 1 < size else 0
         return slot
 
@@ -162,13 +163,13 @@ class Lookup:
 
     def _make_table(self, size: int) -> None:
         size |= 1
-        self._keys, self._nodes = array("q", bytes(8 * size)), array("i", bytes(4 * size))
+        self._keys, self._nodes = array("q", [_NO_KEY]) * size, array("i", bytes(4 * size))
 
     def _grow(self) -> None:
         keys, nodes = self._keys, self._nodes
         self._count = 0
         self._make_table(len(keys) * 3 // 2)
         for key, child in zip(keys, nodes, strict=True):
-            if child != _EMPTY:
+            if key != _NO_KEY:
                 node, token = key >> 32, (key & 0xFFFFFFFF) - 1
                 self._put(self._slot(node, token), node, token, child)

@@ -37,7 +37,7 @@ def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
     return trace_of(rng.random(shape) < 0.3 + 0.6 * sure, sure, rng, prompt_length, wrong_steps)
 
 
-def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=10_000):
+def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000_000):
     shape, seen = hits.shape, (len(hits), min(32, prompt_length - 1))
     wrong = np.where(hits[..., None], np.nan, rng.random((*shape, wrong_steps))).astype(np.float32)
     short = rng.random(shape) < 0.5, rng.random(shape, np.float32)
