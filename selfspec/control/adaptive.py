@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.matches import MOST_FOUND, Matches
+from selfspec.control.finder import Finder
 from selfspec.control.plan import (
     DRAFTS,
-    LOOKUP,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -31,9 +30,9 @@ from selfspec.control.plan import (
     SurvivalStop,
 )
 from selfspec.control.tracker import Tracker
+from selfspec.control.trust import Trust
 from selfspec.control.worth import MOST, Worth
 
-LOOKUP_GAIN = 1.0  # what a draft by lookup must promise over the round that would be there without it
 HANDICAP = 1.1  # what a draft must promise over plain decoding before it is begun (arXiv 2406.14066)
 STAY = 1.02  # and to go on; and what another exit layer must promise over the present one
 REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, and for how many rounds
@@ -43,7 +42,6 @@ SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
 SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and for how many prompts of a batch
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
-TRUST, FORGET = 20.0, 60.0  # tokens a forecast is believed for beside what came true; after which that counts half
 LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
@@ -69,11 +67,10 @@ class Adaptive:
         drafts: Sequence[str] = DRAFTS,
     ) -> None:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
-        self.most, self._most_found = (
-            longest if most is None else min(most, longest) for longest in (MOST, MOST_FOUND)
-        )
+        self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        self.reads_lookup, self.matches = "lookup" in drafts, Matches()
+        self._finder = Finder(most) if "lookup" in drafts else None
+        self.reads_lookup = self._finder is not None
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = 1.0  # and early passes, beside the verifications of the same rounds
         self._worth: Worth | None = None
@@ -89,7 +86,7 @@ class Adaptive:
         self._rate = 0.0  # tokens per second forecast for the choice in use
         self._usual = 0.0  # and what is believed of that, of all rows: of plain rounds where nothing is drafted
         self._rounds = [0.0] * (MOST + 1)  # seconds of its rounds, by drafted tokens
-        self._came, self._forecast = 0.0, 0.0  # tokens that came, and that were forecast, in drafting rounds; decayed
+        self._trust = Trust()  # in forecasts of rounds that layers drafted in
         self._turn = 0  # whose turn it is to be looked at in a large batch
         self._context = CONTEXT
         self._seeds = 0  # prompts looked at
@@ -119,12 +116,13 @@ class Adaptive:
         self._round += 1
         if self._round >= self._next or len(rows) != self._batch:
             self._decide(rows)
-        found = self._by_lookup(rows) if self.reads_lookup else None
-        if found is not None:
-            return found
+        self._context = max([row.content_length for row in rows])
+        if self._finder is not None and self._worth is not None:
+            found = self._finder.plan(rows, self._worth, self._usual)
+            if found is not None:
+                return found
         if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
             return self._idle
-        self._context = max([row.content_length for row in rows])
         if self._exit_layer is None:
             return self._idle if self._credit < 0 else Plan(None, self._idle.draft_lengths, shadow=self._shadow(None))
         lengths = tuple(min(self.most, row.room - 1) for row in rows)
@@ -135,24 +133,9 @@ class Adaptive:
             self._exit_layer, lengths, stop=self._stop, keep_confidence=True, shadow=shadow, speedup=self._speedup
         )
 
-    def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
-        """Drafts by lookup for the rows with a match, if that beats what every other round comes to."""
-        matches = [row.match for row in rows]
-        if not any(matches):
-            return None
-        worth = self._worth
-        assert worth is not None
-        lengths, rate = self.matches.choose(
-            matches, [min(self._most_found, row.room - 1) for row in rows], worth.lookups()
-        )
-        if not any(lengths) or rate < LOOKUP_GAIN * self._usual:
-            return None
-        self._context = max([row.content_length for row in rows])
-        return Plan(LOOKUP, tuple(lengths), speedup=rate * worth.plain_seconds / len(rows))
-
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        if self.reads_lookup:
-            self._compare_lookup(outcomes)
+        if self._finder is not None:
+            self._finder.observe(plan, outcomes)
         if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
             self._idle_rounds += 1
             self._credit += OFF_SHARE * max(0.0, seconds.verify)
@@ -176,23 +159,12 @@ class Adaptive:
         self._idle_rounds = 0
         self._pay(plan, seconds)
 
-    def _compare_lookup(self, outcomes: Sequence[RowOutcome]) -> None:
-        """Set what came of a round beside what lookup would have drafted."""
-        emitted = 0
-        for outcome in outcomes:
-            emitted += outcome.num_accepted + 1
-            if outcome.looked is not None:
-                self.matches.add(outcome.looked)
-        self.matches.pass_time(emitted / max(1, len(outcomes)))
-
     def _compare(self, plan: Plan, emitted: int, outcomes: Sequence[RowOutcome]) -> None:
         """Set what came of a round beside what was forecast for the time that it takes by the table."""
-        fade = 0.5 ** ((emitted / self._batch + self._idle_rounds) / FORGET)
-        self._came, self._forecast = fade * self._came, fade * self._forecast
+        self._trust.pass_time(emitted / self._batch + self._idle_rounds)
         if plan.exit_layer:
             took = self._rounds[min(self.most, max([outcome.num_drafted for outcome in outcomes]))]
-            self._came += emitted / self._batch
-            self._forecast += self._rate * took / self._batch
+            self._trust.add(emitted / self._batch, self._rate * took / self._batch)
 
     def _pay(self, plan: Plan, seconds: Seconds) -> None:
         """Lay a share of the round's time by for shadow picks, and take out what they took."""
@@ -223,15 +195,15 @@ class Adaptive:
         if now is not None and best[exit_layer - 1] < STAY * best[now - 1]:
             exit_layer = now
         rate = float(best[exit_layer - 1])
-        came_true = (self._came + TRUST) / (self._forecast + TRUST)  # the best of many estimates is too good on average
-        self._speedup = came_true * rate * worth.plain_seconds / num_rows
+        trusted = self._trust.ratio * rate
+        self._speedup = trusted * worth.plain_seconds / num_rows
         self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
         if self._speedup < (HANDICAP if now is None else STAY):
             self._exit_layer = None
             self._next = self._round + IDLE_ROUNDS
             return
         line = exit_layer - 1
-        self._usual = came_true * rate
+        self._usual = trusted
         self._exit_layer, self._rate, self._rounds = exit_layer, rate, worth.rounds(exit_layer)
         self._length = float(drafted[line, rates[line].argmax()])
         self._acceptance = float((right[line] * share[line]).sum())

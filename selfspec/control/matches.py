@@ -12,7 +12,7 @@ from typing import NamedTuple
 from selfspec.control.plan import Looked
 
 MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
-FIRST = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8)  # by bin: how often a token is right that nothing is known of
+FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of
 FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
 HALF_LIFE = 200.0  # tokens after which an observation counts half
 LEAST = 0.05  # tokens less likely than this to be right are not drafted

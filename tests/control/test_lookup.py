@@ -127,7 +127,7 @@ def test_a_text_that_repeats_itself_is_drafted_by_lookup():
         assert {round_.plan.exit_layer for round_ in rounds[-5:]} == {LOOKUP}
 
 
-@pytest.mark.parametrize("vocab", [2, 10, 100, 1000, 10**9])
+@pytest.mark.parametrize("vocab", [10, 100, 1000, 10**9])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 0.9])
 def test_where_there_is_nothing_to_look_up_it_is_as_fast_as_without(acceptance, vocab):
     texts = [random_words(trace, vocab) for trace in traces(acceptance, tokens=500)]
