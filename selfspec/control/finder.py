@@ -24,7 +24,7 @@ class Finder:
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
-        """Drafts for the rows with a match; None where they promise less than `usual`, in tokens per second of all rows."""
+        """Drafts for the rows with a match; None where they promise less than `usual` tokens per second of all rows."""
         matches = [row.match for row in rows]
         if not any(matches):
             return None
