@@ -25,8 +25,8 @@ class Finder:
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts for the rows with a match; None where they promise less than `usual` tokens per second of all rows."""
-        matches = [row.match for row in rows]
-        if not any(matches):
+        matches = [(row.request_id, row.match) for row in rows]
+        if not any(match for _, match in matches):
             return None
         seconds = worth.lookups()
         lengths, rate = self.matches.choose(matches, [min(self._most, row.room - 1) for row in rows], seconds)
@@ -42,7 +42,8 @@ class Finder:
         for outcome in outcomes:
             emitted += outcome.num_accepted + 1
             if outcome.looked is not None:
-                self.matches.add(outcome.looked)
+                self.matches.add(outcome.looked, outcome.request_id)
+        self.matches.keep_rows([outcome.request_id for outcome in outcomes])
         tokens = emitted / max(1, len(outcomes))
         self.matches.pass_time(tokens)
         self._trust.pass_time(tokens)

@@ -73,6 +73,18 @@ def test_what_was_right_after_such_matches_is_expected_again_and_what_was_not_is
     assert good.survivals(12)[0] > bad.survivals(12)[0] > 0.7  # longer matches share what later positions came to
 
 
+def test_a_row_that_only_seems_to_repeat_itself_is_told_from_those_that_do():
+    matches = Matches()
+    for _ in range(20):
+        for row in range(4):
+            matches.add(Looked(12, 20, 20), row)
+        matches.add(Looked(12, 1, 0), 4)
+    assert sum(matches.survivals(12, 0)) > 10 > 1 > sum(matches.survivals(12, 4))
+    assert sum(matches.survivals(12, 9)) > 5  # one that nothing is known of
+    matches.keep_rows([0, 9])
+    assert matches.survivals(12, 4) == matches.survivals(12, 9)
+
+
 def test_older_observations_fade():
     matches = Matches()
     for _ in range(50):
@@ -80,7 +92,7 @@ def test_older_observations_fade():
     for _ in range(30):
         matches.pass_time(300.0)
     for _ in range(3):
-        matches.add(Looked(3, 9, 0))
+        matches.add(Looked(3, 9, 0), 1)
     assert matches.survivals(3)[0] < 0.35
 
 
@@ -90,10 +102,12 @@ def test_the_lengths_chosen_are_the_best_of_all(rows, step):
     matches, most = [match for match, _ in rows], [longest for _, longest in rows]
     seconds = [1 + 0.01 * step * drafted for drafted in range(20)]
     known = Matches()
-    lengths, rate = known.choose(matches, most, seconds)
+    known.add(Looked(3, 4, 0), 1)  # of the second row alone
+    lengths, rate = known.choose(list(enumerate(matches)), most, seconds)
 
     def rate_of(tried):
-        kept = sum(sum(known.survivals(match)[:n]) for match, n in zip(matches, tried, strict=True) if match)
+        pairs = enumerate(zip(matches, tried, strict=True))
+        kept = sum(sum(known.survivals(match, i)[:n]) for i, (match, n) in pairs if match)
         return (len(rows) + kept) / seconds[sum(tried)]
 
     allowed = [range(longest + 1 if match else 1) for match, longest in rows]
