@@ -1,4 +1,7 @@
-"""What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate."""
+"""What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate.
+
+Static settings draft by one exit layer. The clairvoyant has all of them, and lookup.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from numpy.typing import NDArray
 
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.plan import DRAFTS, LOOKUP
+from selfspec.drafting.lookup import Lookup, num_right
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MOST_DRAFTED = 18
@@ -36,6 +41,7 @@ class RoundCosts:
         self.slope = np.array(
             [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
         )
+        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
 
     def plain_at(self, context: float) -> float:
         return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
@@ -43,6 +49,10 @@ class RoundCosts:
     def at(self, context: float) -> NDArray[np.float64]:
         """`[L - 1, longest + 1]`: seconds of rounds at this many cached tokens."""
         return self.base + self.slope * max(0.0, context - CONTEXT)
+
+    def by_lookup_at(self, context: float) -> NDArray[np.float64]:
+        """`[longest + 1]`: seconds of rounds that draft by lookup."""
+        return self.by_lookup + self.per_context * max(0.0, context - CONTEXT)
 
 
 def plain_seconds(traces: Sequence[Trace], costs: RoundCosts) -> float:
@@ -115,24 +125,38 @@ def best_static(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence
     return min(statics(traces, costs, thresholds), key=lambda s: s.seconds)
 
 
-def clairvoyant(trace: Trace, costs: RoundCosts) -> float:
+def by_lookup(trace: Trace, longest: int) -> NDArray[np.int64]:
+    """Tokens that a draft by lookup of `longest` tokens would have accepted at each position; -1: it has no match."""
+    content = list(trace.prompt)
+    lookup, out = Lookup(content), np.empty(len(trace.tokens), np.int64)
+    for i, token in enumerate(trace.tokens):
+        guess = lookup.draft(longest)
+        out[i] = num_right(guess.tokens, trace.tokens[i:]) if guess.match else -1
+        content.append(token)
+    return out
+
+
+def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
-    A round is plain, or drafts what will be accepted. A wrong token, drafted alone, is allowed as well: where a table
-    makes that cheaper than a plain round, a static setting has it too, and the bound must hold.
+    A round is plain, or drafts what will be accepted, by any of `drafts`. A wrong token, drafted alone, is allowed as
+    well: where a table makes that cheaper than a plain round, a static setting has it too, and the bound must hold.
     """
     n, most = len(trace.tokens), costs.base.shape[1] - 1
     accepted = np.minimum(runs(trace.hits), most)  # [L - 1, n]
+    accepted = accepted if "exit" in drafts else accepted[:0]
+    found = by_lookup(trace, most) if "lookup" in drafts else np.full(n, -1)
     rest = np.zeros(n + most + 2)
     lengths = np.arange(most + 1)
     for i in range(n - 1, -1, -1):
         context = trace.prompt_length + i
         best = costs.plain_at(context) + rest[i + 1]
         if i < n - 1:
-            of_round = costs.at(context)
-            longest = np.minimum(accepted[:, i], n - i - 1)
+            by_line = np.concatenate((costs.at(context)[: len(accepted)], costs.by_lookup_at(context)[None]))
+            of_round = by_line if found[i] >= 0 else by_line[:-1]
+            longest = np.minimum(np.append(accepted[:, i], found[i])[: len(of_round)], n - i - 1)
             options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + most + 2], np.inf)
             wrong = of_round[longest == 0, 1] + rest[i + 1]
-            best = min(best, options[:, 1:].min(), wrong.min(initial=np.inf))
+            best = min(best, options[:, 1:].min(initial=np.inf), wrong.min(initial=np.inf))
         rest[i] = best
     return float(rest[0])

@@ -16,8 +16,9 @@ from selfspec.control.costs import Costs
 from selfspec.control.policies import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
+BY_EXIT = "clairvoyant without lookup"
 KEEPS_PRIOR = ("adaptive",)  # policies that can begin with what was seen before
-BOUNDS = (STATIC, STOPPED, CLAIRVOYANT)
+BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
 
 
 def compare(tasks: Sequence[Recorded], config: ReplayConfig, say: Say) -> list[dict[str, Any]]:
@@ -116,6 +117,7 @@ def _bounds(traces: Sequence[Trace], costs: RoundCosts) -> Iterator[tuple[str, f
     for name, among in ((STATIC, [s for s in tried if s.min_confidence == 0]), (STOPPED, tried)):
         best = min(among, key=lambda s: s.seconds)
         yield name, best.seconds, {"settings": _settings(best)}
+    yield BY_EXIT, sum(clairvoyant(trace, costs, ("exit",)) for trace in traces), {}
     yield CLAIRVOYANT, sum(clairvoyant(trace, costs) for trace in traces), {}
 
 

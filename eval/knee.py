@@ -71,9 +71,10 @@ def _made_up(rng: np.random.Generator, logits: Array, num_tokens: int, spread: f
     own, prompt = slice(SEED_POSITIONS, None), slice(SEED_POSITIONS)
     wrong = np.where(hits[:, own, None], np.nan, after).astype(np.float32)
     away = (2 * (1 - sure)).astype(np.float32)
-    tokens = tuple(range(num_tokens))
+    content = tuple(range(SEED_POSITIONS + 1 + num_tokens))  # with nothing to look up
+    texts = content[: SEED_POSITIONS + 1], content[SEED_POSITIONS + 1 :]
     seen = hits[:, own], sure[:, own], hits[:, prompt], sure[:, prompt]
-    return Trace("made up", SEED_POSITIONS + 1, tokens, hits[:, own], sure[:, own], away[:, own], wrong, *seen)
+    return Trace("made up", *texts, hits[:, own], sure[:, own], away[:, own], wrong, *seen)
 
 
 def _sigmoid(x: Array) -> Array:

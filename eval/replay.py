@@ -14,8 +14,20 @@ import numpy as np
 
 from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.costs import Costs
-from selfspec.control.plan import SEED_POSITIONS, Plan, Policy, RowOutcome, RowState, Seconds, Shadow, confidence_bin
+from selfspec.control.plan import (
+    LOOKUP,
+    SEED_POSITIONS,
+    Looked,
+    Plan,
+    Policy,
+    RowOutcome,
+    RowState,
+    Seconds,
+    Shadow,
+    confidence_bin,
+)
 from selfspec.control.policies import make_policy
+from selfspec.drafting.lookup import Lookup, num_right
 
 PREFILL_CHUNK = 512  # the engine's default
 
@@ -62,6 +74,12 @@ class _Row:
     trace: Trace
     at: int = 0  # tokens emitted
     num_cached: int = 0  # prompt tokens read
+    content: list[int] = field(init=False)
+    lookup: Lookup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.content = list(self.trace.prompt)
+        self.lookup = Lookup(self.content)
 
     @property
     def state(self) -> RowState:
@@ -116,12 +134,16 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
 
 
 def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) -> None:
+    reads_lookup = getattr(policy, "reads_lookup", False)
+    states = [row.state._replace(match=row.lookup.match if reads_lookup else 0) for row in ready]
     clock = Seconds()
-    plan = policy.plan([row.state for row in ready])
+    plan = policy.plan(states)
     clock.lap("control")
-    context = max(row.state.content_length for row in ready)
+    context = max(state.content_length for state in states)
     lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
     outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
+    if reads_lookup:
+        outcomes = [o._replace(looked=_looked(row, o.num_accepted + 1)) for row, o in zip(ready, outcomes, strict=True)]
     took = Seconds(**costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context))
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
@@ -139,7 +161,10 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
 
 
 def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
-    outcome = draft(row.trace, row.at, plan, length)
+    if plan.exit_layer == LOOKUP:
+        outcome = draft_by_lookup(row.lookup, row.trace.tokens[row.at :], length)
+    else:
+        outcome = draft(row.trace, row.at, plan, length)
     shadow = None
     if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
         stop = row.at + min(outcome.num_accepted + 1, plan.shadow.max_columns)
@@ -159,7 +184,7 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     if plan.exit_layer is None:
         return [0] * len(places)
     lengths = list(plan.draft_lengths)
-    if plan.stop is None and plan.min_confidence <= 0:
+    if plan.exit_layer == LOOKUP or (plan.stop is None and plan.min_confidence <= 0):
         return lengths
     line = plan.exit_layer - 1
     sure = [_confidences(trace, line, at, n) for (trace, at), n in zip(places, lengths, strict=True)]
@@ -181,6 +206,17 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
             lengths[i] = lengths[i] if on else step
         live = [i for i in live if lengths[i] > step]
     return lengths
+
+
+def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutcome:
+    """What a draft by lookup of at most `length` tokens comes to where the output goes on with `rest`."""
+    guess = lookup.draft(length).tokens
+    return RowOutcome(0, len(guess), num_right(guess, rest))
+
+
+def _looked(row: _Row, num_emitted: int) -> Looked | None:
+    guess, came = row.lookup.draft(num_emitted), row.trace.tokens[row.at : row.at + num_emitted]
+    return Looked(guess.match, num_emitted, num_right(guess.tokens, came)) if guess.match else None
 
 
 def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
@@ -214,6 +250,7 @@ def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
     emitted = outcome.num_accepted + 1
+    row.content += row.trace.tokens[row.at : row.at + emitted]
     row.at += emitted
     return ReplayedRow(row.request_id, outcome.num_drafted, outcome.num_accepted, emitted)
 

@@ -30,6 +30,7 @@ from selfspec.target.stack import Stack
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
 ROWS = 64  # wrong drafts continued together
+VERSION = 2  # of the files: since 2 they hold the prompt's tokens
 WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
 
 Floats = NDArray[np.float32]
@@ -42,6 +43,7 @@ class Trace:
     """One finished output of n tokens by a model of L layers; row e - 1 of each array is exit layer e.
 
     Attributes:
+        prompt, tokens: token ids, of the prompt and of the output.
         hits: bool `[L - 1, n]`, whether the layer would have picked the output's token.
         confidences: `[L - 1, n]`, the probability of the layer's pick under it.
         divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
@@ -52,7 +54,7 @@ class Trace:
     """
 
     task: str
-    prompt_length: int
+    prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     hits: Bools
     confidences: Floats
@@ -62,6 +64,10 @@ class Trace:
     short_confidences: Floats
     prompt_hits: Bools
     prompt_confidences: Floats
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt)
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +97,8 @@ class _Recorder:
         self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, wrong_steps: int
     ) -> None:
         self.stack, self.sampling, self.wrong_steps = stack, sampling, wrong_steps
-        self.prompt_length, self.tokens = len(prompt), list(tokens)
+        self.prompt, self.tokens = tuple(prompt), list(tokens)
+        self.prompt_length = len(prompt)
         self.content = [*prompt, *tokens]
         self.exits = range(1, stack.num_layers)
         spare = ROWS * (2 + -(-wrong_steps // PAGE))
@@ -110,7 +117,7 @@ class _Recorder:
             self.continue_wrong(e, hits[e - 1, at:], own[e - 1], wrong[e - 1])
         return Trace(
             task,
-            self.prompt_length,
+            self.prompt,
             tuple(self.tokens),
             hits[:, at:],
             sure[:, at:],
@@ -190,7 +197,7 @@ class _Recorder:
 
 def save(traces: Sequence[Trace], path: str | Path) -> None:
     """Write traces into one `.npz` file, whole or not at all."""
-    arrays: dict[str, Any] = {"count": np.array(len(traces))}
+    arrays: dict[str, Any] = {"version": np.array(VERSION), "count": np.array(len(traces))}
     for i, trace in enumerate(traces):
         arrays |= {f"{i}.{f.name}": np.asarray(getattr(trace, f.name)) for f in dataclasses.fields(Trace)}
     path = Path(path)
@@ -204,6 +211,9 @@ def load(path: str | Path) -> list[Trace]:
     """Read what `save` wrote; ValueError when it is anything else."""
     try:
         with Path(path).open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
+            version = int(arrays["version"]) if "version" in arrays else 1
+            if version != VERSION:
+                raise ValueError(f"its format is {version} and this reads {VERSION}; record the outputs again")
             return [_trace(arrays, i) for i in range(int(arrays["count"]))]
     except (OSError, KeyError, TypeError, ValueError, EOFError, BadZipFile, zlib.error) as problem:
         raise ValueError(f"cannot read the traces {str(path)!r}: {' '.join(str(problem).split())}") from problem
@@ -213,7 +223,7 @@ def _trace(arrays: Any, i: int) -> Trace:
     given = {f.name: arrays[f"{i}.{f.name}"] for f in dataclasses.fields(Trace)}
     given |= {
         "task": str(given["task"]),
-        "prompt_length": int(given["prompt_length"]),
+        "prompt": tuple(int(t) for t in given["prompt"]),
         "tokens": tuple(int(t) for t in given["tokens"]),
     }
     shape = (len(given["hits"]), len(given["tokens"]))

@@ -151,6 +151,7 @@ class Target:
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
+        drafts: Sequence[str] | None = None,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
         **options: Unpack[Options],
@@ -164,6 +165,8 @@ class Target:
             exit_layer: layers the draft runs, 1..num_layers - 1; `fixed` and its kin default to the model's own, else a
                 quarter of the layers.
             num_draft_tokens: tokens drafted per round, likewise; else 4.
+            drafts: where those of `adaptive` may come from: "exit" (early layers), "lookup" (what followed earlier in
+                the row's own text); default: both.
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
                 that is made at the first such call and kept. The tokens stay the same.
@@ -171,8 +174,16 @@ class Target:
         Raises:
             ValueError: an empty or too long prompt, or an option out of range.
         """
-        settings = {"policy": policy, "exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, "learn": learn}
-        rounds = self.stream(prompts, max_batch_size=max_batch_size, **settings, **options)  # type: ignore[arg-type]
+        rounds = self.stream(
+            prompts,
+            policy=policy,
+            exit_layer=exit_layer,
+            num_draft_tokens=num_draft_tokens,
+            drafts=drafts,
+            max_batch_size=max_batch_size,
+            learn=learn,
+            **options,
+        )
         done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
         return sorted(done, key=lambda completion: completion.request_id)
 
@@ -183,6 +194,7 @@ class Target:
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
+        drafts: Sequence[str] | None = None,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
         **options: Unpack[Options],
@@ -204,6 +216,7 @@ class Target:
             policy=policy,
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
+            drafts=drafts,
             max_batch_size=max_batch_size if max_batch_size < 1 else batch,
             max_cached_tokens=batch * longest,
             learn=learner,

@@ -43,6 +43,7 @@ class SelfSpeculative:
         num_draft_tokens: drafted each round; default: `generation_config`'s, else 4.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
+        drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
 
@@ -55,6 +56,7 @@ class SelfSpeculative:
     exit_layer: int | None = None
     num_draft_tokens: int | None = None
     policy: str | Policy | None = None
+    drafts: Sequence[str] | None = None
     streamer: Any = None
     completions: list[Completion] = field(default_factory=list, init=False)  # one per row of the last call
     _targets: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
@@ -92,6 +94,7 @@ class SelfSpeculative:
                 policy=self.policy if policy is None else policy,
                 exit_layer=self.exit_layer if exit_layer is None else exit_layer,
                 num_draft_tokens=self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+                drafts=self.drafts,
                 max_batch_size=len(ids),
                 max_cached_tokens=len(ids) * share,
                 prefill_chunk=config.prefill_chunk_size or 512,

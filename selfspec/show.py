@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.control.plan import Plan
+from selfspec.control.plan import LOOKUP, Plan
 from selfspec.decoding.results import RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import TextStream
@@ -160,9 +160,10 @@ def make_console(stream: TextIO, quiet: bool = False) -> Console:
     )
 
 
-def legend(exit_layer: int | None, num_layers: int) -> Text:
-    """What the colours mean; an exit layer of None is one that changes."""
-    early = {None: "early layers", 1: "layer 1"}.get(exit_layer, f"layers 1-{exit_layer}")
+def legend(exit_layer: int | None, num_layers: int, has_lookup: bool = False) -> Text:
+    """What the colours mean; an exit layer of None is one that changes, 0 is lookup, which may also come beside it."""
+    early = {None: "early layers", LOOKUP: "lookup", 1: "layer 1"}.get(exit_layer, f"layers 1-{exit_layer}")
+    early += " or lookup" if has_lookup else ""
     parts = [
         (f"drafted by {early}, accepted", STYLES["accepted"]),
         (f"written by all {num_layers} layers", STYLES["own"]),
@@ -209,7 +210,8 @@ def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
     least, most = min(plan.draft_lengths), max(plan.draft_lengths)
     span = str(most) if least == most else f"{least}..{most}"
     drafted, accepted = sum(len(row.drafted) for row in rows), sum(row.num_accepted for row in rows)
-    parts += [f"exit {plan.exit_layer:>2}", f"up to {span:>2}", f"drafted {drafted:>2}", f"accepted {accepted:>2}"]
+    source = "lookup " if plan.exit_layer == LOOKUP else f"exit {plan.exit_layer:>2}"
+    parts += [source, f"up to {span:>2}", f"drafted {drafted:>2}", f"accepted {accepted:>2}"]
     if plan.speedup is not None:
         parts.append(f"{plan.speedup:.2f}x expected")
     if plan.stop is not None:
@@ -223,7 +225,7 @@ def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[st
     """Acceptance, exit layers and time in one narrow table.
 
     Args:
-        plans: rounds by exit layer, or "plain".
+        plans: rounds by exit layer, or "lookup", or "plain".
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
@@ -232,7 +234,7 @@ def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[st
     table.add_row("tokens", str(stats.num_generated_tokens))
     table.add_row("rounds (without a draft)", f"{rounds} ({stats.num_plain_steps})")
     for exit_layer, count in (plans or {}).items():
-        name = exit_layer if exit_layer == "plain" else f"exit {exit_layer}"
+        name = exit_layer if exit_layer in ("plain", "lookup") else f"exit {exit_layer}"
         table.add_row(f"  {name}", f"{count / sum((plans or {}).values()):.0%}")
     table.add_row("drafted tokens", str(stats.num_draft_tokens))
     table.add_row("accepted", f"{stats.num_accepted_draft_tokens} ({stats.draft_acceptance_rate:.0%})")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList
 
-from selfspec.control.plan import NUM_BINS, Plan, ShadowPlan, SurvivalStop
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them
@@ -24,11 +24,11 @@ def make_prompts(lengths, seed=0, vocab=96):
 
 
 class Schedule:
-    """A policy that throws dice: any exit layer, any length per row, any stop rule, anew every round."""
+    """A policy that throws dice: any exit layer or lookup, any length per row, any stop rule, anew every round."""
 
-    def __init__(self, seed, num_layers, longest=6, plain=True, confidences=(0.0, 0.0, 0.2, 0.6, 1.0)):
+    def __init__(self, seed, num_layers, longest=6, plain=True, confidences=(0.0, 0.0, 0.2, 0.6, 1.0), lookup=True):
         self.random = random.Random(seed)
-        self.exits = [*([None] if plain else []), *range(1, num_layers)]
+        self.exits = [*([None] if plain else []), *([LOOKUP] if lookup else []), *range(1, num_layers)]
         self.longest, self.confidences = longest, confidences
         self.seen = []  # (plan, outcomes) of every round
 
@@ -43,6 +43,8 @@ class Schedule:
 
 class Adversary(Schedule):
     """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
+
+    reads_lookup = True
 
     def __init__(self, seed, num_layers, exact=None, **options):
         super().__init__(seed, num_layers, **options)
@@ -81,8 +83,10 @@ class Adversary(Schedule):
             assert (outcome.request_id, outcome.num_drafted <= plan.draft_lengths[i]) == (row.request_id, True)
             assert len(outcome.confidences) == (outcome.num_drafted if plan.reads_confidence else 0)
             assert all(0 < confidence <= 1 for confidence in outcome.confidences)
-            least = outcome.num_judged if plan.keep_divergence else 0  # more where an end cut the block
-            assert least <= len(outcome.divergences) <= (outcome.num_drafted if plan.keep_divergence else 0)
+            keeps = plan.keep_divergence and plan.exit_layer != LOOKUP
+            least = outcome.num_judged if keeps else 0  # more where an end cut the block
+            assert least <= len(outcome.divergences) <= (outcome.num_drafted if keeps else 0)
+            self.check_looked(plan, row, outcome)
             assert all(divergence > -1e-3 for divergence in outcome.divergences)
             if outcome.shadow is not None:
                 columns = {len(line) for line in (*outcome.shadow.hits, *outcome.shadow.confidences)}
@@ -90,6 +94,17 @@ class Adversary(Schedule):
                 assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
                 assert min(columns) >= min(outcome.num_accepted + 1, plan.shadow.max_columns)
                 self.shadows.append((row, outcome.shadow, plan.shadow.exact))
+
+    def check_looked(self, plan, row, outcome):
+        assert (outcome.looked is None) == (row.match == 0)
+        if outcome.looked is None:
+            assert plan.exit_layer != LOOKUP or outcome.num_drafted == 0
+            return
+        assert outcome.looked.match == row.match
+        assert outcome.looked.num_right <= outcome.looked.num_compared
+        assert outcome.looked.num_compared > outcome.num_accepted  # equal but where an end cut the block
+        if plan.exit_layer == LOOKUP:
+            assert outcome.looked.num_right >= outcome.num_accepted
 
 
 class Always:

@@ -174,7 +174,7 @@ def test_stats_are_a_table_on_stderr(generate):
     assert done.out == generate("abc", "--max-new-tokens", 12).out
     stages = ("prefill", "draft", "verify", "head", "pick", "shadow", "control", "rest")
     assert all(words in done.err for words in ("drafted tokens", *stages, "tokens/s"))
-    assert re.search(r"^  (exit \d+|plain) +\d+%$", done.err, re.MULTILINE), "rounds by exit layer"
+    assert re.search(r"^  (lookup|exit \d+|plain) +\d+%$", done.err, re.MULTILINE), "rounds by exit layer"
     fixed = generate("abc", "--stats", "--max-new-tokens", 12, "--exit-layer", 2)
     assert all(words in fixed.err for words in ("position 1", "  exit 2 "))
 
@@ -205,7 +205,7 @@ def test_plans_are_a_line_per_round_on_stderr(generate):
 
 
 def test_plans_of_the_default_and_of_several_rows(generate):
-    assert re.match(r"round    1  (plain|exit  \d)", generate("abc", "--show-plan", "--max-new-tokens", 5).err)
+    assert re.match(r"round    1  (plain|lookup|exit  \d)", generate("abc", "--show-plan", "--max-new-tokens", 5).err)
     prompts = b'{"prompt": "a", "max_new_tokens": 3}\n{"prompt": "b"}'
     call = ("--prompts", "-", "--exit-layer", 2, "--num-draft-tokens", 4, "--max-new-tokens", 9)
     done = generate(*call, "--show-plan", stdin=prompts)
@@ -222,7 +222,9 @@ def test_plans_do_not_tear_the_text_of_one_terminal(generate, monkeypatch, draft
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     lines = [line for line in shown.splitlines() if line.startswith("round ")]
     after = shown[shown.index(lines[-1]) + len(lines[-1]) :]
-    assert len(lines) == shown.count("round ") and all(re.match(r"round +\d+  (plain|exit)", line) for line in lines)
+    assert len(lines) == shown.count("round ") and all(
+        re.match(r"round +\d+  (plain|lookup|exit)", line) for line in lines
+    )
     if drafts:
         assert "abc" in after
     else:
@@ -297,9 +299,12 @@ def test_colours_follow_the_environment(generate, monkeypatch, variables, colour
 @pytest.mark.parametrize(
     ("options", "early"),
     [
-        ([], "early layers"),
+        ([], "early layers or lookup"),
+        (["--drafts", "exit"], "early layers"),
+        (["--drafts", "lookup"], "lookup"),
+        (["--policy", "pld"], "lookup"),
         (["--policy", "del", "--exit-layer", 2], "early layers"),
-        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2"),
+        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2 or lookup"),
         (["--exit-layer", 3], "layers 1-3"),
         (["--policy", "dsde"], "layer 1"),
         (["--policy", "plain"], None),
@@ -311,6 +316,21 @@ def test_the_legend_says_who_drafts(generate, monkeypatch, options, early):
     said = generate("abc", "--show-drafts", "--max-new-tokens", 4, *options).err
     assert (f"drafted by {early}, accepted" if early else "tokens/s") in said
     assert ("drafted by" in said) == (early is not None)
+
+
+def test_drafts_by_lookup_are_shown_and_counted_as_such(generate):
+    done = generate("abcabcabc", "--policy", "pld", "--show-plan", "--stats", "--max-new-tokens", 12)
+    assert re.search(r"^round    1  lookup   up to 10  drafted 10  accepted +\d+$", done.err, re.MULTILINE)
+    assert re.search(r"^  lookup +\d+%$", done.err, re.MULTILINE)
+    assert done.out == generate("abcabcabc", "--policy", "plain", "--max-new-tokens", 12).out
+    assert '"plans": {"lookup":' in generate("abcabcabc", "--policy", "pld", "--json", "--max-new-tokens", 12).out
+
+
+@pytest.mark.parametrize("drafts", ["exit", "lookup", "exit,lookup", "lookup, exit"])
+def test_where_drafts_come_from_changes_no_text(generate, drafts):
+    done = generate("abcabcabc", "--drafts", drafts, "--show-plan", "--max-new-tokens", 30)
+    assert done.out == generate("abcabcabc", "--policy", "plain", "--max-new-tokens", 30).out
+    assert all(("lookup" in drafts or "lookup" not in line) for line in done.err.splitlines())
 
 
 def test_a_picture_can_be_saved(generate, tmp_path):

@@ -140,6 +140,8 @@ def test_the_legend_names_layers_where_they_stay_the_same():
     assert show.legend(1, 8).plain.startswith("drafted by layer 1, accepted")
     assert show.legend(4, 8).plain.startswith("drafted by layers 1-4, accepted")
     assert show.legend(None, 8).plain.startswith("drafted by early layers, accepted")
+    assert show.legend(None, 8, has_lookup=True).plain.startswith("drafted by early layers or lookup, accepted")
+    assert show.legend(0, 8).plain.startswith("drafted by lookup, accepted")
 
 
 def test_streams_of_one_file_end_up_in_the_same_place(tmp_path):

@@ -14,7 +14,7 @@ from selfspec.api import Target
 from selfspec.commands.failure import RUN, Failure, as_sentences
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
-from selfspec.control.plan import Seconds
+from selfspec.control.plan import LOOKUP, Seconds
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
@@ -33,7 +33,7 @@ class Run:
 
     completions: list[Completion]
     stages: dict[str, float]
-    plans: dict[str, int]  # rounds by exit layer, ascending, then those by the whole model: "plain"
+    plans: dict[str, int]  # rounds by "lookup", by exit layer, ascending, then those by the whole model: "plain"
 
     @property
     def seconds(self) -> float:
@@ -79,6 +79,7 @@ class Job:
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
         sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
         given = {name: getattr(options, name) for name in sampling} | {"stop": options.stop or []}
+        given["drafts"] = options.sources
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)
@@ -110,8 +111,9 @@ def consume(rounds: Iterator[Round], show: Callable[[Round], None]) -> Run:
         for stage in STAGES:
             stages[stage] += getattr(round_.seconds, stage)
         if round_.plan is not None:
-            exits[round_.plan.exit_layer or inf] += 1
-    plans = {"plain" if exit_layer == inf else str(exit_layer): count for exit_layer, count in sorted(exits.items())}
+            exits[inf if round_.plan.exit_layer is None else round_.plan.exit_layer] += 1
+    names = {inf: "plain", LOOKUP: "lookup"}
+    plans = {names.get(exit_layer, str(exit_layer)): count for exit_layer, count in sorted(exits.items())}
     return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages), plans)
 
 

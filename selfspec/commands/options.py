@@ -13,7 +13,19 @@ from selfspec.commands.failure import Failure
 
 # The names of `selfspec.control.policies.POLICIES`, whose import would bring numpy and torch with it.
 PolicyName = Literal[
-    "adaptive", "plain", "fixed", "fs", "dv", "gammatune", "gammatune+", "del", "dsde", "smartspec", "synergy"
+    "adaptive",
+    "plain",
+    "fixed",
+    "fs",
+    "dv",
+    "gammatune",
+    "gammatune+",
+    "del",
+    "dsde",
+    "smartspec",
+    "smartspec-lookup",
+    "synergy",
+    "pld",
 ]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
@@ -71,6 +83,16 @@ class Generate:
         ),
     ] = None
 
+    drafts: Annotated[
+        str | None,
+        Option(
+            metavar="exit,lookup",
+            help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text, or "
+            "both, which is the default.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+
     learn: Annotated[
         Path | None,
         Option(
@@ -116,10 +138,16 @@ class Generate:
     ] = None
     quiet: Annotated[bool, Option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUT)] = False
 
+    @property
+    def sources(self) -> list[str] | None:
+        """The parts of --drafts; None: not given."""
+        return None if self.drafts is None else [part.strip() for part in self.drafts.split(",")]
+
     def check(self) -> None:
         """Refuse what is wrong whatever the model, before seconds are spent on loading one."""
         _check_numbers(self)
         _check_pairs(self)
+        _check_drafts(self)
 
 
 def _check_numbers(given: Generate) -> None:
@@ -159,6 +187,17 @@ def _check_pairs(given: Generate) -> None:
         raise Failure("--stop must be a non-empty text, got ''")
     if given.svg is not None and (given.svg.is_dir() or not given.svg.resolve().parent.is_dir()):
         raise Failure(f"--svg needs a file in an existing folder, got {given.svg}")
+
+
+def _check_drafts(given: Generate) -> None:
+    if given.sources is None:
+        return
+    if not set(given.sources) <= {"exit", "lookup"}:
+        raise Failure(f"--drafts must be exit, lookup, or exit,lookup, got {given.drafts!r}")
+    by_default = given.exit_layer is None and given.num_draft_tokens is None
+    if given.policy != "adaptive" and not (given.policy is None and by_default):
+        name = given.policy or "fixed, which an exit layer or a draft length given alone stands for"
+        raise Failure(f"--drafts says what the policy adaptive may use, got the policy {name}; add --policy adaptive")
 
 
 def _flag(name: str) -> str:

@@ -14,7 +14,8 @@ from selfspec.commands.failure import RUN, Failure
 from selfspec.commands.job import Job, Run
 from selfspec.commands.options import Generate
 from selfspec.control.fixed import Fixed
-from selfspec.control.policies import CHOOSES_EXIT
+from selfspec.control.plan import DRAFTS, LOOKUP
+from selfspec.control.policies import BY_LOOKUP, CHOOSES_EXIT
 from selfspec.decoding.engine import policy_for
 from selfspec.decoding.results import Round, RowResult
 
@@ -137,7 +138,10 @@ def _legend(job: Job) -> Text | None:
     if job.policy not in CHOOSES_EXIT:  # all of these are told the same
         told = policy_for(job.target, "fixed", job.options["exit_layer"], job.options["num_draft_tokens"])
         exit_layer = told.exit_layer if isinstance(told, Fixed) else None
-    return show.legend(exit_layer, job.target.stack.num_layers)
+    drafts = (job.options["drafts"] or DRAFTS) if job.policy == "adaptive" else ("exit",)
+    if job.policy in BY_LOOKUP or drafts == ["lookup"]:
+        exit_layer, drafts = LOOKUP, ("exit",)
+    return show.legend(exit_layer, job.target.stack.num_layers, "lookup" in drafts)
 
 
 def _shown(job: Job) -> str:

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.finder import Finder
 from selfspec.control.plan import (
+    DRAFTS,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -28,6 +30,7 @@ from selfspec.control.plan import (
     SurvivalStop,
 )
 from selfspec.control.tracker import Tracker
+from selfspec.control.trust import Trust
 from selfspec.control.worth import MOST, Worth
 
 HANDICAP = 1.1  # what a draft must promise over plain decoding before it is begun (arXiv 2406.14066)
@@ -39,7 +42,6 @@ SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
 SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and for how many prompts of a batch
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
-TRUST, FORGET = 20.0, 60.0  # tokens a forecast is believed for beside what came true; after which that counts half
 LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
@@ -52,15 +54,23 @@ class Adaptive:
     Args:
         prior: statistics of an earlier run of the same model, from `Tracker.state`.
         exit_layers: those to choose from; default: all.
-        most: longest draft.
+        most: longest draft; default: as long as it pays.
+        drafts: where they may come from, among `DRAFTS`.
     """
 
     def __init__(
-        self, costs: Costs, prior: Any = None, exit_layers: Sequence[int] | None = None, most: int = MOST
+        self,
+        costs: Costs,
+        prior: Any = None,
+        exit_layers: Sequence[int] | None = None,
+        most: int | None = None,
+        drafts: Sequence[str] = DRAFTS,
     ) -> None:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
-        self.most = min(most, MOST)
-        self._allowed = list(exit_layers or range(1, costs.num_layers))
+        self.most = MOST if most is None else min(most, MOST)
+        self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
+        self._finder = Finder(most) if "lookup" in drafts else None
+        self.reads_lookup = self._finder is not None
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = 1.0  # and early passes, beside the verifications of the same rounds
         self._worth: Worth | None = None
@@ -74,8 +84,9 @@ class Adaptive:
         self._length = 0.0  # drafted tokens expected per row
         self._speedup = 1.0
         self._rate = 0.0  # tokens per second forecast for the choice in use
+        self._usual = 0.0  # and what is believed of that, of all rows: of plain rounds where nothing is drafted
         self._rounds = [0.0] * (MOST + 1)  # seconds of its rounds, by drafted tokens
-        self._came, self._forecast = 0.0, 0.0  # tokens that came, and that were forecast, in drafting rounds; decayed
+        self._trust = Trust()  # in forecasts of rounds that layers drafted in
         self._turn = 0  # whose turn it is to be looked at in a large batch
         self._context = CONTEXT
         self._seeds = 0  # prompts looked at
@@ -86,7 +97,7 @@ class Adaptive:
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
-        if self._batch > 1 and self._seeds >= BATCH_SEEDS:
+        if not self._allowed or (self._batch > 1 and self._seeds >= BATCH_SEEDS):
             return ()  # a batch shares its statistics, and knows enough by now
         self._seeds += 1
         positions = min(SEED_POSITIONS, row.content_length - 1)
@@ -105,9 +116,13 @@ class Adaptive:
         self._round += 1
         if self._round >= self._next or len(rows) != self._batch:
             self._decide(rows)
+        self._context = max([row.content_length for row in rows])
+        if self._finder is not None and self._worth is not None:
+            found = self._finder.plan(rows, self._worth, self._usual)
+            if found is not None:
+                return found
         if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
             return self._idle
-        self._context = max([row.content_length for row in rows])
         if self._exit_layer is None:
             return self._idle if self._credit < 0 else Plan(None, self._idle.draft_lengths, shadow=self._shadow(None))
         lengths = tuple(min(self.most, row.room - 1) for row in rows)
@@ -119,6 +134,8 @@ class Adaptive:
         )
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        if self._finder is not None:
+            self._finder.observe(plan, outcomes)
         if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
             self._idle_rounds += 1
             self._credit += OFF_SHARE * max(0.0, seconds.verify)
@@ -126,7 +143,7 @@ class Adaptive:
         emitted = 0
         for outcome in outcomes:
             emitted += outcome.num_accepted + 1
-            if plan.exit_layer is not None and outcome.num_judged:
+            if plan.exit_layer and outcome.num_judged:
                 judged, accepted = outcome.num_judged, outcome.num_accepted
                 hits = [j < accepted for j in range(judged)]
                 self.tracker.add(plan.exit_layer, hits, outcome.confidences[:judged])
@@ -144,12 +161,10 @@ class Adaptive:
 
     def _compare(self, plan: Plan, emitted: int, outcomes: Sequence[RowOutcome]) -> None:
         """Set what came of a round beside what was forecast for the time that it takes by the table."""
-        fade = 0.5 ** ((emitted / self._batch + self._idle_rounds) / FORGET)
-        self._came, self._forecast = fade * self._came, fade * self._forecast
-        if plan.exit_layer is not None:
+        self._trust.pass_time(emitted / self._batch + self._idle_rounds)
+        if plan.exit_layer:
             took = self._rounds[min(self.most, max([outcome.num_drafted for outcome in outcomes]))]
-            self._came += emitted / self._batch
-            self._forecast += self._rate * took / self._batch
+            self._trust.add(emitted / self._batch, self._rate * took / self._batch)
 
     def _pay(self, plan: Plan, seconds: Seconds) -> None:
         """Lay a share of the round's time by for shadow picks, and take out what they took."""
@@ -169,6 +184,10 @@ class Adaptive:
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         right, share = self.tracker.estimates()
         worth.price(self._pick, self._passes)
+        self._usual = num_rows / worth.plain_seconds
+        if not self._allowed:
+            self._next = self._round + IDLE_ROUNDS
+            return
         rates, drafted = worth.rates(right, share)
         best = rates.max(1)
         exit_layer = max(self._allowed, key=lambda e: best[e - 1])
@@ -176,14 +195,15 @@ class Adaptive:
         if now is not None and best[exit_layer - 1] < STAY * best[now - 1]:
             exit_layer = now
         rate = float(best[exit_layer - 1])
-        came_true = (self._came + TRUST) / (self._forecast + TRUST)  # the best of many estimates is too good on average
-        self._speedup = came_true * rate * worth.plain_seconds / num_rows
+        trusted = self._trust.ratio * rate
+        self._speedup = trusted * worth.plain_seconds / num_rows
         self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
         if self._speedup < (HANDICAP if now is None else STAY):
             self._exit_layer = None
             self._next = self._round + IDLE_ROUNDS
             return
         line = exit_layer - 1
+        self._usual = trusted
         self._exit_layer, self._rate, self._rounds = exit_layer, rate, worth.rounds(exit_layer)
         self._length = float(drafted[line, rates[line].argmax()])
         self._acceptance = float((right[line] * share[line]).sum())

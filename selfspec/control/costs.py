@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from selfspec.control.plan import LOOKUP
+
+LOOKUP_SECONDS = 1e-5  # a row's draft by lookup and its part of the index, wherever there is an interpreter
 CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
 
 
@@ -103,20 +106,26 @@ class Costs:
     def stages(self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
+        Where nothing comes of a lookup, the round is a plain one.
+
         Args:
             context: cached tokens of the longest row.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
-        if exit_layer is None:
+        tokens = sum(lengths) + rows
+        if exit_layer == LOOKUP:
+            draft = rows * LOOKUP_SECONDS
+        if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
             extra = self.num_layers * rows * self.context * max(0.0, context - CONTEXT)
-            verify, tokens = self.plain(rows) + extra, rows
+            verify = self.plain(rows) + extra
+        elif exit_layer == LOOKUP:
+            verify = self.verify(LOOKUP, rows, tokens, context)
         else:
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
                 draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context, step == 0)
                 picking = sum(length > step for length in lengths)
                 if picking:
                     head, pick = head + self.head(picking), pick + self.pick(picking)
-            tokens = sum(lengths) + rows
             verify = self.verify(exit_layer, rows, tokens, context)
         head, pick = head + self.head(tokens), pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}

@@ -21,12 +21,17 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
+DRAFTS = ("exit", "lookup")  # where drafts may come from
+LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
+
+
 class RowState(NamedTuple):
     """What a policy may know of a row before a round."""
 
     request_id: int
     content_length: int  # prompt and output so far, in tokens
     room: int  # tokens it may still emit, at least 1
+    match: int = 0  # how many of its last tokens a lookup finds earlier; told to policies that read it
 
 
 class SurvivalStop(NamedTuple):
@@ -58,6 +63,9 @@ class ShadowPlan(NamedTuple):
 class Plan:
     """One round: where to leave early and how far each row guesses. `exit_layer` None is plain decoding.
 
+    Exit layer 0 (`LOOKUP`) drafts what followed the last time that the row's text ended as it does now, and nothing
+    where it never did; such drafts have no confidences, so that no stop ends them, and no divergences.
+
     Both stops end a row's draft after a token and never withdraw it, which would bias sampled output.
     """
 
@@ -72,7 +80,8 @@ class Plan:
 
     @property
     def reads_confidence(self) -> bool:
-        return self.keep_confidence or self.min_confidence > 0 or self.stop is not None
+        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None
+        return wants and self.exit_layer != LOOKUP
 
 
 class Shadow(NamedTuple):
@@ -81,6 +90,14 @@ class Shadow(NamedTuple):
     layers: tuple[int, ...]
     hits: NDArray[np.bool_]  # [layers, judged positions in order]
     confidences: NDArray[np.float32]  # the same: probability of the shadow pick under that layer
+
+
+class Looked(NamedTuple):
+    """What a draft by lookup, made or not, would have come to in a round."""
+
+    match: int  # of the row before the round, at least 1
+    num_compared: int  # tokens that the target picked, the last of them beyond any draft
+    num_right: int  # first tokens of the draft that they equal
 
 
 class RowOutcome(NamedTuple):
@@ -92,6 +109,7 @@ class RowOutcome(NamedTuple):
     confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
     shadow: Shadow | None = None
+    looked: Looked | None = None  # told to policies that read matches, of rows that had one
 
     @property
     def num_judged(self) -> int:
@@ -127,8 +145,10 @@ class Seconds:
 class Policy(Protocol):
     """Chooses plans; its decisions change speed, never tokens.
 
-    A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked
-    at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts.
+    A policy whose `reads_lookup` is true is told what lookup finds (`RowState.match`, `RowOutcome.looked`), which takes
+    an index of every row. A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a
+    prompt are then looked at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two
+    parts.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from selfspec.control.adaptive import Adaptive
@@ -13,7 +13,8 @@ from selfspec.control.dynamic_exit import DynamicExit
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.fs import FiniteState
 from selfspec.control.gammatune import GammaTune, GammaTunePlus
-from selfspec.control.plan import Policy
+from selfspec.control.lookup import PromptLookup, SmartSpecLookup
+from selfspec.control.plan import DRAFTS, Policy
 from selfspec.control.smartspec import SmartSpec
 from selfspec.control.synergy import Synergy
 from selfspec.errors import whole
@@ -29,12 +30,15 @@ POLICIES = {
     "del": "exit layer by tokens per loaded layer, a confidence to stop at (DEL)",
     "dsde": "lengths from how steady the divergence is, capped by the batch's mean",
     "smartspec": "length of most goodput, shared out by acceptance",
+    "smartspec-lookup": "the same, of drafts by lookup",
     "synergy": "length by batch size, from measured costs",
+    "pld": "what followed the last time the text ended so, as many tokens every round (prompt lookup)",
 }
 DEFAULT_POLICY = "adaptive"
 DEFAULT_DRAFT_TOKENS = 4
-CHOOSES_EXIT = ("adaptive", "del", "plain")  # the others are told
-NEEDS_COSTS = ("adaptive", "smartspec", "synergy")
+BY_LOOKUP = ("pld", "smartspec-lookup")  # they have no exit layer
+CHOOSES_EXIT = ("adaptive", "del", "plain", *BY_LOOKUP)  # the others are told
+NEEDS_COSTS = ("adaptive", "smartspec", "smartspec-lookup", "synergy")
 
 
 def make_policy(
@@ -44,6 +48,7 @@ def make_policy(
     num_draft_tokens: int | None = None,
     costs: Callable[[], Costs] | None = None,
     prior: Any = None,
+    drafts: Sequence[str] | None = None,
 ) -> Policy:
     """The policy a caller named, or the one they made.
 
@@ -51,10 +56,11 @@ def make_policy(
         exit_layer: layers the draft runs, 1..num_layers - 1; default: a quarter of them. `adaptive` chooses by itself,
             and is held to this one if it is given; `del` always chooses.
         num_draft_tokens: drafted tokens per round, at least 0 (0 is plain decoding); default: 4. Where lengths vary,
-            that of a row's first round; `adaptive` drafts no more if it is given, `dv`, `del`, `smartspec` and
-            `synergy` ignore it.
+            that of a row's first round; `pld` has 10; `adaptive` drafts no more if it is given; `dv`, `del`, `synergy`
+            and both `smartspec` ignore it.
         costs: measures this machine, for the policies that weigh costs.
         prior: what an earlier `Tracker` of this model has seen, for `adaptive`.
+        drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
     """
     if not isinstance(policy, str):
         return policy
@@ -64,11 +70,17 @@ def make_policy(
         raise ValueError(f"exit_layer must lie in 1..{num_layers - 1} for this model, got {exit_layer}")
     if num_draft_tokens is not None and whole("num_draft_tokens", num_draft_tokens) < 0:
         raise ValueError(f"num_draft_tokens must be at least 0 (0 is plain decoding), got {num_draft_tokens}")
+    if drafts is not None and (isinstance(drafts, str) or not drafts or not set(drafts) <= set(DRAFTS)):
+        raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}")
     if policy == "plain" or num_draft_tokens == 0 or num_layers == 1:
         return Plain()
     if policy in NEEDS_COSTS and costs is None:
         raise ValueError(f"the policy {policy!r} weighs costs: give a function that measures them")
-    return _make(policy, num_layers, exit_layer, num_draft_tokens, costs, prior)
+    if policy == "adaptive":
+        assert costs is not None
+        exits = None if exit_layer is None else [exit_layer]
+        return Adaptive(costs(), prior, exits, num_draft_tokens, DRAFTS if drafts is None else drafts)
+    return _make(policy, num_layers, exit_layer, num_draft_tokens, costs)
 
 
 def _make(
@@ -77,14 +89,14 @@ def _make(
     exit_layer: int | None,
     num_draft_tokens: int | None,
     costs: Callable[[], Costs] | None,
-    prior: Any,
 ) -> Policy:
-    if policy == "adaptive":
-        assert costs is not None
-        exits = None if exit_layer is None else [exit_layer]
-        return Adaptive(costs(), prior, exits, *([] if num_draft_tokens is None else [num_draft_tokens]))
     if policy == "del":
         return DynamicExit(num_layers)
+    if policy == "pld":
+        return PromptLookup() if num_draft_tokens is None else PromptLookup(num_draft_tokens)
+    if policy == "smartspec-lookup":
+        assert costs is not None
+        return SmartSpecLookup(costs())
     if exit_layer is None:
         exit_layer = max(1, num_layers // 4)
     if policy in ("smartspec", "synergy"):

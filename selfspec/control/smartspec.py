@@ -72,10 +72,14 @@ class SmartSpec:
                 accepted, judged = self._window.popleft()
                 self._all.add(-accepted, -judged)
 
+    @property
+    def acceptance(self) -> float:
+        """How often a judged token was accepted lately."""
+        return self._all.rate(START)
+
     def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
         """Tokens per second that all rows would emit if each drafted so many."""
-        alpha = self._all.rate(START)
-        tokens = num_rows * sum(alpha**i for i in range(num_draft_tokens + 1))
+        tokens = num_rows * sum(self.acceptance**i for i in range(num_draft_tokens + 1))
         exit_layer = self.exit_layer if num_draft_tokens else None
         return tokens / max(self.costs.round(exit_layer, (num_draft_tokens,) * num_rows, context), 1e-12)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
+from selfspec.control.matches import MOST_FOUND
 from selfspec.control.tracker import Floats
 
 MOST = 18  # longest draft considered
+MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once
+LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 
 
@@ -34,6 +37,7 @@ class Worth:
         self.rest = costs.rest(num_rows)
         self.plain = costs.stages(None, (0,) * num_rows)
         self._lengths = np.arange(1.0, MOST + 1)
+        self._by_width: tuple[Floats, Floats] | None = None  # of rounds by lookup; and their picks
         self._lines = np.arange(costs.num_layers - 1)[:, None]
         self._pick = self._passes = 1.0
         self.move(context)
@@ -56,6 +60,7 @@ class Worth:
         self._step = self._passes * (self._early + read) + self.step_head + self._pick * self.step_pick
         self._begin = self._passes * (self._first + read)
         self._verify = self._late + self._above * self._more + self.head + self._pick * self.pick + self.rest
+        self._lookups: list[float] | None = None
         plain = sum(self.plain.values()) + self._costs.num_layers * self._more
         self.plain_seconds = plain + (self._pick - 1) * self.plain["pick"]
         # [L - 1, MOST]: drafts of every length; the last drafted token runs through early layers too, without a head
@@ -77,6 +82,24 @@ class Worth:
         verifying = self._verify[self._lines, low]
         verifying += (drafted - low) * (self._verify[self._lines, low + 1] - verifying)
         return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._begin + verifying), drafted
+
+    def lookups(self) -> list[float]:
+        """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
+        if self._lookups is None:
+            self._lookups = self._price_lookups()
+        return self._lookups
+
+    def _price_lookups(self) -> list[float]:
+        rows, costs = self.num_rows, self._costs
+        if self._by_width is None:
+            tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
+            layers = np.array([costs.verify(0, rows, n) for n in tokens])
+            rest = np.array([costs.head(n) for n in tokens]) + self.rest + rows * LOOKUP_SECONDS
+            self._by_width = layers + rest, np.array([costs.pick(n) for n in tokens])
+        fixed, picks = self._by_width
+        seconds = fixed + costs.num_layers * self._more + self._pick * picks
+        drafted = np.arange(min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
+        return [self.plain_seconds, *np.interp(drafted[1:], LOOKUP_GRID, seconds).tolist()]
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""

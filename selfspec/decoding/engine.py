@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import NUM_BINS, Plan, Policy, Seconds
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
@@ -59,6 +59,7 @@ def policy_for(
     exit_layer: int | None = None,
     num_draft_tokens: int | None = None,
     batch_size: int = 1,
+    drafts: Sequence[str] | None = None,
 ) -> Policy:
     """What the caller named; for policies that are told an exit layer, else what is stored with the model.
 
@@ -71,7 +72,7 @@ def policy_for(
         num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     prior = target.prior if policy == "adaptive" else None
     layers = target.stack.num_layers
-    return make_policy(policy, layers, exit_layer, num_draft_tokens, lambda: target.costs(batch_size), prior)
+    return make_policy(policy, layers, exit_layer, num_draft_tokens, lambda: target.costs(batch_size), prior, drafts)
 
 
 class Engine:
@@ -81,6 +82,7 @@ class Engine:
         target: what `selfspec.load` returns.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
+        drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
@@ -97,6 +99,7 @@ class Engine:
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
+        drafts: Sequence[str] | None = None,
         max_batch_size: int = 8,
         max_cached_tokens: int | None = None,
         page_size: int | None = None,
@@ -117,7 +120,7 @@ class Engine:
         if learn is not None:
             learn.follow(self.stack)
         self.learn = learn
-        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size)
+        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
@@ -192,7 +195,8 @@ class Engine:
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
             return None
-        plan = self.policy.plan([row.state for row in ready])
+        reads_lookup = getattr(self.policy, "reads_lookup", False)
+        plan = self.policy.plan([row.state._replace(match=row.lookup.match if reads_lookup else 0) for row in ready])
         self._check(plan, ready)
         seconds.lap("control")
         outcomes = []
@@ -200,9 +204,10 @@ class Engine:
             teach = None if self.learn is None else self.learn.take
             verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise)
             for row, verdict in zip(ready, verdicts, strict=True):
+                looked = row.looked(verdict.block) if reads_lookup else None
                 result = self._apply(row, verdict)
                 self._results.append(result)
-                outcomes.append(verdict.outcome(result.request_id, result.num_accepted))
+                outcomes.append(verdict.outcome(result.request_id, result.num_accepted, looked))
         finally:
             for row in ready:
                 if row.has_raised:
@@ -258,8 +263,8 @@ class Engine:
             return
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
         given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
-        if not 1 <= plan.exit_layer <= last:
-            raise ValueError(f"a plan's exit_layer must be None or lie in 1..{last}, got {plan.exit_layer}")
+        if not LOOKUP <= plan.exit_layer <= last:
+            raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
         if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
             raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 

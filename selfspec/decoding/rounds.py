@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan, RowOutcome, Seconds, Shadow
+from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, Seconds, Shadow
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import filtered, pick
 from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import part_of, shadow_picks
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
+from selfspec.drafting.lookup import draft_by_lookup
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack, Taps
@@ -36,11 +37,11 @@ class Verdict(NamedTuple):
     divergences: tuple[float, ...] = ()  # at the judged drafted tokens
     shadow: Shadow | None = None
 
-    def outcome(self, request_id: int, num_kept: int) -> RowOutcome:
+    def outcome(self, request_id: int, num_kept: int, looked: Looked | None = None) -> RowOutcome:
         """What the policy is told, of a row that kept `num_kept` of its drafted tokens."""
         drafted = num_kept if num_kept < self.accepted else len(self.drafted)  # beyond the row's end nothing was judged
         return RowOutcome(
-            request_id, drafted, num_kept, self.confidences[:drafted], self.divergences[:drafted], self.shadow
+            request_id, drafted, num_kept, self.confidences[:drafted], self.divergences[:drafted], self.shadow, looked
         )
 
 
@@ -58,17 +59,19 @@ def decode_round(
     tapped = plan.shadow.layers if plan.shadow is not None else ()
     chooser = None
     if plan.exit_layer is None:
-        draft, start, given = Draft(last, last, [0] * len(rows)), 0, last
+        draft = Draft(last, last, [0] * len(rows))
+    elif plan.exit_layer == LOOKUP:
+        draft = draft_by_lookup([row.lookup for row in rows], plan.draft_lengths, stack.device)
     else:
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
         chooser = Chooser(stack, rows, plan, seconds, noise)
         draft = draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped)
-        start, given = plan.exit_layer, draft.hidden
+    start = plan.exit_layer or 0
     spans = [Span(row.pages, len(row.content) - 1, n + 1) for row, n in zip(rows, draft.lengths, strict=True)]
     packed = PackedRows(cache, spans, stack.device)
-    seconds.lap("draft" if start else "rest")
+    seconds.lap("rest" if plan.exit_layer is None else "draft")
     later: Taps | None = dict.fromkeys(layer for layer in tapped if layer > start) if tapped else None
-    hidden = stack.run(packed, start, stack.num_layers, given, later)
+    hidden = stack.run(packed, start, stack.num_layers, draft.hidden, later)
     seconds.lap("verify")
     logits = stack.logits(hidden)
     seconds.lap("head")
@@ -98,20 +101,20 @@ def _hand_on(
     taps: Sequence[Tensor],  # as in `_with_shadows`
     logits: Tensor,
 ) -> None:
-    """Lessons from where each row's draft was refused; where nothing was drafted, from every row that was looked at.
+    """Lessons from where each row's draft was refused; where no layer drafted, from every row that was looked at.
 
     Rows with processors give none: what those make of the logits holds for their requests only.
     """
     starts, lessons = _starts(verdicts), []
     for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        refused = verdict.accepted < len(verdict.drafted) or (plan.exit_layer is None and bool(taps))
+        refused = verdict.accepted < len(verdict.drafted) if plan.exit_layer else bool(taps)
         if refused and not row.request.logits_processor:
             lessons.append(starts[i] + verdict.accepted)
     if not lessons:
         return
     at = torch.tensor(lessons, device=logits.device)
     told = logits[at]
-    if plan.exit_layer is not None:
+    if plan.exit_layer:
         teach(plan.exit_layer, hidden[at], told)
     layers = plan.shadow.layers if plan.shadow is not None else ()
     for layer, seen in zip(layers, [one for part in taps for one in part], strict=True):

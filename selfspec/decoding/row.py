@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from selfspec.control.plan import RowState
+from selfspec.control.plan import Looked, RowState
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
+from selfspec.drafting.lookup import Lookup, num_right
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,7 @@ class Row:
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     has_raised: bool = False  # its own processor or criterion did: the engine cancels it
+    _lookup: Lookup | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -46,6 +48,18 @@ class Row:
     @property
     def state(self) -> RowState:
         return RowState(self.request_id, len(self.content), self.room)
+
+    @property
+    def lookup(self) -> Lookup:
+        """The index over its tokens, made when first asked for."""
+        if self._lookup is None:
+            self._lookup = Lookup(self.content)
+        return self._lookup
+
+    def looked(self, block: list[int]) -> Looked | None:
+        """What a draft by lookup would have come to, before `block` is kept."""
+        guess = self.lookup.draft(len(block))
+        return Looked(guess.match, len(block), num_right(guess.tokens, block)) if guess.match else None
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

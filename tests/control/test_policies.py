@@ -94,8 +94,9 @@ class Once:
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        (Plan(4, (1, 1)), r"a plan's exit_layer must be None or lie in 1\.\.3, got 4"),
-        (Plan(0, (1, 1)), r"a plan's exit_layer must be None or lie in 1\.\.3, got 0"),
+        (Plan(4, (1, 1)), r"a plan's exit_layer must be None or lie in 0\.\.3 \(0: lookup\), got 4"),
+        (Plan(-1, (1, 1)), r"a plan's exit_layer must be None or lie in 0\.\.3 \(0: lookup\), got -1"),
+        (Plan(0, (1,)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1\]"),
         (Plan(2, (1,)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1\]"),
         (Plan(2, (1, 5)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1, 5\]"),
         (Plan(2, (1, -1)), r"a plan's draft_lengths must be one per row, each below its room \[5, 5\], got \[1, -1\]"),

@@ -37,17 +37,21 @@ def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
     return trace_of(rng.random(shape) < 0.3 + 0.6 * sure, sure, rng, prompt_length, wrong_steps)
 
 
-def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17):
+def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000_000):
     shape, seen = hits.shape, (len(hits), min(32, prompt_length - 1))
     wrong = np.where(hits[..., None], np.nan, rng.random((*shape, wrong_steps))).astype(np.float32)
     short = rng.random(shape) < 0.5, rng.random(shape, np.float32)
     prompt = rng.random(seen) < 0.5, rng.random(seen, np.float32)
-    tokens = tuple(range(3, 3 + shape[1]))
-    return Trace("made up", prompt_length, tokens, hits, sure, rng.random(shape, np.float32), wrong, *short, *prompt)
+    away = rng.random(shape, np.float32)
+    content = tuple(rng.integers(3, 3 + vocab, prompt_length + shape[1]).tolist())
+    texts = content[:prompt_length], content[prompt_length:]
+    return Trace("made up", *texts, hits, sure, away, wrong, *short, *prompt)
 
 
 class Dice:
     """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
+
+    reads_lookup = True
 
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
@@ -63,7 +67,7 @@ class Dice:
 
     def plan(self, rows):
         dice = self.random
-        exit_layer = dice.choice([None, *range(1, self.num_layers)])
+        exit_layer = dice.choice([None, *range(self.num_layers)])
         lengths = [dice.randint(0, min(self.longest, row.room - 1)) for row in rows]
         stop = None
         if dice.random() < 0.3:
@@ -91,6 +95,7 @@ class Witness:
 
     def __init__(self, inner):
         self.inner, self.calls = inner, []
+        self.reads_lookup = getattr(inner, "reads_lookup", False)
         if hasattr(inner, "seed_layers"):
             self.seed_layers, self.seed = self._seed_layers, self._seed
 

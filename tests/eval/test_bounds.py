@@ -14,7 +14,8 @@ from eval.bounds import MOST_DRAFTED, RoundCosts, best_static, clairvoyant, plai
 from eval.replay import replay
 from selfspec.control.costs import Costs, Table
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import Plan
+from selfspec.control.plan import LOOKUP, Plan
+from selfspec.drafting.lookup import Lookup, num_right
 from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
 
 FEW = (0.0, 0.5, 0.9)
@@ -26,7 +27,9 @@ def traces(draw, most_tokens=30, most_layers=4):
     shape = draw(st.integers(1, most_layers - 1)), draw(st.integers(1, most_tokens))
     hits = draw(arrays.arrays(np.bool_, shape))
     sure = draw(arrays.arrays(np.float32, shape, elements=st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0])))
-    return trace_of(hits, sure, np.random.default_rng(draw(st.integers(0, 99))), draw(st.integers(1, 140)))
+    vocab = draw(st.sampled_from([2, 5, 10_000]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    return trace_of(hits, sure, rng, draw(st.integers(1, 140)), vocab=vocab)
 
 
 @st.composite
@@ -114,6 +117,12 @@ def fastest_schedule(trace, costs):
             return 0.0
         context = trace.prompt_length + at
         options = [costs.plain_round(1, context) + rest(at + 1)]
+        content = [*trace.prompt, *trace.tokens[:at]]
+        for length in range(1, left):
+            guess = Lookup(content).draft(length).tokens
+            if guess:
+                kept = num_right(guess, trace.tokens[at:])
+                options.append(costs.round(LOOKUP, [length], context) + rest(at + kept + 1))
         for line in range(trace.num_layers - 1):
             for length in range(1, left):
                 hits = trace.hits[line, at : at + length].tolist()

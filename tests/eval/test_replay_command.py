@@ -59,8 +59,8 @@ def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config,
         rows = {row["name"]: row for row in section["rows"]}
         assert list(rows) == [*POLICIES, *BOUNDS]
         assert rows["plain"]["speedup"]["code"] == rows["plain"]["mean"] == pytest.approx(1)
-        static, stopped, clairvoyant = (rows[name]["mean"] for name in BOUNDS)
-        assert static <= stopped <= clairvoyant
+        static, stopped, by_exit, clairvoyant = (rows[name]["mean"] for name in BOUNDS)
+        assert static <= stopped <= by_exit <= clairvoyant
         assert all(rows[name]["tasks"]["code"]["num_tokens"] == 2 * section["length"] for name in POLICIES)
     assert all(any(name in line for line in tables) for name in (*POLICIES, *BOUNDS))
     assert record["tasks"][0]["model"]["num_layers"] == 4 and "commit" in record["environment"]

@@ -1,0 +1,142 @@
+"""`Matches`: how far drafts by lookup were right, by how long a match they followed, and what that makes them worth.
+
+It costs nothing to learn: whatever a round emitted is set beside what lookup would have drafted, used or not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from selfspec.control.plan import Looked
+
+MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
+FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of
+FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
+ROW_WEIGHT = 6.0  # and all rows' observations beside a row's own
+HALF_LIFE, ROW_HALF_LIFE = (
+    200.0,
+    60.0,
+)  # tokens after which an observation counts half, of all rows and of the row's own
+LEAST = 0.05  # tokens less likely than this to be right are not drafted
+MOST_FOUND = 63  # longest draft considered: longer than those of an exit, since drafting takes no time
+
+
+class Choice(NamedTuple):
+    """The best drafts by lookup of a batch's rows."""
+
+    lengths: list[int]
+    rate: float  # tokens per second of all rows
+
+
+@dataclass(slots=True)
+class _Row:
+    """What came of one row, by bin."""
+
+    hits: list[float] = field(default_factory=lambda: [0.0] * len(FIRST))
+    seen: list[float] = field(default_factory=lambda: [0.0] * len(FIRST))
+    clock: float = 0.0  # when they were last faded
+
+    def fade(self, clock: float) -> None:
+        if clock > self.clock:
+            share = 0.5 ** ((clock - self.clock) / ROW_HALF_LIFE)
+            self.hits, self.seen = [share * n for n in self.hits], [share * n for n in self.seen]
+            self.clock = clock
+
+
+class Matches:
+    """Decayed hits and misses by bin of match length and draft position.
+
+    A token of a draft follows a longer match than the one before it, if that was right. So a position's estimate is
+    shrunk to that of all tokens that follow as long a match, whatever their position. What such tokens of the row
+    itself came to lately corrects both: one row goes round in circles while another only seems to.
+    """
+
+    def __init__(self) -> None:
+        bins = len(FIRST)
+        self._hits = [[0.0] * MOST_FOUND for _ in range(bins)]
+        self._seen = [[0.0] * MOST_FOUND for _ in range(bins)]
+        self._pooled_hits, self._pooled_seen = [0.0] * bins, [0.0] * bins
+        self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
+        self._rows: dict[int, _Row] = {}
+        self._clock = 0.0  # tokens emitted per row
+
+    def pass_time(self, tokens: float) -> None:
+        """Let older observations fade by `tokens` emitted tokens per row."""
+        self._clock += tokens
+        self._weight *= 2 ** (tokens / HALF_LIFE)
+        if self._weight > 1e9:
+            for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
+                counts[:] = [count / self._weight for count in counts]
+            self._weight = 1.0
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all rows but these."""
+        if len(self._rows) > len(rows):
+            self._rows = {row: self._rows[row] for row in rows if row in self._rows}
+
+    def add(self, looked: Looked, request_id: int = 0) -> None:
+        """Count a draft's right tokens, and its first wrong one if it came to that."""
+        row, match = bin_of(looked.match), looked.match
+        own = self._rows.setdefault(request_id, _Row())
+        own.fade(self._clock)
+        for at in range(min(looked.num_right + 1, looked.num_compared, MOST_FOUND)):
+            hit = self._weight if at < looked.num_right else 0.0
+            pool = bin_of(match + at)
+            self._hits[row][at] += hit
+            self._seen[row][at] += self._weight
+            self._pooled_hits[pool] += hit
+            self._pooled_seen[pool] += self._weight
+            own.hits[pool] += at < looked.num_right
+            own.seen[pool] += 1
+
+    def survivals(self, match: int, request_id: int = 0) -> list[float]:
+        """How likely a row's draft is right as far as each of its tokens, after a match of this length."""
+        own = self._rows.get(request_id)
+        if own is not None:
+            own.fade(self._clock)
+        hits, seen, weight = self._hits[bin_of(match)], self._seen[bin_of(match)], self._weight
+        out, survival = [], 1.0
+        for at in range(MOST_FOUND):
+            pool = bin_of(match + at)
+            first = FIRST_WEIGHT * weight
+            pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
+            chance = (hits[at] + POOL_WEIGHT * weight * pooled) / (seen[at] + POOL_WEIGHT * weight)
+            if own is not None:
+                chance = (own.hits[pool] + ROW_WEIGHT * chance) / (own.seen[pool] + ROW_WEIGHT)
+            survival *= chance
+            if survival < LEAST:
+                break
+            out.append(survival)
+        return out
+
+    def choose(self, matches: Sequence[tuple[int, int]], most: Sequence[int], seconds: Sequence[float]) -> Choice:
+        """Lengths of the most expected tokens per second.
+
+        Args:
+            matches: per row, its request and its match, 0 where it has none and drafts nothing.
+            most: per row, the longest draft.
+            seconds: of a round of these rows that drafts 0, 1, 2, .. tokens in all.
+        """
+        offers = []  # (chance of being right as far as this token, row)
+        for row, ((request_id, match), longest) in enumerate(zip(matches, most, strict=True)):
+            if match:
+                offers += [(survival, row) for survival in self.survivals(match, request_id)[:longest]]
+        if len(matches) > 1:
+            offers.sort(reverse=True)  # a row's own chances fall along its draft, so that any first offers are drafts
+        tokens = float(len(matches))
+        best, count = tokens / seconds[0], 0
+        for i, (survival, _) in enumerate(offers[: len(seconds) - 1], 1):
+            tokens += survival
+            if tokens > best * seconds[i]:
+                best, count = tokens / seconds[i], i
+        lengths = [0] * len(matches)
+        for _, row in offers[:count]:
+            lengths[row] += 1
+        return Choice(lengths, best)
+
+
+def bin_of(match: int) -> int:
+    return bisect_right(MATCH_EDGES, match)

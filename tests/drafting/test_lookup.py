@@ -1,0 +1,68 @@
+"""Lookup finds what a naive search finds, in little time and memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from selfspec.drafting.lookup import Lookup
+
+
+def naive(content, most, num_tokens):
+    """(tokens, match) by trying every suffix from the longest on, and every place from the last on."""
+    for length in range(min(most, len(content) - 1), 0, -1):
+        suffix = content[len(content) - length :]
+        for end in range(len(content) - 1, length - 1, -1):
+            if content[end - length : end] == suffix:
+                period = content[end:]
+                return [period[i % len(period)] for i in range(num_tokens)], length
+    return [], 0
+
+
+contents = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), max_size=80))
+
+
+@example([0] * 40, 16, 5, 1)
+@example([0, 1] * 30, 7, 9, 13)
+@given(contents, st.integers(1, 20), st.integers(0, 12), st.integers(1, 30))
+def test_a_draft_is_what_a_naive_search_finds(content, most, num_tokens, step):
+    grown = []
+    lookup = Lookup(grown, most)
+    for start in range(0, len(content), step):
+        grown += content[start : start + step]
+        expected, match = naive(grown, most, num_tokens)
+        assert lookup.draft(num_tokens) == (expected, match)
+        assert (lookup.match, len(lookup)) == (match, len(grown))
+
+
+def kinds_of_text(length):
+    rng = random.Random(0)
+    yield "random", [rng.randrange(32_000) for _ in range(length)]
+    yield "few tokens", [rng.randrange(4) for _ in range(length)]
+    yield "one token", [7] * length
+    yield "period", [rng.randrange(32_000) for _ in range(400)] * (length // 400)
+    words = [[rng.randrange(32_000) for _ in range(rng.randint(1, 6))] for _ in range(300)]
+    yield "words", [token for _ in range(length) for token in words[int(300 * rng.random() ** 3)]][:length]
+    phrase = [rng.randrange(50) for _ in range(length // 2)]
+    yield "twice", phrase + phrase
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_index_takes_less_than_64_bytes_per_token(grows):
+    for name, content in kinds_of_text(8000):
+        given_first = content[:1] if grows else content
+        lookup = Lookup(given_first)
+        for token in content[len(given_first) :]:
+            given_first.append(token)
+            assert lookup.match >= 0
+        assert lookup.match >= 0
+        assert lookup.num_bytes < 64 * len(given_first), name
+
+
+def test_a_match_longer_than_the_index_tells_apart_is_refused_at_the_border():
+    for most in (0, 256):
+        with pytest.raises(ValueError, match=r"most must lie in 1..255"):
+            Lookup([], most)
