@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.compare import BOUNDS
 from eval.config import LiveConfig
 from eval.live import fixed, way_of
 from eval.live_timing import Scene, call
@@ -232,7 +233,7 @@ def test_policies_and_bounds_are_replayed(finished):
     found = study(finished, "policies")
     assert (found["length"], found["num_questions"]) == (7, 2)  # max_new_tokens, not study_tokens
     kinds = Counter(row["kind"] for row in found["rows"])
-    assert kinds == {"policy": len(POLICIES), "bound": 3}
+    assert kinds == {"policy": len(POLICIES), "bound": len(BOUNDS)}
     assert [row["name"] for row in found["rows"]][: len(POLICIES)] == list(POLICIES)
     speedups = {row["name"]: row["speedup"] for row in found["rows"]}
     assert speedups["plain"] == pytest.approx(1)
@@ -314,7 +315,7 @@ def test_a_model_of_two_layers_has_a_single_exit(material, monkeypatch):
     found = {name: STUDIES[name](material) for name in NAMES}
     assert [each["exit_layer"] for each in found["acceptance"]["exits"]] == found["grid"]["exit_layers"] == [1]
     assert all(setting.startswith("1,") for setting in found["batch"]["methods"][1]["settings"])
-    assert len(found["policies"]["rows"]) == len(POLICIES) + 3
+    assert len(found["policies"]["rows"]) == len(POLICIES) + len(BOUNDS)
 
 
 def test_questions_beyond_the_context_are_left_out_and_when_all_are_it_is_said(run, out, tmp_path):
