@@ -33,7 +33,7 @@ def test_a_small_run_ends_with_an_ordinary_model_folder(small_settings, tmp_path
     assert tokenizer.decode(tokenizer("x = 'é'\n")["input_ids"]) == "x = 'é'\n"
     files = {each.name for each in folder.iterdir()}
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert files == wanted | {"README.md", "training.csv"}
+    assert files == wanted | {"README.md", "training.csv", "training.svg"}
     assert "| 4 | " in (folder / "README.md").read_text("utf-8")
     assert (folder / "training.csv").read_text().startswith("step,learning_rate,loss_exit_1,")
 
