@@ -26,9 +26,9 @@ from selfspec.target.stack import Stack
 QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
 REPEATS = 7
 LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18)  # tokens per row of a verification
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
-BATCH_WIDTHS, MOST = (1, 2, 4, 8), 256  # of several rows: tokens per row, and in all
+BATCH_WIDTHS, MOST = (1, 2, 4, 8, 18, 32), 256  # of several rows: tokens per row, and in all
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
