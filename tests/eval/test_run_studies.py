@@ -216,7 +216,7 @@ def test_the_grid_is_predicted_by_replay(material):
 
 def test_batches_are_timed_over_plain_decoding(finished):
     found = study(finished, "batch")
-    assert found["batch_sizes"] == [1, 2] and found["tokens"] == 2
+    assert found["batch_sizes"] == [1, 2] and found["tokens"] == 5
     adaptive, best = found["methods"]
     assert (adaptive["method"], best["method"]) == ("adaptive", "best fixed") and "settings" not in adaptive
     for each in (adaptive, best):

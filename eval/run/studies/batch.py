@@ -23,11 +23,8 @@ COPIES = 4  # of the logits, while tokens are picked
 
 
 def study(material: Material) -> dict[str, Any]:
-    """The record; a batch size that memory does not hold, and those above it, are left out.
-
-    Rows write half a study's tokens: there are two batches or more of every size.
-    """
-    tokens = max(1, material.tokens // 2)
+    """The record; a batch size that memory does not hold, and those above it, are left out."""
+    tokens = material.tokens
     longest = max(len(prompt.ids) for prompt in material.prompts) + tokens
     sizes = affordable(SIZES, material, longest)
     scene = material.scene(tokens, costs_of(material, sizes))
