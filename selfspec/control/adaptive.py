@@ -43,6 +43,9 @@ SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 LOOK_EVERY = 4  # rounds between looks at the clock
+# More rows draft by layers only: by lookup some rows draft much and others nothing, and so ragged a verification takes
+# up to twice what the table says of as many tokens.
+LOOKUP_ROWS = 2
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
@@ -70,7 +73,6 @@ class Adaptive:
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
         self._finder = Finder(most) if "lookup" in drafts else None
-        self.reads_lookup = self._finder is not None
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = 1.0  # and early passes, beside the verifications of the same rounds
         self._worth: Worth | None = None
@@ -95,6 +97,11 @@ class Adaptive:
         self._idle = Plan(None, (0,), speedup=1.0)
         self._most_credit = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
 
+    @property
+    def reads_lookup(self) -> bool:
+        """Whether rows may draft by lookup: only few together, see `LOOKUP_ROWS`."""
+        return self._finder is not None and self._batch <= LOOKUP_ROWS
+
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
         if not self._allowed or (self._batch > 1 and self._seeds >= BATCH_SEEDS):
@@ -117,7 +124,7 @@ class Adaptive:
         if self._round >= self._next or len(rows) != self._batch:
             self._decide(rows)
         self._context = max([row.content_length for row in rows])
-        if self._finder is not None and self._worth is not None:
+        if self._finder is not None and self._worth is not None and self._batch <= LOOKUP_ROWS:
             found = self._finder.plan(rows, self._worth, self._usual)
             if found is not None:
                 return found

@@ -158,9 +158,12 @@ def test_drafts_come_from_where_they_may(drafts, allowed):
     assert all(round_.plan.shadow is None for round_ in rounds) or "exit" in drafts
 
 
-def test_in_a_batch_rows_without_a_match_draft_nothing_and_the_others_do_where_it_pays():
+@pytest.mark.parametrize(
+    ("second", "drafted"), [(RowState(1, 50, 100), 0), (RowState(1, 50, 3, match=12), 2)], ids=["no match", "no room"]
+)
+def test_of_two_rows_one_without_a_match_drafts_nothing_and_the_other_does_where_it_pays(second, drafted):
     policy = Adaptive(made_up_costs(LAYERS), drafts=("lookup",))
-    rows = [RowState(0, 50, 100, match=12), RowState(1, 50, 100), RowState(2, 50, 3, match=12)]
+    rows = [RowState(0, 50, 100, match=12), second]
     for _ in range(5):
         plan = policy.plan(rows)
         outcomes = [
@@ -168,7 +171,19 @@ def test_in_a_batch_rows_without_a_match_draft_nothing_and_the_others_do_where_i
         ]
         policy.observe(plan, outcomes, Seconds())
     assert plan.exit_layer == LOOKUP
-    assert plan.draft_lengths[0] > 5 and plan.draft_lengths[1:] == (0, 2)
+    assert plan.draft_lengths[0] > 5 and plan.draft_lengths[1] == drafted
+
+
+def test_more_rows_draft_by_layers_only_and_nothing_is_looked_up_for_them():
+    policy = Adaptive(made_up_costs(LAYERS))
+    assert policy.reads_lookup
+    for rows, reads in ((3, False), (2, True)):
+        for _ in range(5):
+            plan = policy.plan([RowState(i, 50, 100, match=12) for i in range(rows)])
+            assert policy.reads_lookup == reads and (plan.exit_layer == LOOKUP) <= reads
+            lengths = enumerate(plan.draft_lengths)
+            outcomes = [RowOutcome(i, n, n, (0.9,) * n, looked=Looked(12, 9, 9)) for i, n in lengths]
+            policy.observe(plan, outcomes, Seconds())
 
 
 @settings(max_examples=30, deadline=None)
