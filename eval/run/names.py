@@ -6,6 +6,7 @@ import difflib
 import re
 from typing import NamedTuple
 
+from selfspec.control.plan import DRAFTS
 from selfspec.control.policies import POLICIES
 
 PEERS = ("transformers", "early_exit", "prompt_lookup", "assistant")
@@ -17,6 +18,7 @@ FORMS = (
     "transformers:early_exit:E",
     "transformers:prompt_lookup:N",
     "transformers:assistant:MODEL",
+    *(f"adaptive:{source}" for source in DRAFTS),
     "external:NAME",
 )
 
@@ -49,6 +51,8 @@ def parse_method(name: str) -> MethodName:
         return MethodName(name, name)
     if first == "fixed" and re.fullmatch(r"[1-9]\d*,[1-9]\d*", rest):
         return MethodName(name, first, tuple(rest.split(",")))
+    if first == "adaptive" and rest in DRAFTS:
+        return MethodName(name, first, (rest,))
     fits = second == "assistant" or re.fullmatch(r"[1-9]\d*", option)
     if first == "transformers" and second in PEERS[1:] and option and fits:
         return MethodName(name, second, (option,))

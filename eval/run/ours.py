@@ -57,7 +57,9 @@ class Ours:
         self.name, self.target, self.temperature, self.limit = method.name, target, temperature, limit
         self.keep_rounds = keep_rounds
         self.settings: dict[str, Any] = {"policy": method.kind}
-        if method.options:
+        if method.kind == "adaptive" and method.options:
+            self.settings["drafts"] = method.options
+        elif method.options:
             self.settings["exit_layer"], self.settings["num_draft_tokens"] = method.numbers
             layers = target.stack.num_layers
             if not self.settings["exit_layer"] < layers:
