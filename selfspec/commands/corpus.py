@@ -35,8 +35,8 @@ def documents(files: Sequence[Path], tokenizer: Any, field: str) -> Iterator[NDA
 def pieces(file: Path, field: str) -> Iterator[tuple[str, bool]]:
     """A file's documents in pieces, each with whether its document ends there.
 
-    Pieces of a text are cut where a line begins that is not indented, which byte-level tokenizers do not notice; one that
-    marks the beginning of a text has a token of its own there, once in 64 thousand characters.
+    Pieces of a text are cut where a line begins that is not indented, which byte-level tokenizers do not notice; one
+    that marks the beginning of a text has a token of its own there, once in 64 thousand characters.
     """
     try:
         if file.suffix.lower() in JSON_LINES:

@@ -104,7 +104,7 @@ def _read_header(path: Path, page: bytes) -> About:
     if not page.startswith(MAGIC):
         raise DatastoreError(f"{path} is no datastore; give a file that `selfspec datastore build` wrote")
     found = int.from_bytes(page[len(MAGIC) :][:4], "little")
-    if found > FORMAT and len(page) >= _FIXED:
+    if found != FORMAT and len(page) >= _FIXED:
         raise DatastoreError(
             f"{path} has format {found} and this selfspec reads format {FORMAT}; update selfspec or build it again"
         )
