@@ -179,6 +179,7 @@ class Engine:
         reported by the next step. A row whose own processor or criterion raised is cancelled.
         """
         seconds = Seconds()
+        self.stack.refresh()
         with torch.inference_mode():
             self._drop_cancelled()
             self._admit()

@@ -54,6 +54,21 @@ class Stack:
         """What early hidden states go through before the norm and head; the last layer's never do."""
 
     @property
+    def twin(self) -> Any:
+        """The second body around the model's weights that everything here is made from."""
+        return self._twin
+
+    @property
+    def engine(self) -> str:
+        """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
+        return "views" if self.lean is None else self.lean.name
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Follow weights that were edited in place; `deeply`: also where that was done through `.data`."""
+        if self.lean is not None:
+            self.lean.refresh(deeply)
+
+    @property
     def context_limit(self) -> int:
         """Most tokens a row may hold: what the positions allow without rescaling rotary frequencies.
 

@@ -1,0 +1,180 @@
+"""The body compiled on this machine: all layers of a call in one function, weights packed for products of a few rows.
+
+Reading weights is what a decoded token costs; a product of the usual kind reads them anew for every few rows, and a
+small model spends as long between products as in them. Here (`selfspec/kernels/cpu`) a dozen rows cost little more
+than one, attention reads keys where the paged cache holds them, and nothing else happens between layers. A token's bits
+do not depend on which others share its call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.kernels import compiled_call as c
+from selfspec.target.cache import PackedRows, PagedCache
+from selfspec.target.lean import LeanBody, Linear
+from selfspec.target.packed import Packed
+
+SAMPLES = 4  # numbers looked at in every weight, where edits may have left no trace
+
+
+class CompiledBody(LeanBody):
+    """A lean body whose layers and head are compiled functions; see `serves` for which models.
+
+    Its weights are packed copies, as large as the model's own: `refresh` brings them up to date when those were edited
+    in place.
+
+    Raises:
+        NoCompilerError: see `selfspec.kernels.compiler.library`.
+        AttributeError: the model is of another shape.
+    """
+
+    name = "compiled"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._lib, one = c.functions(), self.layers[0]
+        self._sizes = {
+            "heads": len(one.q.weight) // self.head_dim,
+            "kv_heads": len(one.k.weight) // self.head_dim,
+            "head_dim": self.head_dim,
+            "hidden": self.embedding.shape[1],
+            "inner": len(one.up.weight),
+        }
+        eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
+        self._numbers = {**eps, "scale": one.scale}
+        self._products = [
+            (Packed([x.q, x.k, x.v]), Packed([x.o]), Packed([x.gate, x.up], paired=True), Packed([x.down]))
+            for x in self.layers
+        ]
+        self._packed_head = Packed([self.head])
+        self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
+        self._seen, self._sampled = self._traces(), self._samples()
+
+    @classmethod
+    def serves(cls, body: LeanBody) -> bool:
+        """Whether a lean body's model may be compiled: float32 on CPU, SiLU, and one size for all layers."""
+        first = body.layers[0]
+        weights = [w for layer in body.layers for w in _weights(layer)]
+        silu = all(
+            isinstance(x.activation, nn.SiLU) or type(x.activation).__name__ == "SiLUActivation" for x in body.layers
+        )
+        alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
+        plain = all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
+        return silu and alike and plain and body.head_dim % 2 == 0
+
+    @staticmethod
+    def bytes_of(body: LeanBody) -> int:
+        """Memory that packed copies of a body's weights take, about."""
+        return body.head.weight.nbytes + sum(w.nbytes for layer in body.layers for w in _weights(layer))
+
+    def run(
+        self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
+        """See `Stack.run`."""
+        x = F.embedding(given, self.embedding) if start == 0 else given.clone(memory_format=torch.contiguous_format)
+        model, layers = self._in(rows.cache, x)
+        call, longest = self._call(rows)
+        places = None
+        if taps:
+            places = (ctypes.c_void_p * (stop - start))()
+            for depth in taps:
+                if start < depth <= stop:
+                    taps[depth] = tap = torch.empty_like(x)
+                    places[depth - start - 1] = tap.data_ptr()
+        threads = torch.get_num_threads()
+        scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
+        buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
+        room = torch.empty(buffers + scratch * threads)
+        last = self.norm.weight.data_ptr() if stop == len(self.layers) else None
+        self._lib.selfspec_run(
+            *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
+            *(ctypes.byref(call), x.data_ptr(), places, last),
+            *(room.data_ptr(), room.data_ptr() + 4 * buffers, scratch, threads),
+        )
+        return x
+
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
+        """See `Stack.logits`."""
+        return self.product(self._packed_head, hidden, None if normed else self.norm.weight)
+
+    def product(self, packed: Packed, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
+        """`[N, out]` from `[N, in]`, through the final norm first where its weight is given."""
+        hidden = hidden.contiguous()
+        out, room = hidden.new_empty(len(hidden), packed.num_outputs), hidden.new_empty(2, *hidden.shape)
+        weight = None if norm is None else norm.data_ptr()
+        self._lib.selfspec_linear(
+            *(ctypes.byref(packed.struct), hidden.data_ptr(), len(hidden), out.data_ptr()),
+            *(weight, self.norm.eps, room.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Pack the weights anew where the model's were edited in place since.
+
+        Args:
+            deeply: look at some numbers of every weight too, since edits through `.data` leave no other trace.
+        """
+        seen = self._traces()
+        if seen == self._seen and not (deeply and not torch.equal(self._samples(), self._sampled)):
+            return
+        for layer in self._products:
+            for one in layer:
+                one.fill()
+        self._packed_head.fill()
+        self._structs = WeakKeyDictionary()
+        self._seen, self._sampled = seen, self._samples()
+
+    def _parts(self) -> list[Tensor]:
+        return [self.head.weight, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+
+    def _traces(self) -> list[tuple[int, int]]:
+        return [(0 if w.is_inference() else w._version, w.data_ptr()) for w in self._parts()]
+
+    def _samples(self) -> Tensor:
+        flat = [w.detach().view(-1) for w in self._parts()]
+        return torch.cat([w[:: max(1, len(w) // SAMPLES)][:SAMPLES] for w in flat])
+
+    def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
+        """What the compiled function is told of a packed call, and the longest row's length."""
+        known = rows.plans.get("compiled")
+        if known is None:
+            longest = self._reach(rows)
+            assert self._tables is not None
+            cos, sin = self._tables
+            spans, most = rows.spans, max(len(span.pages) for span in rows.spans)
+            firsts = np.zeros(len(spans) + 1, np.int64)
+            np.cumsum([span.length for span in spans], out=firsts[1:])
+            pages = np.array([[*span.pages, *[0] * (most - len(span.pages))] for span in spans], np.int64)
+            places = rows.positions.data_ptr(), firsts.ctypes.data, pages.ctypes.data
+            call = c.Call(rows.num_tokens, len(spans), *places, most, cos.data_ptr(), sin.data_ptr())
+            known = rows.plans["compiled"] = call, longest, (firsts, pages, cos, sin)  # which keeps them alive
+        return known[0], known[1]
+
+    def _in(self, cache: PagedCache, like: Tensor) -> tuple[c.Model, Any]:
+        """The model, and its layers with the places of their keys and values in a cache."""
+        known = self._structs.get(cache)
+        if known is None:
+            shape, made = like.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            for one, products in zip(self.layers, self._products, strict=True):
+                keys, values = cache.layer(one.layer_idx, shape, shape)
+                norms = [n and n.weight.data_ptr() for n in (one.norm, one.mlp_norm, one.q_norm, one.k_norm)]
+                places = keys.data_ptr(), values.data_ptr()
+                made.append(c.Layer(*(p.struct for p in products), *norms, *places, one.reach.window or 0))
+            model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
+            known = self._structs[cache] = model, (c.Layer * len(made))(*made)
+        return known
+
+
+def _weights(layer: Any) -> list[Tensor]:
+    """Every tensor of a layer."""
+    linears: list[Linear] = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
+    norms = [n.weight for n in (layer.norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if n is not None]
+    return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]
