@@ -179,7 +179,6 @@ class Engine:
         reported by the next step. A row whose own processor or criterion raised is cancelled.
         """
         seconds = Seconds()
-        self.stack.refresh()
         with torch.inference_mode():
             self._drop_cancelled()
             self._admit()
@@ -237,6 +236,7 @@ class Engine:
             if pages is None:
                 return
             self._waiting.popleft()
+            self.stack.refresh()  # a row is decoded by the weights as they are when it joins
             self.rows.append(Row(request_id, request, self._stopper(request), pages, list(request.prompt)))
 
     def _stopper(self, request: Request) -> Stopper:

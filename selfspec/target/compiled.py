@@ -9,10 +9,10 @@ do not depend on which others share its call.
 from __future__ import annotations
 
 import ctypes
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from selfspec.target.cache import PackedRows, PagedCache
 from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
 
+FEW = 12  # tokens of a call that mostly waits for weights
 SAMPLES = 4  # numbers looked at in every weight, where edits may have left no trace
 
 
@@ -55,8 +56,15 @@ class CompiledBody(LeanBody):
             for x in self.layers
         ]
         self._packed_head = Packed([self.head])
+        norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
+        self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
+        self._last_norm = self.norm.weight.detach().clone()
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
-        self._seen, self._sampled = self._traces(), self._samples()
+        self._weights = [self.head.weight, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+        self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
+        self._seen, self._sampled = self._edits(), self._samples()
+        self.threads_for_few: int | None = None
+        """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
 
     @classmethod
     def serves(cls, body: LeanBody) -> bool:
@@ -89,11 +97,11 @@ class CompiledBody(LeanBody):
                 if start < depth <= stop:
                     taps[depth] = tap = torch.empty_like(x)
                     places[depth - start - 1] = tap.data_ptr()
-        threads = torch.get_num_threads()
+        threads = self._threads(len(x))
         scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
         buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
         room = torch.empty(buffers + scratch * threads)
-        last = self.norm.weight.data_ptr() if stop == len(self.layers) else None
+        last = self._last_norm.data_ptr() if stop == len(self.layers) else None
         self._lib.selfspec_run(
             *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
             *(ctypes.byref(call), x.data_ptr(), places, last),
@@ -103,7 +111,7 @@ class CompiledBody(LeanBody):
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `Stack.logits`."""
-        return self.product(self._packed_head, hidden, None if normed else self.norm.weight)
+        return self.product(self._packed_head, hidden, None if normed else self._last_norm)
 
     def product(self, packed: Packed, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
         """`[N, out]` from `[N, in]`, through the final norm first where its weight is given."""
@@ -112,7 +120,7 @@ class CompiledBody(LeanBody):
         weight = None if norm is None else norm.data_ptr()
         self._lib.selfspec_linear(
             *(ctypes.byref(packed.struct), hidden.data_ptr(), len(hidden), out.data_ptr()),
-            *(weight, self.norm.eps, room.data_ptr(), torch.get_num_threads()),
+            *(weight, self.norm.eps, room.data_ptr(), self._threads(len(hidden))),
         )
         return out
 
@@ -122,24 +130,31 @@ class CompiledBody(LeanBody):
         Args:
             deeply: look at some numbers of every weight too, since edits through `.data` leave no other trace.
         """
-        seen = self._traces()
+        seen = self._edits()
         if seen == self._seen and not (deeply and not torch.equal(self._samples(), self._sampled)):
             return
         for layer in self._products:
             for one in layer:
                 one.fill()
         self._packed_head.fill()
-        self._structs = WeakKeyDictionary()
+        for x, norms in zip(self.layers, self._norms, strict=True):
+            for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
+                if norm is not None and copy is not None:
+                    copy.copy_(norm.weight.detach())
+        self._last_norm.copy_(self.norm.weight.detach())
         self._seen, self._sampled = seen, self._samples()
 
-    def _parts(self) -> list[Tensor]:
-        return [self.head.weight, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+    def _threads(self, num_tokens: int) -> int:
+        """Never more than torch's own, which are the caller's to set."""
+        most = torch.get_num_threads()
+        return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
 
-    def _traces(self) -> list[tuple[int, int]]:
-        return [(0 if w.is_inference() else w._version, w.data_ptr()) for w in self._parts()]
+    def _edits(self) -> int:
+        """How often weights were edited in place, all together."""
+        return sum([w._version for w in self._tracked])
 
     def _samples(self) -> Tensor:
-        flat = [w.detach().view(-1) for w in self._parts()]
+        flat = [w.detach().view(-1) for w in self._weights]
         return torch.cat([w[:: max(1, len(w) // SAMPLES)][:SAMPLES] for w in flat])
 
     def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
@@ -150,12 +165,12 @@ class CompiledBody(LeanBody):
             assert self._tables is not None
             cos, sin = self._tables
             spans, most = rows.spans, max(len(span.pages) for span in rows.spans)
-            firsts = np.zeros(len(spans) + 1, np.int64)
-            np.cumsum([span.length for span in spans], out=firsts[1:])
-            pages = np.array([[*span.pages, *[0] * (most - len(span.pages))] for span in spans], np.int64)
-            places = rows.positions.data_ptr(), firsts.ctypes.data, pages.ctypes.data
+            firsts = [0, *accumulate(span.length for span in spans)]
+            pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
+            lists = (ctypes.c_int64 * len(firsts))(*firsts), (ctypes.c_int64 * len(pages))(*pages)
+            places = rows.positions.data_ptr(), *map(ctypes.addressof, lists)
             call = c.Call(rows.num_tokens, len(spans), *places, most, cos.data_ptr(), sin.data_ptr())
-            known = rows.plans["compiled"] = call, longest, (firsts, pages, cos, sin)  # which keeps them alive
+            known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
         return known[0], known[1]
 
     def _in(self, cache: PagedCache, like: Tensor) -> tuple[c.Model, Any]:
@@ -163,11 +178,10 @@ class CompiledBody(LeanBody):
         known = self._structs.get(cache)
         if known is None:
             shape, made = like.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
-            for one, products in zip(self.layers, self._products, strict=True):
-                keys, values = cache.layer(one.layer_idx, shape, shape)
-                norms = [n and n.weight.data_ptr() for n in (one.norm, one.mlp_norm, one.q_norm, one.k_norm)]
-                places = keys.data_ptr(), values.data_ptr()
-                made.append(c.Layer(*(p.struct for p in products), *norms, *places, one.reach.window or 0))
+            for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
+                places = [None if n is None else n.data_ptr() for n in norms]
+                places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
+                made.append(c.Layer(*(p.struct for p in products), *places, one.reach.window or 0))
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
             known = self._structs[cache] = model, (c.Layer * len(made))(*made)
         return known

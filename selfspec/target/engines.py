@@ -60,7 +60,7 @@ def choose(stack: Stack, engine: Engine) -> float:
         raise ValueError(_refusal(stack, engine, "Llama-shaped models in float32 on CPU"))
     if engine == "compiled" or _worth_compiling(fused):
         try:
-            stack.lean = CompiledBody(stack.twin)
+            stack.lean = _with_threads(CompiledBody(stack.twin))
         except NoCompilerError:
             if engine == "compiled":
                 raise
@@ -82,6 +82,18 @@ def _faster(stack: Stack, fused: LeanBody, error: float) -> float:
         return error
     stack.lean = fused
     return self_check(stack)
+
+
+def _with_threads(body: CompiledBody) -> CompiledBody:
+    """The body with as many of torch's threads as make a plain token fastest."""
+    counts = [1 << i for i in range(torch.get_num_threads().bit_length())]
+    if len(counts) > 1:
+        taken = {}
+        for count in [torch.get_num_threads(), *counts]:
+            body.threads_for_few = count
+            taken[count] = plain_seconds(body)
+        body.threads_for_few = min(taken, key=taken.__getitem__)
+    return body
 
 
 def plain_seconds(body: LeanBody) -> float:

@@ -171,16 +171,20 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
     }
 }
 
-// Pack rows [out, in] of several weights, one after the other, from output `offset` of the packed ones on. `stride` and
-// `lanes`: every `lanes` outputs are followed by a gap up to `stride`, where SWIGLU's other half stands.
+// Pack a weight's rows [out, in] from output `offset` of the packed ones on. `lanes` and `stride`: every `lanes` outputs
+// are followed by a gap up to `stride`, where SWIGLU's other half stands.
 void selfspec_pack(const float* weight, int64_t out, int64_t in, float* packed, int64_t offset, int64_t lanes,
                    int64_t stride, int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads)
-    for (int64_t block = 0; block < (out + lanes - 1) / lanes; block++)
-        for (int64_t o = block * lanes; o < out && o < (block + 1) * lanes; o++) {
-            int64_t at = offset + block * stride + o % lanes;
-            float* to = packed + at / PANEL * in * PANEL + at % PANEL;
-            for (int64_t k = 0; k < in; k++) to[k * PANEL] = weight[o * in + k];
+    for (int64_t first = 0; first < out; first += LANES) {
+        float* to[LANES];
+        int count = out - first < LANES ? int(out - first) : LANES;
+        for (int i = 0; i < count; i++) {
+            int64_t o = first + i, at = offset + o / lanes * stride + o % lanes;
+            to[i] = packed + at / PANEL * in * PANEL + at % PANEL;
         }
+        for (int64_t k = 0; k < in; k++)  // what is written follows what was written, as far as it may
+            for (int i = 0; i < count; i++) to[i][k * PANEL] = weight[(first + i) * in + k];
+    }
 }
 }
