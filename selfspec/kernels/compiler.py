@@ -19,7 +19,7 @@ from time import perf_counter
 from selfspec.errors import NoCompilerError
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off")
 SECONDS = 120  # after which a compiler is given up
 _log = logging.getLogger("selfspec")
 

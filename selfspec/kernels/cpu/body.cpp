@@ -33,7 +33,7 @@ struct Call {
 static void norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
     Vec squares = {};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i + LANES <= size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
     float total = sum(squares);
     for (; i < size; i++) total += x[i] * x[i];
     float factor = 1.f / std::sqrt(total / size + eps);
@@ -112,7 +112,7 @@ int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens) {
 }
 
 int64_t selfspec_scratch_floats(const Model* m, int64_t longest) {
-    return (2 * m->shape.head_dim + longest) * LANES;
+    return attention_scratch(m->shape, longest);
 }
 
 // x [num_tokens, hidden] is replaced by what it is after the layers, normed if `last` is given. taps: per layer, where

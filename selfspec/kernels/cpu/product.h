@@ -30,9 +30,9 @@ static void tile(const float* x, int64_t in, const float* panel, const float* bi
             __builtin_prefetch(reinterpret_cast<const char*>(panel) + AHEAD + line);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            Vec one = Vec{} + x[r];
-            a[r][0] += one * low;
-            a[r][1] += one * high;
+            Vec one = splat(x[r]);
+            a[r][0] = fma(one, low, a[r][0]);
+            a[r][1] = fma(one, high, a[r][1]);
         }
     }
     for (int r = 0; r < R; r++) acc[r][0] = a[r][0], acc[r][1] = a[r][1];
