@@ -25,6 +25,7 @@ import transformers
 from selfspec.control.costs import Costs, Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder
+from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
@@ -54,6 +55,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "schema": SCHEMA,
         **shape_of(stack),
         "engine": stack.engine,
+        **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
         "device": device_name(stack.device),
         "dtype": str(stack.dtype).removeprefix("torch."),

@@ -79,7 +79,7 @@ class Job:
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
         sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
         given = {name: getattr(options, name) for name in sampling} | {"stop": options.stop or []}
-        given["drafts"] = options.sources
+        given |= {"drafts": options.sources, "exact": options.exact}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)

@@ -112,6 +112,16 @@ class Generate:
         ),
     ] = None
 
+    exact: Annotated[
+        bool,
+        Option(
+            "--exact",
+            help="Run every call in constant shapes: text and logits are then the same to the last bit however they "
+            "were drafted and batched, in bfloat16 too. Idle tokens cost some speed.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = False
+
     max_new_tokens: Annotated[int, Option(metavar="N", help="Most tokens to write.", rich_help_panel=_SAMPLE)] = 128
     temperature: Annotated[float, Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLE)] = 0.0
     top_k: Annotated[int, Option(metavar="K", help="Keep the K likeliest; 0: all.", rich_help_panel=_SAMPLE)] = 0

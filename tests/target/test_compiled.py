@@ -60,6 +60,12 @@ def test_the_compiled_engine_decodes_the_tokens_of_generate(family):
     assert [c.tokens for c in done] == [generate(target.model, prompt, 12) for prompt in prompts]
 
 
+def test_exact_mode_needs_no_second_body_here():
+    target = Target(build("llama"), engine="compiled")
+    assert target.exact_stack is target.stack
+    assert Target(build("llama"), engine="fused").exact_stack.engine == "views"
+
+
 def run(stack, spans, tokens, pages, start=0, stop=None, **more):
     rows = PackedRows(pages, spans)
     return stack.run(rows, start, stack.num_layers if stop is None else stop, tokens, **more)
