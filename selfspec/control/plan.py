@@ -76,6 +76,7 @@ class Plan:
     keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
+    draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property

@@ -247,6 +247,7 @@ class Engine:
             if pages is None:
                 return
             self._waiting.popleft()
+            self.stack.frequencies.add(request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
             self.rows.append(Row(request_id, request, self._stopper(request), pages, list(request.prompt)))
 
@@ -271,6 +272,8 @@ class Engine:
                 )
         if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
             raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
+        if plan.draft_vocab is not None:
+            whole("a plan's draft_vocab", plan.draft_vocab, 1)
         if plan.exit_layer is None:
             return
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
@@ -286,6 +289,7 @@ class Engine:
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, drafted = min(verdict.accepted, kept), len(verdict.drafted)
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
+        self.stack.frequencies.add(verdict.block[:kept])
         row.stats.add_round(drafted, accepted, kept)
         row.finish_reason = reason
         return RowResult(row.request_id, verdict.block[:kept], text, verdict.drafted, accepted, self._ended(row))

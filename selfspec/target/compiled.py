@@ -111,13 +111,13 @@ class CompiledBody(LeanBody):
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `Stack.logits`."""
-        return self.product(self._packed_head, hidden, None if normed else self._last_norm)
+        return self.product(self._packed_head, hidden, norm=not normed)
 
-    def product(self, packed: Packed, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
-        """`[N, out]` from `[N, in]`, through the final norm first where its weight is given."""
+    def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
+        """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
         hidden = hidden.contiguous()
         out, room = hidden.new_empty(len(hidden), packed.num_outputs), hidden.new_empty(2, *hidden.shape)
-        weight = None if norm is None else norm.data_ptr()
+        weight = self._last_norm.data_ptr() if norm else None
         self._lib.selfspec_linear(
             *(ctypes.byref(packed.struct), hidden.data_ptr(), len(hidden), out.data_ptr()),
             *(weight, self.norm.eps, room.data_ptr(), self._threads(len(hidden))),
