@@ -47,7 +47,7 @@ def test_sampled_output_is_that_of_plain_decoding(options):
 
 
 def test_drafts_are_tokens_of_the_subset_and_those_of_the_whole_head_where_it_has_them():
-    target, [prompt] = tiny("llama"), make_prompts([9])
+    target = tiny("llama")
     with torch.inference_mode():
         hidden = torch.randn(30, 32)
         whole = target.stack.logits(hidden, 2)
