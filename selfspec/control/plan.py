@@ -120,6 +120,7 @@ class Plan:
     shadow: ShadowPlan | None = None
     seconds: SecondChoices | None = None  # drafted beside the exit's own
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
+    draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property

@@ -50,6 +50,22 @@ class Span(NamedTuple):
         """The position of the tree's first node; of the first new token where there is no tree."""
         return self.start if self.tree is None else self.start + self.length - len(self.tree.parents)
 
+    def nodes(self) -> list[Span]:
+        """Its tokens one by one, each as the last node of a tree."""
+        assert self.tree is not None
+        parents, root = self.tree.parents, self.root
+        tokens = range(self.start, self.start + self.length)
+        return [Span(self.pages, at, 1, Tree(parents[: at - root + 1])) for at in tokens]
+
+    def branch(self) -> list[int]:
+        """Of a tree's last node: the positions in storage of the branch that it goes on from, and its own."""
+        assert self.tree is not None
+        node, out = len(self.tree.parents) - 1, []
+        while node >= 0:
+            out.append(self.root + node)
+            node = self.tree.parents[node] if node else -1
+        return out[::-1]
+
     def positions(self) -> Sequence[int]:
         """Where each new token stands in the row's content, if its branch is the right one."""
         if self.tree is None:
