@@ -24,6 +24,7 @@ def confidence_bin(confidence: float) -> int:
 DRAFTS = ("exit", "lookup", "recycle", "tree")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
 tokens before; "tree" lets drafts have branches."""
+DEFAULT_DRAFTS = ("exit", "lookup", "tree")  # keeping what was likely takes more time than it has been seen to save
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
 
+class _Step(NamedTuple):
+    """What the tokens of a draft step were picked from."""
+
+    members: list[int]
+    scores: Tensor  # [members, vocab]
+    best: Tensor  # int64 [members]
+    tokens: Subset | None
+
+
 class Chooser:
     """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
 
@@ -28,7 +38,7 @@ class Chooser:
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
-        self._seconds_of: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
+        self._steps: list[_Step] = []  # where second choices are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
@@ -47,9 +57,7 @@ class Chooser:
             picks = among(best, tokens)
             going = self._confident(sure.tolist(), members)
             if self._plan.seconds is not None:
-                others = among(second_choices(scores, best), tokens)
-                for i, token in zip(members, others.tolist(), strict=True):
-                    self._seconds_of[i].append(token)
+                self._steps.append(_Step(members, scores, best, tokens))
         else:
             picks, going = pick(logits, samplings, positions, self._noise, tokens), members
         if self._processes:
@@ -94,4 +102,9 @@ class Chooser:
         assert rule is not None
         most = min(rule.most, self._rows[row].room - 1 - length)
         found = likely_seconds(rule, self.confidences[row], most)
-        return [Branch(node, self._seconds_of[row][node]) for node in found]
+        if not found:
+            return []
+        at = [(self._steps[node], self._steps[node].members.index(row)) for node in found]
+        scores, best = torch.stack([s.scores[i] for s, i in at]), torch.stack([s.best[i] for s, i in at])
+        seconds = among(second_choices(scores, best), at[0][0].tokens).tolist()
+        return [Branch(node, token) for node, token in zip(found, seconds, strict=True)]

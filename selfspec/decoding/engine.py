@@ -140,7 +140,7 @@ class Engine:
         self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.cache = PagedCache(max_cached_tokens // page_size, page_size)
+        self.cache = PagedCache(max_cached_tokens // page_size, page_size, self.stack.num_layers)
         self.rows: list[Row] = []
         self._noise, self._recycled = NoiseAhead(), Recycled(self.stack.vocab_size)
         self.datastore = datastore

@@ -77,14 +77,21 @@ class PagedCache:
     """Storage for every layer, `[num_pages, page_size, kv_heads, head_dim]`, made when a layer first writes.
 
     Zero-filled, so that a slot that no token has written yet is finite and can be masked.
+
+    Args:
+        num_layers: on CPU, where memory is there once it is written, so many first layers share one tensor as far as
+            they are alike: what is done to all of them takes one step then.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_layers: int = 0) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
+        self.num_layers = num_layers
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
+        self._others: list[Tensor] = []  # storage that is not in it
 
     @property
     def num_free_pages(self) -> int:
@@ -103,8 +110,10 @@ class PagedCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
         index = list(pages)
-        for keys, values in self._layers.values():
-            keys[index], values[index] = 0, 0
+        if self._pool is not None:
+            self._pool[:, :, index] = 0
+        for storage in self._others:
+            storage[index] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
             heapq.heappush(self._free, page)
@@ -113,10 +122,21 @@ class PagedCache:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)
         if known is None:
-            room = (self.num_pages, self.page_size)
-            known = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
-            self._layers[layer_idx] = known
+            known = self._layers[layer_idx] = self._place(layer_idx, key, value)
         return known
+
+    def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        room = (self.num_pages, self.page_size)
+        alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
+        if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
+            self._pool = key.new_zeros(self.num_layers, 2, *room, *key.shape[1:])
+        pool = self._pool
+        fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
+        if fits and alike and pool is not None and layer_idx < len(pool):
+            return pool[layer_idx, 0], pool[layer_idx, 1]
+        made = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
+        self._others += made
+        return made
 
     def copy(self, page: int, to: int) -> None:
         """Give one page the keys and values of another, in every layer that has written any."""
@@ -127,9 +147,12 @@ class PagedCache:
         """Copy a row's keys and values from some positions of storage to others, in every layer, as if all at once."""
         size = self.page_size
         source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
-        for keys, values in self._layers.values():
-            for storage in (keys.flatten(0, 1), values.flatten(0, 1)):
-                storage[target.to(storage.device)] = storage[source.to(storage.device)]
+        if self._pool is not None:
+            pool = self._pool.flatten(2, 3)
+            pool[:, :, target] = pool[:, :, source]
+        for other in self._others:
+            storage = other.flatten(0, 1)
+            storage[target.to(storage.device)] = storage[source.to(storage.device)]
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
