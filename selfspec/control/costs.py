@@ -72,6 +72,7 @@ class Costs:
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
         context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
             together, as far as the longest of them goes.
+        wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
     """
 
     num_layers: int
@@ -84,6 +85,7 @@ class Costs:
     short: Table
     context: float = 0.0
     first: Mapping[int, Table] = field(default_factory=dict)
+    wide: Table | None = None
     _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
@@ -98,10 +100,12 @@ class Costs:
         return self._between(self.early, num_rows, exit_layer, "early") + extra
 
     def wide_pass(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
-        """`exit_layer` layers over `num_tokens` tokens of `num_rows` rows in all; wider as verifications are."""
-        one = self._between(self.late, num_rows, 1, "late")
-        wider = self._between(self.late, num_rows, num_tokens / num_rows, "late") / max(one, 1e-12)
-        return self.early_pass(exit_layer, num_rows, context) * wider
+        """`exit_layer` layers over `num_tokens` tokens of `num_rows` rows in all."""
+        if self.wide is not None:
+            one, wider = self.wide(num_rows), self.wide(num_tokens)
+        else:
+            one, wider = (self._between(self.late, num_rows, n / num_rows, "late") for n in (num_rows, num_tokens))
+        return self.early_pass(exit_layer, num_rows, context) * wider / max(one, 1e-12)
 
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """The layers from `exit_layer` on over `num_tokens` tokens in all."""
@@ -200,6 +204,7 @@ class Costs:
             **{name: plain(getattr(self, name)) for name in ("plain", "head", "pick", "rest", "short")},
             **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("first", "early", "late")},
             "context": self.context,
+            "wide": None if self.wide is None else plain(self.wide),
         }
 
     @classmethod
@@ -214,7 +219,8 @@ class Costs:
             context = float(given["context"])
             if not 0 <= context < float("inf"):
                 raise ValueError(f"context must be finite and not negative, got {context}")
-            return cls(int(given["num_layers"]), **ones, **many, context=context)  # type: ignore[arg-type]
+            wide = None if given.get("wide") is None else _read(given["wide"])
+            return cls(int(given["num_layers"]), **ones, **many, context=context, wide=wide)  # type: ignore[arg-type]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 
