@@ -20,7 +20,6 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.finder import Finder
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
-    NUM_BINS,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -173,7 +172,7 @@ class Adaptive:
         for outcome in outcomes:
             emitted += outcome.num_emitted
             if plan.exit_layer and outcome.second is not None and self._second_rates is not None:
-                self._second_rates.add(plan.exit_layer, outcome.second)
+                self._second_rates.add(plan.exit_layer, outcome.confidences[outcome.num_accepted], outcome.second)
             if plan.exit_layer and outcome.num_judged:
                 judged, accepted = outcome.num_judged, outcome.num_accepted
                 hits = [j < accepted for j in range(judged)]
@@ -245,7 +244,7 @@ class Adaptive:
         calibration = tuple(right[line].tolist())
         self._stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, self._length))
         if self._second_rates is not None:
-            second = (self._second_rates.of(exit_layer),) * NUM_BINS
+            second = self._second_rates.of(exit_layer)
             fixed, each = worth.beside(exit_layer, self._length)
             self._seconds = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from selfspec.control.plan import SecondChoices, confidence_bin
+from selfspec.control.plan import CONFIDENCE_EDGES, SecondChoices, confidence_bin
 
-FIRST, FIRST_WEIGHT = 0.5, 6.0  # how often one is right that nothing is known of, and observations that is worth
+BOUNDS = (0.35, 0.6)  # between confidences of first choices that are told apart
+FIRST, FIRST_WEIGHT = (0.2, 0.35, 0.5), 8.0  # how often one is right that nothing is known of, and what that weighs
+_GROUPS = [bisect_right(BOUNDS, edge) for edge in (0.0, *CONFIDENCE_EDGES)]  # of every confidence bin
 HALF_LIFE = 200.0  # tokens after which an observation counts half
 
 
@@ -25,26 +28,37 @@ def likely_seconds(rule: SecondChoices, confidences: Sequence[float], most: int)
 
 
 class SecondRates:
-    """How often a layer's second choice is right where its first is wrong, shrunk to that of all layers."""
+    """How often a layer's second choice is right where its first is wrong, by how sure that was.
+
+    What is seen of a layer is shrunk to what is seen of all of them. Where the first choice is sure, nothing but the
+    second may be left; where it is not, there are many others.
+    """
 
     def __init__(self, num_layers: int) -> None:
-        self._right, self._seen = [0.0] * num_layers, [0.0] * num_layers  # index 0: of all layers
+        shape = range(num_layers)  # index 0: of all layers
+        self._right, self._seen = ([[0.0] * len(FIRST) for _ in shape] for _ in range(2))
         self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
         self._weight *= 2 ** (tokens / HALF_LIFE)
         if self._weight > 1e9:
-            self._right = [count / self._weight for count in self._right]
-            self._seen = [count / self._weight for count in self._seen]
+            for counts in (*self._right, *self._seen):
+                counts[:] = [count / self._weight for count in counts]
             self._weight = 1.0
 
-    def add(self, layer: int, is_right: bool) -> None:
+    def add(self, layer: int, confidence: float, is_right: bool) -> None:
+        """Count one, beside a first choice of this confidence."""
+        at = bisect_right(BOUNDS, confidence)
         for line in (0, layer):
-            self._right[line] += self._weight * is_right
-            self._seen[line] += self._weight
+            self._right[line][at] += self._weight * is_right
+            self._seen[line][at] += self._weight
 
-    def of(self, layer: int) -> float:
-        first = FIRST_WEIGHT * self._weight
-        pooled = (self._right[0] + first * FIRST) / (self._seen[0] + first)
-        return (self._right[layer] + first * pooled) / (self._seen[layer] + first)
+    def of(self, layer: int) -> tuple[float, ...]:
+        """By confidence bin of the first choice."""
+        weight = FIRST_WEIGHT * self._weight
+        rates = []
+        for at, first in enumerate(FIRST):
+            pooled = (self._right[0][at] + weight * first) / (self._seen[0][at] + weight)
+            rates.append((self._right[layer][at] + weight * pooled) / (self._seen[layer][at] + weight))
+        return tuple(rates[group] for group in _GROUPS)
