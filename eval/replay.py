@@ -30,6 +30,7 @@ from selfspec.control.plan import (
 )
 from selfspec.control.policies import make_policy
 from selfspec.control.seconds import likely_seconds
+from selfspec.drafting.cascade import guesses_at
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.lookup import Lookup, num_right
 from selfspec.drafting.recycle import Recycled
@@ -151,8 +152,13 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     plan = policy.plan(states)
     clock.lap("control")
     context = max(state.content_length for state in states)
-    lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
+    widths: tuple[int, ...] = ()
+    if plan.guesses and plan.exit_layer and len(ready) == 1:
+        lengths, widths = cascade(ready[0], plan)
+    else:
+        lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
     outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
+    outcomes = [outcome._replace(widths=widths) for outcome in outcomes] if widths else outcomes
     if reads_lookup:
         pairs = zip(ready, outcomes, strict=True)
         outcomes = [o._replace(looked=_looked(row, o.num_emitted, reads_ranks)) for row, o in pairs]
@@ -161,8 +167,9 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
             came = slice(row.at, row.at + outcome.num_emitted)
             row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
     beside = [o.num_beside for o in outcomes]
-    stages = costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context, beside if any(beside) else ())
-    took = Seconds(**stages)
+    drafted = [o.num_drafted for o in outcomes]
+    beside = beside if any(beside) else []
+    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, widths=widths))
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
@@ -227,6 +234,44 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
             lengths[i] = lengths[i] if on else step
         live = [i for i in live if lengths[i] > step]
     return lengths
+
+
+def cascade(row: _Row, plan: Plan) -> tuple[list[int], tuple[int, ...]]:
+    """How many tokens a single row drafts whose early layers check free guesses, and how many each pass is of.
+
+    Raises:
+        ValueError: see `draft_lengths`.
+    """
+    assert plan.exit_layer
+    length, line = plan.draft_lengths[0], plan.exit_layer - 1
+    guess = row.guesser.chain(length)
+    own, sure = _picks(row.trace, line, row.at, length), _confidences(row.trace, line, row.at, length)
+    at, survival, widths = 0, 1.0, list[int]()
+    while at < length:
+        if length > len(own):
+            raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
+        some = guesses_at(guess, own[:at], plan.guesses, length)
+        count = num_right(some, own[at:]) + 1
+        widths.append(1 + len(some))
+        for confidence in sure[at : at + count]:
+            if plan.stop is not None:
+                survival *= plan.stop.calibration[confidence_bin(confidence)]
+                goes_on = plan.stop.goes_on([survival])
+            else:
+                goes_on = confidence >= plan.min_confidence
+            length = length if goes_on else min(length, at + count)
+        at += count
+    return [at], tuple(widths)
+
+
+def _picks(trace: Trace, line: int, at: int, length: int) -> list[int]:
+    """What a layer drafts from output position `at` on: on the output, then after a wrong token."""
+    hits, end = trace.hits[line, at : at + length], at + length
+    wrong_at = end if hits.all() else at + int(hits.argmin())
+    picks: list[int] = trace.picks[line, at : min(wrong_at + 1, end)].tolist()
+    if wrong_at + 1 < end:
+        picks += trace.wrong_picks[line, wrong_at, : end - wrong_at - 1].tolist()
+    return picks
 
 
 def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutcome:

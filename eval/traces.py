@@ -37,7 +37,17 @@ WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draf
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "seconds", "short_hits", "short_confidences")
+_BY_TOKEN = (
+    "hits",
+    "confidences",
+    "divergences",
+    "wrong",
+    "seconds",
+    "picks",
+    "wrong_picks",
+    "short_hits",
+    "short_confidences",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +62,8 @@ class Trace:
         wrong: `[L - 1, n, steps]`, the confidences of what the layer would have drafted after a wrong pick; NaN
             elsewhere.
         vocab_size: of the model.
+        picks: int32 `[L - 1, n]`, what the layer would have picked.
+        wrong_picks: int32 `[L - 1, n, steps]`, what it would have drafted after a wrong pick; -1 elsewhere.
         likely: int32 `[n, 8]`, the model's likeliest tokens at each position, the likeliest first.
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
@@ -72,6 +84,8 @@ class Trace:
     prompt_confidences: Floats
     likely: NDArray[np.int32]
     vocab_size: int
+    picks: NDArray[np.int32]
+    wrong_picks: NDArray[np.int32]
 
     @property
     def prompt_length(self) -> int:
@@ -103,6 +117,8 @@ def record(
 # Hits, confidences, divergences, whether second choices hit; and hits and confidences as the shortlist sees them.
 _Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
 
+_Wrong = tuple[Floats, NDArray[np.int32]]
+
 
 class _Recorder:
     def __init__(
@@ -128,8 +144,9 @@ class _Recorder:
         at = self.prompt_length - 1 - self.first
         own = torch.cat(self.picks, 1)[:, at:]
         wrong = np.full((*hits[:, at:].shape, self.wrong_steps), np.nan, np.float32)
+        wrong_picks = np.full(wrong.shape, -1, np.int32)
         for e in self.exits:
-            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], wrong[e - 1])
+            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], (wrong[e - 1], wrong_picks[e - 1]))
         return Trace(
             task,
             self.prompt,
@@ -145,6 +162,8 @@ class _Recorder:
             short_sure[:, :at],
             torch.cat(self.likely)[at:].numpy(force=True).astype(np.int32),
             self.stack.vocab_size,
+            own.numpy(force=True).astype(np.int32),
+            wrong_picks,
         )
 
     def forward(self) -> Iterator[_Judged]:
@@ -187,8 +206,8 @@ class _Recorder:
         seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
         return hits, confidences.astype(np.float32), divergences.astype(np.float32), seconds, *seen
 
-    def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: Floats) -> None:
-        """Fill `into[i]` with the confidences of the draft that goes on after the wrong pick at output position i."""
+    def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: _Wrong) -> None:
+        """Fill `into` at i with confidences and tokens of the draft that goes on after the wrong pick at position i."""
         misses = np.flatnonzero(~hits)
         for start in range(0, len(misses), ROWS):
             members = misses[start : start + ROWS]
@@ -205,12 +224,13 @@ class _Recorder:
             self.draft(exit_layer, members, rows, picks[torch.from_numpy(members).to(picks.device)], into)
             self.cache.release(owned)
 
-    def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: Floats) -> None:
+    def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: _Wrong) -> None:
         def choose(hidden: Tensor, going: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
             positions = torch.tensor([rows[r].position + step + 1 for r in going], device=hidden.device)
             chosen, sure = pick_surely(logits, [self.sampling] * len(going), positions)
-            into[members[going], step] = sure.numpy(force=True)
+            into[0][members[going], step] = sure.numpy(force=True)
+            into[1][members[going], step] = chosen.numpy(force=True)
             return chosen, going
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)

@@ -76,6 +76,7 @@ class Adaptive:
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
         self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
+        self._cascades = "cascade" in drafts
         self._second_rates = SecondRates(costs.num_layers) if "tree" in drafts else None
         self._seconds: SecondChoices | None = None
         self._pick = 1.0  # how much longer picks take than in the table of costs
@@ -151,6 +152,9 @@ class Adaptive:
         if not any(lengths):
             return self._idle
         shadow = None if self._credit < 0 else self._shadow(self._exit_layer)
+        guesses = 0
+        if self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
+            guesses = self._worth.guesses(self._exit_layer, self._finder.chances(rows[0]))
         return Plan(
             self._exit_layer,
             lengths,
@@ -158,6 +162,7 @@ class Adaptive:
             keep_confidence=True,
             shadow=shadow,
             seconds=self._seconds,
+            guesses=guesses,
             speedup=self._speedup,
         )
 
@@ -187,7 +192,9 @@ class Adaptive:
         self._compare(plan, emitted, outcomes)
         if self._round % LOOK_EVERY == 0:
             lengths, beside = ([*each] for each in zip(*[(o.num_drafted, o.num_beside) for o in outcomes], strict=True))
-            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside if any(beside) else ())
+            beside = beside if any(beside) else []
+            widths = outcomes[0].widths
+            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside, widths=widths)
             self._look_at_clock(expected, seconds)
         self._idle_rounds = 0
         self._pay(plan, seconds)

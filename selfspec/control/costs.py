@@ -120,6 +120,7 @@ class Costs:
         context: float = CONTEXT,
         beside: Sequence[int] = (),
         draft_share: float = 1.0,
+        widths: Sequence[int] = (),
     ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
@@ -128,6 +129,7 @@ class Costs:
         Args:
             context: cached tokens of the longest row.
             beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
+            widths: of a cascade, tokens of each early pass but the last; empty: one each.
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
@@ -139,6 +141,13 @@ class Costs:
             verify = self.plain(rows) + extra
         elif exit_layer == LOOKUP:
             verify = self.verify(LOOKUP, rows, tokens, context)
+        elif widths:
+            for step, width in enumerate([*widths, 1 + sum(beside)]):
+                narrow = self.early_pass(exit_layer, 1, context, step == 0)
+                draft += narrow * self.wide_pass(exit_layer, 1, width) / max(self.early_pass(exit_layer, 1), 1e-12)
+                if step < len(widths):
+                    head, pick = head + draft_share * self.head(width), pick + draft_share * self.pick(width)
+            verify = self.verify(exit_layer, rows, tokens, context)
         else:
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
                 live = sum(length >= step for length in lengths)
@@ -163,9 +172,10 @@ class Costs:
         context: float = CONTEXT,
         beside: Sequence[int] = (),
         draft_share: float = 1.0,
+        widths: Sequence[int] = (),
     ) -> float:
         """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, beside, draft_share).values())
+        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, widths).values())
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Shadow picks at `num_positions` positions for `num_layers` layers each."""

@@ -35,7 +35,7 @@ class Finder:
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
-        chains = [self._chances(row) for row in rows]
+        chains = [self.chances(row) for row in rows]
         self._trust = self._trusts[bisect_right(STRENGTHS, max(row.match for row in rows))]
         seconds = worth.lookups()
         if not self._could_pay(chains, seconds, usual):
@@ -60,7 +60,7 @@ class Finder:
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
 
-    def _chances(self, row: RowState) -> list[float]:
+    def chances(self, row: RowState) -> list[float]:
         """Of the chain of a row to be right as far as each token."""
         guesses = row.guesses
         if guesses is None or not self._looks_up or guesses.match == 0:

@@ -21,10 +21,15 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-DRAFTS = ("exit", "lookup", "recycle", "tree")
+DRAFTS = ("exit", "lookup", "recycle", "tree", "cascade")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
-tokens before; "tree" lets drafts have branches."""
-DEFAULT_DRAFTS = ("exit", "lookup", "tree")  # keeping what was likely takes more time than it has been seen to save
+tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up."""
+DEFAULT_DRAFTS = (
+    "exit",
+    "lookup",
+    "tree",
+    "cascade",
+)  # keeping what was likely takes more time than it has been seen to save
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -120,6 +125,7 @@ class Plan:
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
     seconds: SecondChoices | None = None  # drafted beside the exit's own
+    guesses: int = 0  # of a single row: most free guesses that an early pass checks after the token it is fed
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     speedup: float | None = None  # what the policy expects over plain decoding; for people
@@ -175,6 +181,7 @@ class RowOutcome(NamedTuple):
     looked: Looked | None = None  # told to policies that read lookups
     second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
     num_beside: int = 0  # second choices drafted
+    widths: tuple[int, ...] = ()  # of a cascade: tokens of each early pass but the last
 
     @property
     def num_emitted(self) -> int:

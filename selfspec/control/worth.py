@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
@@ -11,6 +13,7 @@ from selfspec.control.tracker import Floats
 MOST = 18  # longest draft considered
 MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
+MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 
 
@@ -123,3 +126,20 @@ class Worth:
         wider = float(self._verify[line, at + 2] - self._verify[line, at]) / (2 * rows)
         each = self._passes * (many - some) / 4
         return self._passes * (some - narrow) - each, each + wider
+
+    def guesses(self, exit_layer: int, chances: Sequence[float]) -> int:
+        """How many free guesses an early pass of a single row had best check; 0: none are worth it.
+
+        Args:
+            chances: that the exit picks the first guess, the first two, ...; falling.
+        """
+        step, costs = float(self._step[exit_layer - 1, 0]), self._costs
+        narrow = costs.early_pass(exit_layer, 1)
+        best, count, saved = 0.0, 0, 0.0
+        for n, chance in enumerate(chances[:MOST_GUESSES], 1):
+            saved += chance * step
+            wider = self._passes * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow)
+            wider += costs.head(1 + n) - self.step_head + self._pick * (costs.pick(1 + n) - self.step_pick)
+            if saved - wider > best:
+                best, count = saved - wider, n
+        return count

@@ -14,6 +14,7 @@ from selfspec.decoding.pick import Subset, among, pick, scored, second_choices, 
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
 from selfspec.drafting.exit import Branch
+from selfspec.drafting.lookup import num_right
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
@@ -68,6 +69,37 @@ class Chooser:
                 self.logits[i].append(one)
         self._seconds.lap("pick")
         return picks, going
+
+    def block(self, hidden: Tensor, guesses: Sequence[int], num_drafted: int) -> tuple[list[int], bool]:
+        """Of a single row, after its last drafted token and some guesses: the picks as far as the guesses were these.
+
+        Args:
+            hidden: `[1 + guesses, hidden_size]`.
+
+        Returns:
+            Guesses that were right, and the pick after them; and whether the draft goes on.
+        """
+        self._seconds.lap("draft")
+        row, plan = self._rows[0], self._plan
+        logits, tokens = self._logits(hidden)
+        self._seconds.lap("head")
+        if self._processes:
+            before = [[*self._drafted[0], *guesses[:i]] for i in range(len(logits))]
+            logits = torch.stack([process(row, b, one) for b, one in zip(before, logits, strict=True)])
+        first = len(row.content) + num_drafted
+        positions = torch.arange(first, first + len(logits), device=logits.device)
+        scores = scored(logits, [row.request.sampling] * len(logits), positions, self._noise, tokens)
+        best, sure = surely(scores) if plan.reads_confidence else (scores.argmax(-1), None)
+        picks: list[int] = among(best, tokens).tolist()
+        picks = picks[: num_right(guesses, picks) + 1]
+        going = [] if sure is None else [self._confident([one], [0]) for one in sure[: len(picks)].tolist()]
+        if plan.seconds is not None:
+            self._steps += [_Step([0], scores[i : i + 1], best[i : i + 1], tokens) for i in range(len(picks))]
+        self._drafted[0] += picks
+        if plan.keep_divergence:
+            self.logits[0] += logits[: len(picks)]
+        self._seconds.lap("pick")
+        return picks, all(going)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""

@@ -14,6 +14,7 @@ from selfspec.decoding.pick import filtered, pick
 from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
+from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
 from selfspec.kernels.gumbel import NoiseAhead
@@ -91,6 +92,12 @@ def _draft(
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
     chooser = Chooser(stack, rows, plan, seconds, noise)
     beside = None if plan.seconds is None else chooser.branches
+    if plan.guesses and len(rows) == 1:
+        guess = rows[0].guesser.chain(plan.draft_lengths[0])
+        token = rows[0].content[-1]
+        return draft_by_cascade(
+            stack, cache, places[0], token, plan.exit_layer, chooser.block, guess, plan.guesses, tapped, beside
+        ), chooser
     return draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped, beside), chooser
 
 
@@ -135,6 +142,6 @@ def _accept(
         raw = logits[kept].clone() if keep else None
         told = filtered(scores[kept], row.request.sampling).clone() if keep else None
         chain = 0 if draft.chains is None else draft.chains[i]
-        verdicts.append(Verdict(guess, path, block, raw, told, tree, chain))
+        verdicts.append(Verdict(guess, path, block, raw, told, tree, chain, draft.widths))
         at += drafted + 1
     return verdicts, picks, scores

@@ -47,8 +47,10 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
     content = tuple(rng.integers(3, 3 + vocab, prompt_length + shape[1]).tolist())
     texts = content[:prompt_length], content[prompt_length:]
     seconds = ~hits & (rng.random(shape) < 0.5)
+    right = np.broadcast_to(np.array(content[prompt_length:], np.int32), shape)
+    picks = np.where(hits, right, right + 1), np.where(np.isnan(wrong), -1, 7).astype(np.int32)
     likely = np.array(content[prompt_length:], np.int32)[:, None].repeat(8, 1)
-    return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt, likely, 1 << 20)
+    return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt, likely, 1 << 20, *picks)
 
 
 class Dice:
@@ -95,6 +97,7 @@ class Dice:
             shadow=shadow if looked_at and dice.random() < 0.7 else None,
             seconds=rule if exit_layer and dice.random() < 0.5 else None,
             trees=trees,
+            guesses=dice.choice((0, 2, 5)) if exit_layer and len(rows) == 1 else 0,
         )
 
     def tree(self, row, length):
