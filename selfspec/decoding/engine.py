@@ -96,6 +96,9 @@ class Engine:
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
             lookup, texts of the corpus continue a row, too.
+
+    Raises:
+        DatastoreError: the datastore holds tokens that the model does not know.
     """
 
     def __init__(
@@ -128,6 +131,8 @@ class Engine:
             learn.follow(self.stack)
         self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts)
+        if datastore is not None:
+            datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
@@ -291,9 +296,10 @@ class Engine:
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
-        row.stats.add_round(len(branch), accepted, kept, len(verdict.drafted) - len(branch))
+        beside = len(verdict.drafted) - len(branch)
+        row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason
-        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row))
+        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row), beside)
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

@@ -256,6 +256,11 @@ def test_drafts_from_nowhere_are_refused(drafts):
         make_policy("adaptive", 4, costs=lambda: made_up_costs(4), drafts=drafts)
 
 
+def test_branches_of_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"drafts must name what may have branches beside 'tree'"):
+        make_policy("adaptive", 4, costs=lambda: made_up_costs(4), drafts=("tree",))
+
+
 def test_a_trace_of_random_tokens_has_nothing_to_look_up():
     rng = np.random.default_rng(0)
     trace = trace_of(rng.random((3, 50)) < 0.5, rng.random((3, 50), np.float32), rng)
