@@ -11,7 +11,8 @@ import pytest
 
 import selfspec
 from selfspec.api import Target
-from selfspec.commands.options import PolicyName
+from selfspec.commands.options import SOURCES, PolicyName
+from selfspec.control.plan import DRAFTS
 from selfspec.control.policies import POLICIES
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
@@ -87,7 +88,7 @@ def test_no_policy_changes_the_text(generate):
 
 
 def test_the_policies_are_those_of_the_library():
-    assert get_args(PolicyName) == tuple(POLICIES)
+    assert get_args(PolicyName) == tuple(POLICIES) and SOURCES == DRAFTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
