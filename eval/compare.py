@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from eval.bounds import MOST_ACCEPTED, RoundCosts, Static, clairvoyant, plain_seconds, statics
 from eval.config import MEASURED, ReplayConfig
 from eval.replay import Replayed, make, replay
+from eval.sources import split_policy
 from eval.tasks import Recorded
 from eval.timing import Say
 from eval.traces import Trace
@@ -65,7 +66,7 @@ def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig
     cells = []
     for start in config.starts:
         for name in config.policies or POLICIES:
-            if start != config.starts[0] and name not in KEEPS_PRIOR:
+            if start != config.starts[0] and split_policy(name)[0] not in KEEPS_PRIOR:
                 continue  # one start is as the other
             done = play(name, traces, costs, start == "warm", *_told(name, task, config))
             cells.append(Cell(name, "policy", start, plain / done.seconds, _summary(done)))
@@ -76,7 +77,7 @@ def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig
 
 def _told(name: str, task: Recorded, config: ReplayConfig) -> tuple[int | None, int | None]:
     """The exit layer and draft length for a policy that does not choose them itself."""
-    if name in CHOOSES_EXIT:
+    if split_policy(name)[0] in CHOOSES_EXIT:
         return None, None
     return config.exit_layer or task.exit_layer, config.num_draft_tokens or task.num_draft_tokens
 

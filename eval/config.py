@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from eval.sources import split_policy
 from selfspec.control.policies import POLICIES
 
 FOLDER = Path(__file__).parents[1] / "configs" / "eval"
@@ -109,7 +110,9 @@ class ReplayConfig:
         ("fresh",),
         "'fresh': every prompt for itself; 'warm': what the prompts before have shown is the next one's prior.",
     )
-    policies: tuple[str, ...] = _key((), "Policies to compare; none given: all there are.")
+    policies: tuple[str, ...] = _key(
+        (), "Policies to compare, such as adaptive:exit+tree for some sources of drafts; none given: all there are."
+    )
     exit_layer: int = _key(
         0, "Exit layer of the policies that do not choose it; 0: stored with the model, else a quarter."
     )
@@ -130,7 +133,8 @@ class ReplayConfig:
         _check(self.repeats >= 1, "repeats", "at least 1", self.repeats)
         _check(self.temperature >= 0 and isfinite(self.temperature), "temperature", "at least 0", self.temperature)
         _check(bool(self.starts) and set(self.starts) <= set(STARTS), "starts", f"among {STARTS}", list(self.starts))
-        _check(set(self.policies) <= set(POLICIES), "policies", f"among {', '.join(POLICIES)}", list(self.policies))
+        for name in self.policies:
+            split_policy(name)
         _check_tasks(self.tasks)
 
 

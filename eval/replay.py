@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eval.sources import split_policy
 from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import (
@@ -353,5 +354,6 @@ def make(
     num_draft_tokens: int | None = None,
     prior: object = None,
 ) -> Policy:
-    """A fresh policy by name, for a machine of these costs."""
-    return make_policy(name, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior)
+    """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where drafts may come from."""
+    policy, drafts = split_policy(name)
+    return make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from torch import nn
@@ -18,6 +19,7 @@ from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.request import Completion, Processor, Request, make_request
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
+from selfspec.drafting.datastore import Datastore
 from selfspec.errors import whole
 from selfspec.learn import Learner
 from selfspec.target.engines import check_engine, choose
@@ -189,6 +191,7 @@ class Target:
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         drafts: Sequence[str] | None = None,
+        datastore: str | Path | Datastore | None = None,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
         exact: bool = False,
@@ -204,7 +207,10 @@ class Target:
                 quarter of the layers.
             num_draft_tokens: tokens drafted per round, likewise; else 4.
             drafts: where those of `adaptive` may come from: "exit" (early layers), "lookup" (what followed earlier in
-                the row's own text); default: both.
+                the row's own text), "recycle" (what the model itself thought likely after such tokens before); "tree"
+                lets drafts of these have branches; default: all.
+            datastore: where `adaptive` drafts by lookup, it looks in this corpus too: a file that `selfspec datastore
+                build` wrote with this tokenizer, opened at every call, or an open `Datastore`.
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
                 that is made at the first such call and kept. The tokens stay the same.
@@ -212,7 +218,9 @@ class Target:
                 policy, the batch and the number format, at the cost of idle tokens; see `selfspec.target.exact`.
 
         Raises:
-            ValueError: an empty or too long prompt, or an option out of range.
+            ValueError: an empty or too long prompt, or an option out of range; a `DatastoreError` where the datastore
+                is damaged, or of another tokenizer.
+            OSError: the datastore is not there, or cannot be read.
             UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
         rounds = self.stream(
@@ -221,6 +229,7 @@ class Target:
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             drafts=drafts,
+            datastore=datastore,
             max_batch_size=max_batch_size,
             learn=learn,
             exact=exact,
@@ -237,6 +246,7 @@ class Target:
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         drafts: Sequence[str] | None = None,
+        datastore: str | Path | Datastore | None = None,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
         exact: bool = False,
@@ -261,6 +271,7 @@ class Target:
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             drafts=drafts,
+            datastore=Datastore.of(datastore, self.tokenizer),
             max_batch_size=max_batch_size if max_batch_size < 1 else batch,
             max_cached_tokens=batch * longest,
             learn=learner,

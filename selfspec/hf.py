@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
+from selfspec.drafting.datastore import Datastore
 from selfspec.target.views import copied_state, make_twin
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -43,7 +45,9 @@ class SelfSpeculative:
         num_draft_tokens: drafted each round; default: `generation_config`'s, else 4.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
-        drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
+        drafts: where those of `adaptive` may come from, some of "exit", "lookup", "recycle" and "tree"; default: all.
+        datastore: a file that `selfspec datastore build` wrote, or a `Datastore`, in which `adaptive` looks drafts up
+            too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
         exact: run every call in constant shapes, so that not even a rounding depends on how tokens were drafted.
@@ -58,6 +62,7 @@ class SelfSpeculative:
     num_draft_tokens: int | None = None
     policy: str | Policy | None = None
     drafts: Sequence[str] | None = None
+    datastore: str | Path | Datastore | None = None
     streamer: Any = None
     exact: bool = False
     completions: list[Completion] = field(default_factory=list, init=False)  # one per row of the last call
@@ -97,6 +102,7 @@ class SelfSpeculative:
                 exit_layer=self.exit_layer if exit_layer is None else exit_layer,
                 num_draft_tokens=self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
                 drafts=self.drafts,
+                datastore=Datastore.of(self.datastore),
                 max_batch_size=len(ids),
                 max_cached_tokens=len(ids) * share,
                 prefill_chunk=config.prefill_chunk_size or 512,

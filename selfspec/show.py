@@ -160,12 +160,18 @@ def make_console(stream: TextIO, quiet: bool = False) -> Console:
     )
 
 
-def legend(exit_layer: int | None, num_layers: int, has_lookup: bool = False) -> Text:
-    """What the colours mean; an exit layer of None is one that changes, 0 is lookup, which may also come beside it."""
-    early = {None: "early layers", LOOKUP: "lookup", 1: "layer 1"}.get(exit_layer, f"layers 1-{exit_layer}")
-    early += " or lookup" if has_lookup else ""
+def legend(exit_layer: int | None, num_layers: int, free: Sequence[str] = ()) -> Text:
+    """What the colours mean.
+
+    Args:
+        exit_layer: None is one that changes, 0 is none.
+        free: what else drafts, such as "lookup".
+    """
+    early = {None: "early layers", 1: "layer 1"}.get(exit_layer, f"layers 1-{exit_layer}")
+    names = [*([] if exit_layer == LOOKUP else [early]), *free]
+    drafters = " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     parts = [
-        (f"drafted by {early}, accepted", STYLES["accepted"]),
+        (f"drafted by {drafters}, accepted", STYLES["accepted"]),
         (f"written by all {num_layers} layers", STYLES["own"]),
         ("rejected draft", STYLES["rejected"]),
     ]
@@ -201,7 +207,10 @@ def closing_line(num_tokens: int, seconds: float, stats: SpecStats, comparison: 
 
 
 def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
-    """A round in one line: where it left early, how far it might have drafted, and what became of it."""
+    """A round in one line: where it left early, how far it might have drafted, and what became of it.
+
+    Of drafts with branches, what was drafted on the branch that the output followed, and how many tokens beside it.
+    """
     parts = [f"round {number:>4}"]
     if len(plan.draft_lengths) > 1:
         parts.append(f"{len(plan.draft_lengths):>2} rows")
@@ -210,8 +219,11 @@ def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
     least, most = min(plan.draft_lengths), max(plan.draft_lengths)
     span = str(most) if least == most else f"{least}..{most}"
     drafted, accepted = sum(len(row.drafted) for row in rows), sum(row.num_accepted for row in rows)
+    beside = sum(row.num_beside for row in rows)
     source = "lookup " if plan.exit_layer == LOOKUP else f"exit {plan.exit_layer:>2}"
-    parts += [source, f"up to {span:>2}", f"drafted {drafted:>2}", f"accepted {accepted:>2}"]
+    size = f"tree of {span:>2}" if _has_branches(plan) else f"up to {span:>2}"
+    more = f" +{beside} beside" if beside else ""
+    parts += [source, size, f"drafted {drafted:>2}{more}", f"accepted {accepted:>2}"]
     if plan.speedup is not None:
         parts.append(f"{plan.speedup:.2f}x expected")
     if plan.stop is not None:
@@ -219,6 +231,11 @@ def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
     elif plan.min_confidence > 0:
         parts.append(f"stops at a token below {plan.min_confidence:.0%}")
     return Text("  ".join(parts), "dim")
+
+
+def _has_branches(plan: Plan) -> bool:
+    trees = [tree for tree in plan.trees or () if tree is not None]
+    return any(tree.parents != tuple(range(len(tree.parents))) for tree in trees)
 
 
 def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[str, int] | None = None) -> Table:
@@ -237,6 +254,8 @@ def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[st
         name = exit_layer if exit_layer in ("plain", "lookup") else f"exit {exit_layer}"
         table.add_row(f"  {name}", f"{count / sum((plans or {}).values()):.0%}")
     table.add_row("drafted tokens", str(stats.num_draft_tokens))
+    if stats.num_side_tokens:
+        table.add_row("  beside the branch that was followed", str(stats.num_side_tokens))
     table.add_row("accepted", f"{stats.num_accepted_draft_tokens} ({stats.draft_acceptance_rate:.0%})")
     for i, (joint, conditional) in enumerate(stats.acceptance_by_position(), 1):
         table.add_row(f"  position {i} (after the one before)", f"{joint:.0%} ({conditional:.0%})")

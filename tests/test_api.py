@@ -12,7 +12,11 @@ import torch
 import selfspec
 from selfspec.api import Target
 from selfspec.decoding.engine import Engine
-from tests.helpers import Schedule, generate, make_prompts
+from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.datastore_build import build as build_datastore
+from selfspec.errors import DatastoreError
+from selfspec.target.fingerprint import vocabulary_of
+from tests.helpers import FromCorpus, Schedule, generate, make_prompts
 from tests.models import EOS, build, tiny
 from tests.tokenizers import byte_tokenizer
 
@@ -35,6 +39,31 @@ def test_importing_the_package_imports_neither_torch_nor_transformers():
 @pytest.mark.parametrize("name", selfspec.__all__)
 def test_every_public_name_is_there_and_documented(name):
     assert getattr(selfspec, name).__doc__
+
+
+def test_drafts_are_looked_up_in_a_datastore_and_tokens_stay_the_same(speaker, tmp_path):
+    file, ids = tmp_path / "own.store", speaker.tokenizer("abc")["input_ids"]
+    [plain] = speaker.generate("abc", max_new_tokens=60, policy="plain")
+    build_datastore(file, [ids + plain.tokens], vocabulary_of(speaker.tokenizer), 257)
+    for given in (file, str(file), Datastore.open(file)):
+        policy = FromCorpus()
+        [done] = speaker.generate("abc", max_new_tokens=40, policy=policy, datastore=given)
+        assert done.tokens == plain.tokens[:40]
+        assert done.stats.mean_acceptance_length == 8 and policy.is_stored[0]
+    [done] = speaker.generate("abc", max_new_tokens=40, datastore=file, temperature=0.8)
+    assert done.tokens == speaker.generate("abc", max_new_tokens=40, policy="plain", temperature=0.8)[0].tokens
+
+
+def test_a_datastore_that_is_not_there_or_of_another_model_is_refused(speaker, tmp_path):
+    file = tmp_path / "other.store"
+    with pytest.raises(FileNotFoundError, match="there is no datastore"):
+        speaker.stream("abc", datastore=file)
+    build_datastore(file, [[1, 2, 3]], "another", 257)
+    with pytest.raises(DatastoreError, match="built with another tokenizer"):
+        speaker.stream("abc", datastore=file)
+    build_datastore(file, [[1, 2, 300]], vocabulary_of(speaker.tokenizer), 301)
+    with pytest.raises(DatastoreError, match="a vocabulary of 301 tokens and the model knows 257; build it again"):
+        speaker.stream("abc", datastore=file)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -11,7 +11,8 @@ import pytest
 
 import selfspec
 from selfspec.api import Target
-from selfspec.commands.options import PolicyName
+from selfspec.commands.options import SOURCES, PolicyName
+from selfspec.control.plan import DRAFTS
 from selfspec.control.policies import POLICIES
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
@@ -87,7 +88,7 @@ def test_no_policy_changes_the_text(generate):
 
 
 def test_the_policies_are_those_of_the_library():
-    assert get_args(PolicyName) == tuple(POLICIES)
+    assert get_args(PolicyName) == tuple(POLICIES) and SOURCES == DRAFTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -299,12 +300,14 @@ def test_colours_follow_the_environment(generate, monkeypatch, variables, colour
 @pytest.mark.parametrize(
     ("options", "early"),
     [
-        ([], "early layers or lookup"),
+        ([], "early layers, lookup or recycling"),
         (["--drafts", "exit"], "early layers"),
-        (["--drafts", "lookup"], "lookup"),
+        (["--drafts", "lookup,tree"], "lookup"),
+        (["--drafts", "recycle"], "recycling"),
+        (["--drafts", "exit,recycle"], "early layers or recycling"),
         (["--policy", "pld"], "lookup"),
         (["--policy", "del", "--exit-layer", 2], "early layers"),
-        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2 or lookup"),
+        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2, lookup or recycling"),
         (["--exit-layer", 3], "layers 1-3"),
         (["--policy", "dsde"], "layer 1"),
         (["--policy", "plain"], None),
@@ -326,7 +329,9 @@ def test_drafts_by_lookup_are_shown_and_counted_as_such(generate):
     assert '"plans": {"lookup":' in generate("abcabcabc", "--policy", "pld", "--json", "--max-new-tokens", 12).out
 
 
-@pytest.mark.parametrize("drafts", ["exit", "lookup", "exit,lookup", "lookup, exit"])
+@pytest.mark.parametrize(
+    "drafts", ["exit", "lookup", "exit,lookup", "lookup, exit", "exit,tree", "lookup,recycle,tree,exit"]
+)
 def test_where_drafts_come_from_changes_no_text(generate, drafts):
     done = generate("abcabcabc", "--drafts", drafts, "--show-plan", "--max-new-tokens", 30)
     assert done.out == generate("abcabcabc", "--policy", "plain", "--max-new-tokens", 30).out

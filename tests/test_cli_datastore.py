@@ -10,6 +10,7 @@ import pytest
 from selfspec import hub
 from selfspec.commands import corpus
 from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.datastore_build import build
 from selfspec.target.fingerprint import vocabulary_of
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused, save_model
@@ -81,6 +82,23 @@ def test_quiet_and_json_are_for_programs(run, tmp_path):
     assert done.err == "" and json.loads(done.out)["num_documents"] == 1
 
 
+def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
+    file, prompt = tmp_path / "code.store", CODE.read_text("utf-8")[:150]
+    assert run("datastore", "build", "demo", CODE, "-o", file, "-q").code == 0
+    call = ("generate", prompt, "--max-new-tokens", 24)
+    plain = run(*call, "--policy", "plain")
+    for options in ((), ("--drafts", "lookup,tree"), ("--policy", "adaptive", "--exit-layer", 2), ("--compare",)):
+        done = run(*call, "--datastore", file, "--show-plan", *options)
+        assert (done.code, done.out) == (0, plain.out)
+        assert "round    1  " in done.err
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": prompt[:n]}) + "\n" for n in (50, 150)), "utf-8")
+    one, other = (run("generate", "--prompts", lines, *more) for more in (("--policy", "plain"), ("--datastore", file)))
+    assert [json.loads(line)["tokens"] for line in one.out.splitlines()] == [
+        json.loads(line)["tokens"] for line in other.out.splitlines()
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
@@ -141,3 +159,14 @@ def test_a_damaged_datastore_is_refused(run, tmp_path):
     assert_refused(run("datastore", "info", file, "--verify"), 1, "body", "damaged", "build it again")
     file.write_bytes(content[:-1])
     assert_refused(run("datastore", "info", file), 1, "bytes where")
+
+
+def test_drafts_are_not_looked_up_in_what_does_not_fit_the_model(run, tmp_path, tokenizer):
+    file, call = tmp_path / "a.store", ("generate", "def", "--datastore")
+    assert_refused(run(*call, CODE), 1, "is no datastore", "selfspec datastore build")
+    build(file, [[1, 2, 3]], "another", 5)
+    assert_refused(run(*call, file), 1, "another tokenizer", "build it again")
+    build(file, [[1, 2, 70000]], vocabulary_of(tokenizer), 70001)
+    assert_refused(run(*call, file), 1, "70001 tokens", "build it again")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert_refused(run(*call, file), 1, "bytes where", "build it again")

@@ -66,7 +66,7 @@ def test_help_names_every_option_and_begins_with_examples():
     assert text.index("selfspec generate 'def") < text.index("--model")
     options = """adapter exit-heads policy exit-layer num-draft-tokens max-new-tokens temperature top-k top-p min-p seed
         stop system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats json
-        quiet prompts svg"""
+        quiet prompts svg drafts datastore"""
     assert all(f"--{name}" in text for name in options.split())
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import selfspec
 from selfspec import show
-from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop, TokenTree
 from selfspec.decoding.results import RowResult
 from selfspec.decoding.stats import SpecStats
 from tests import cli_fixtures
@@ -136,12 +136,39 @@ def test_a_plan_of_several_rows_gives_the_range_of_lengths_and_sums():
     assert show.plan_line(1, Plan(None, (0, 0)), []).plain == "round    1   2 rows  plain"
 
 
+def test_a_plan_with_branches_says_how_much_was_drafted_beside_the_one_that_was_followed():
+    chain, tree = TokenTree((5, 6), (0, 1)), TokenTree((5, 6, 7), (0, 1, 0))
+    beside = RowResult(0, [7, 8], "", [7], 1, None, num_beside=2)
+    line = show.plan_line(1, Plan(0, (3,), trees=(tree,)), [beside]).plain
+    assert line == "round    1  lookup   tree of  3  drafted  1 +2 beside  accepted  1"
+    line = show.plan_line(1, Plan(0, (2,), trees=(chain,)), [RowResult(0, [5, 6], "", [5, 6], 2, None)]).plain
+    assert line == "round    1  lookup   up to  2  drafted  2  accepted  2"
+    line = show.plan_line(1, Plan(3, (8,)), [RowResult(0, [5, 6], "", [5], 1, None, num_beside=4)]).plain
+    assert line == "round    1  exit  3  up to  8  drafted  1 +4 beside  accepted  1"
+    several = show.plan_line(1, Plan(0, (0, 3), trees=(None, tree)), [RowResult(0, [1], "", [], 0, None), beside]).plain
+    assert "2 rows  lookup   tree of 0..3  drafted  1 +2 beside" in several
+
+
+def test_the_table_tells_tokens_beside_the_branch_that_was_followed():
+    stats = SpecStats()
+    stats.add_round(3, 2, 3)
+    for beside, told in ((0, False), (4, True)):
+        stats.add_round(3, 2, 3, beside)
+        console = Console(file=io.StringIO(), width=60, _environ={})
+        console.print(show.stats_table(stats, {"draft": 1.0}))
+        lines = [line.split() for line in console.file.getvalue().splitlines()]
+        assert (["beside", "the", "branch", "that", "was", "followed", "4"] in lines) == told
+
+
 def test_the_legend_names_layers_where_they_stay_the_same():
     assert show.legend(1, 8).plain.startswith("drafted by layer 1, accepted")
     assert show.legend(4, 8).plain.startswith("drafted by layers 1-4, accepted")
     assert show.legend(None, 8).plain.startswith("drafted by early layers, accepted")
-    assert show.legend(None, 8, has_lookup=True).plain.startswith("drafted by early layers or lookup, accepted")
-    assert show.legend(0, 8).plain.startswith("drafted by lookup, accepted")
+    assert show.legend(None, 8, ["lookup"]).plain.startswith("drafted by early layers or lookup, accepted")
+    assert show.legend(0, 8, ["lookup"]).plain.startswith("drafted by lookup, accepted")
+    everything = show.legend(None, 32, ["lookup", "recycling"]).plain
+    assert everything.startswith("drafted by early layers, lookup or recycling, accepted")
+    assert len(everything) <= show.PICTURE_WIDTH
 
 
 def test_streams_of_one_file_end_up_in_the_same_place(tmp_path):

@@ -6,7 +6,8 @@ import difflib
 import re
 from typing import NamedTuple
 
-from selfspec.control.plan import DRAFTS
+from eval.sources import FORMS as WITH_SOURCES
+from eval.sources import split_policy
 from selfspec.control.policies import POLICIES
 
 PEERS = ("transformers", "early_exit", "prompt_lookup", "assistant")
@@ -18,7 +19,7 @@ FORMS = (
     "transformers:early_exit:E",
     "transformers:prompt_lookup:N",
     "transformers:assistant:MODEL",
-    *(f"adaptive:{source}" for source in DRAFTS),
+    *WITH_SOURCES,
     "external:NAME",
 )
 
@@ -51,14 +52,21 @@ def parse_method(name: str) -> MethodName:
         return MethodName(name, name)
     if first == "fixed" and re.fullmatch(r"[1-9]\d*,[1-9]\d*", rest):
         return MethodName(name, first, tuple(rest.split(",")))
-    if first == "adaptive" and rest in DRAFTS:
-        return MethodName(name, first, (rest,))
+    if first == "adaptive" and (drafts := _sources(name)):
+        return MethodName(name, first, drafts)
     fits = second == "assistant" or re.fullmatch(r"[1-9]\d*", option)
     if first == "transformers" and second in PEERS[1:] and option and fits:
         return MethodName(name, second, (option,))
     if first == "external" and rest:
         return MethodName(name, first, (rest,))
     raise ValueError(f"method {name!r} is unknown; {_hint(name)}")
+
+
+def _sources(name: str) -> tuple[str, ...]:
+    try:
+        return split_policy(name)[1] or ()
+    except ValueError:
+        return ()
 
 
 def _hint(name: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,28 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
 def info(file: Path, verify: bool, as_json: bool) -> None:
     """Say what a datastore holds, and whether it is whole."""
     from selfspec.drafting import datastore_file
-    from selfspec.errors import DatastoreError
 
     file = file.expanduser()
-    try:
+    with reading(file):
         if verify:
             about = datastore_file.verify(file)
         else:
             opened, about = datastore_file.open_file(file)
             opened.close()
+    _write(file, about, {"verified": verify}, as_json)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what is wrong with a datastore that is read into failures of the run."""
+    from selfspec.errors import DatastoreError
+
+    try:
+        yield
     except (DatastoreError, FileNotFoundError) as problem:
         raise Failure(str(problem), RUN) from problem
     except OSError as problem:
         raise Failure(f"{file} cannot be read ({problem.strerror}); give a file of yours", RUN) from problem
-    _write(file, about, {"verified": verify}, as_json)
 
 
 def _check(files: Sequence[Path], output: Path) -> None:

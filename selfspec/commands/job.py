@@ -11,6 +11,7 @@ from typing import Any
 
 from selfspec import hub
 from selfspec.api import Target
+from selfspec.commands.datastore import reading
 from selfspec.commands.failure import RUN, Failure, as_sentences
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
@@ -19,6 +20,7 @@ from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
+from selfspec.drafting.datastore import Datastore
 from selfspec.learn import Learner
 from selfspec.target.exit_heads import FILE as EXIT_HEADS_FILE
 from selfspec.target.exit_heads import ExitHeads
@@ -79,7 +81,7 @@ class Job:
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
         sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
         given = {name: getattr(options, name) for name in sampling} | {"stop": options.stop or []}
-        given |= {"drafts": options.sources, "exact": options.exact}
+        given |= {"drafts": options.sources, "exact": options.exact, "datastore": _datastore(options, target)}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)
@@ -115,6 +117,17 @@ def consume(rounds: Iterator[Round], show: Callable[[Round], None]) -> Run:
     names = {inf: "plain", LOOKUP: "lookup"}
     plans = {names.get(exit_layer, str(exit_layer)): count for exit_layer, count in sorted(exits.items())}
     return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages), plans)
+
+
+def _datastore(options: Generate, target: Target) -> Datastore | None:
+    """The corpus to look drafts up in, open; one that is damaged or of another tokenizer is refused."""
+    file = options.datastore
+    if file is None:
+        return None
+    with reading(file):
+        store = Datastore.open(file, target.tokenizer)
+        store.check_fits(target.stack.vocab_size)
+    return store
 
 
 def _has_learned(options: Generate) -> bool:

@@ -29,6 +29,7 @@ PolicyName = Literal[
     "pld",
 ]
 EngineName = Literal["auto", "views", "fused", "compiled"]
+SOURCES = ("exit", "lookup", "recycle", "tree", "cascade")  # `selfspec.control.plan.DRAFTS`, for the same reason
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
 ADAPTER_HELP = "PEFT adapter for the model."
@@ -95,9 +96,18 @@ class Generate:
     drafts: Annotated[
         str | None,
         Option(
-            metavar="exit,lookup",
-            help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text, or "
-            "both, which is the default.",
+            metavar="exit,lookup,recycle,tree",
+            help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text, what "
+            "the model thought likely before; tree lets them have branches. Default: all.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+
+    datastore: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Look drafts up in a corpus, too: a file that 'selfspec datastore build' wrote for this model.",
             rich_help_panel=_DRAFT,
         ),
     ] = None
@@ -210,14 +220,23 @@ def _check_pairs(given: Generate) -> None:
 
 
 def _check_drafts(given: Generate) -> None:
-    if given.sources is None:
-        return
-    if not set(given.sources) <= {"exit", "lookup"}:
-        raise Failure(f"--drafts must be exit, lookup, or exit,lookup, got {given.drafts!r}")
+    sources = given.sources
+    if sources is not None and not set(sources) <= set(SOURCES):
+        raise Failure(f"--drafts must hold some of {','.join(SOURCES)}, got {given.drafts!r}")
+    if sources is not None and set(sources) == {"tree"}:
+        raise Failure("--drafts tree lets drafts have branches; name exit, lookup or recycle beside it")
+    store = given.datastore
+    if store is not None and sources is not None and "lookup" not in sources:
+        raise Failure(f"--datastore is for drafts by lookup, got --drafts {given.drafts}; add lookup to them")
+    if store is not None and not store.expanduser().is_file():
+        raise Failure(f"--datastore {store} is no file; make one with: selfspec datastore build MODEL CORPUS -o FILE")
     by_default = given.exit_layer is None and given.num_draft_tokens is None
-    if given.policy != "adaptive" and not (given.policy is None and by_default):
-        name = given.policy or "fixed, which an exit layer or a draft length given alone stands for"
-        raise Failure(f"--drafts says what the policy adaptive may use, got the policy {name}; add --policy adaptive")
+    if given.policy == "adaptive" or (given.policy is None and by_default):
+        return
+    name = given.policy or "fixed, which an exit layer or a draft length given alone stands for"
+    for flag, value in (("--drafts", given.drafts), ("--datastore", store)):
+        if value is not None:
+            raise Failure(f"{flag} says what the policy adaptive may use, got the policy {name}; add --policy adaptive")
 
 
 def _flag(name: str) -> str:

@@ -139,9 +139,9 @@ def _legend(job: Job) -> Text | None:
         told = policy_for(job.target, "fixed", job.options["exit_layer"], job.options["num_draft_tokens"])
         exit_layer = told.exit_layer if isinstance(told, Fixed) else None
     drafts = (job.options["drafts"] or DRAFTS) if job.policy == "adaptive" else ("exit",)
-    if job.policy in BY_LOOKUP or drafts == ["lookup"]:
-        exit_layer, drafts = LOOKUP, ("exit",)
-    return show.legend(exit_layer, job.target.stack.num_layers, "lookup" in drafts)
+    drafts = ("lookup",) if job.policy in BY_LOOKUP else drafts
+    free = [name for source, name in (("lookup", "lookup"), ("recycle", "recycling")) if source in drafts]
+    return show.legend(exit_layer if "exit" in drafts else LOOKUP, job.target.stack.num_layers, free)
 
 
 def _shown(job: Job) -> str:

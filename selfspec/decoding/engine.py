@@ -105,6 +105,9 @@ class Engine:
             lookup, texts of the corpus continue a row, too.
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.target.exact`.
+
+    Raises:
+        DatastoreError: the datastore holds tokens that the model does not know.
     """
 
     def __init__(
@@ -139,6 +142,8 @@ class Engine:
             learn.follow(target.stack)
         self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
+        if datastore is not None:
+            datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = PagedCache(max_cached_tokens // page_size, page_size, self.stack.num_layers)
         self.rows: list[Row] = []
@@ -307,9 +312,10 @@ class Engine:
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
         self.stack.frequencies.add(verdict.block[:kept])
-        row.stats.add_round(len(branch), accepted, kept, len(verdict.drafted) - len(branch))
+        beside = len(verdict.drafted) - len(branch)
+        row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason
-        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row))
+        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row), beside)
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

@@ -17,6 +17,7 @@ class RowResult(NamedTuple):
     drafted: list[int]  # what was drafted, rejected tokens included; of a tree, the branch that the output followed
     num_accepted: int  # drafted tokens among `tokens`
     completion: Completion | None  # once the row has ended
+    num_beside: int = 0  # tokens drafted on other branches
 
 
 class Round(NamedTuple):

@@ -74,6 +74,19 @@ class Datastore:
             raise DatastoreError(f"{path} was built with another tokenizer; build it again with this model")
         return made
 
+    @classmethod
+    def of(cls, given: str | Path | Datastore | None, tokenizer: Any = None) -> Datastore | None:
+        """The same as `open`, of a path; what is open already is left as it is."""
+        return cls.open(given, tokenizer) if isinstance(given, str | Path) else given
+
+    def check_fits(self, vocab_size: int) -> None:
+        """DatastoreError where the corpus was tokenized with more tokens than a model of `vocab_size` knows."""
+        if self.about.vocab_size > vocab_size:
+            raise DatastoreError(
+                f"{self.path} holds a vocabulary of {self.about.vocab_size} tokens and the model knows {vocab_size}; "
+                "build it again with this model"
+            )
+
     def find(self, context: Sequence[int], most: int = DEPTH) -> Match | None:
         """The longest suffix of a context, of at most `most` tokens, that occurs in the corpus with more after it.
 

@@ -24,6 +24,32 @@ def row(request_id=0, room=ROOMY):
     return RowState(request_id, 10, room)
 
 
+class Free:
+    """Guesses of a row that ends in (1, 0): its chain, what may come first, and what after tokens and pairs."""
+
+    last = (1, 0)
+
+    def __init__(self, chain=(), first=(), after=None, after_pair=None, match=None, is_stored=False):
+        self.match, self.is_stored = len(chain) if match is None else match, is_stored
+        self._chain, self._first, self.after, self.after_pair = [*chain], [*first], after or {}, after_pair or {}
+
+    def chain(self, num_tokens):
+        return self._chain[:num_tokens]
+
+    def candidates(self, token, previous):
+        if (previous, token) in self.after_pair:
+            return 1, list(self.after_pair[previous, token])
+        return 0, list(self.after.get(token, []))
+
+    def first_candidates(self):
+        return (2, list(self._first)) if self._first else self.candidates(0, 1)
+
+
+def found(match, **others):
+    """Guesses of a row of whose last `match` tokens a long text is found after an earlier place."""
+    return Free(range(5, 99) if match else (), match=match, **others)
+
+
 def ask(policy, *rows):
     return policy.plan(rows or [row()])
 

@@ -176,9 +176,15 @@ def test_a_prior_of_the_same_model_is_where_it_starts():
         tracker.add(1, [False] * 4, [0.9] * 4)
     plan = Adaptive(made_up_costs(LAYERS), tracker.state()).plan([RowState(0, 2, 100)])
     assert plan == Plan(
-        2, plan.draft_lengths, stop=plan.stop, keep_confidence=True, shadow=plan.shadow, speedup=plan.speedup
+        2,
+        plan.draft_lengths,
+        stop=plan.stop,
+        keep_confidence=True,
+        shadow=plan.shadow,
+        seconds=plan.seconds,
+        speedup=plan.speedup,
     )
-    assert plan.speedup > 1.1
+    assert plan.speedup > 1.1 and plan.seconds.right == plan.stop.calibration
 
 
 def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_says():

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
-from selfspec.control.matches import MOST_FOUND, Matches, bin_of
+from selfspec.control.matches import MOST_FOUND, Matches, bin_of, choose
 from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, RowState, Seconds
 from selfspec.control.policies import make_policy
 from selfspec.control.worth import LOOKUP_GRID, MOST_PACKED, Worth
+from tests.control.rounds import found
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs, trace_of
+
+VOCAB = 1 << 20  # of the traces; a text of tokens as random as that says nothing twice
 
 
 def says(trace, tokens):
@@ -34,7 +37,8 @@ def repeats(trace, period=40, vocab=10_000, seed=0):
 
 def random_words(trace, vocab, seed=0):
     count = trace.prompt_length + len(trace.tokens)
-    return says(trace, np.random.default_rng(seed).integers(vocab, size=count).tolist())
+    rng = np.random.default_rng(seed)
+    return says(trace, (rng.permutation(VOCAB)[:count] if vocab == VOCAB else rng.integers(vocab, size=count)).tolist())
 
 
 def seconds_of(texts, **options):
@@ -99,15 +103,14 @@ def test_older_observations_fade():
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=3), st.integers(1, 100))
 def test_the_lengths_chosen_are_the_best_of_all(rows, step):
-    matches, most = [match for match, _ in rows], [longest for _, longest in rows]
     seconds = [1 + 0.01 * step * drafted for drafted in range(20)]
     known = Matches()
     known.add(Looked(3, 4, 0), 1)  # of the second row alone
-    lengths, rate = known.choose(list(enumerate(matches)), most, seconds)
+    offers = [known.survivals(match, i)[:longest] if match else [] for i, (match, longest) in enumerate(rows)]
+    lengths, rate = choose(offers, seconds)
 
     def rate_of(tried):
-        pairs = enumerate(zip(matches, tried, strict=True))
-        kept = sum(sum(known.survivals(match, i)[:n]) for i, (match, n) in pairs if match)
+        kept = sum(sum(chances[:n]) for chances, n in zip(offers, tried, strict=True))
         return (len(rows) + kept) / seconds[sum(tried)]
 
     allowed = [range(longest + 1 if match else 1) for match, longest in rows]
@@ -141,12 +144,17 @@ def test_a_text_that_repeats_itself_is_drafted_by_lookup():
         assert {round_.plan.exit_layer for round_ in rounds[-5:]} == {LOOKUP}
 
 
-@pytest.mark.parametrize("vocab", [10, 100, 1000, 10**9])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 0.9])
-def test_where_there_is_nothing_to_look_up_it_is_as_fast_as_without(acceptance, vocab):
+EXIT, TREE = (("exit",), ("lookup",)), (("exit", "tree"), ("lookup", "recycle"))
+
+
+@pytest.mark.parametrize("vocab", [10, 100, 1000, VOCAB])
+@pytest.mark.parametrize(
+    ("acceptance", "without", "beside"), [(0.0, *EXIT), (0.7, *EXIT), *[(rate, *TREE) for rate in (0.0, 0.3, 0.7, 0.9)]]
+)
+def test_where_there_is_nothing_to_look_up_it_is_as_fast_as_without(acceptance, vocab, without, beside):
     texts = [random_words(trace, vocab) for trace in traces(acceptance, tokens=500)]
-    alone, both = seconds_of(texts, drafts=("exit",)), seconds_of(texts)
-    assert alone >= (1.0 if vocab == 10**9 else 0.98) * both
+    alone, both = seconds_of(texts, drafts=without), seconds_of(texts, drafts=(*without, *beside))
+    assert alone >= (1.0 if vocab == VOCAB else 0.98) * both
 
 
 @pytest.mark.parametrize(("drafts", "allowed"), [(("exit",), {*range(1, LAYERS), None}), (("lookup",), {LOOKUP, None})])
@@ -159,11 +167,13 @@ def test_drafts_come_from_where_they_may(drafts, allowed):
 
 
 @pytest.mark.parametrize(
-    ("second", "drafted"), [(RowState(1, 50, 100), 0), (RowState(1, 50, 3, match=12), 2)], ids=["no match", "no room"]
+    ("second", "drafted"),
+    [(RowState(1, 50, 100, found(0)), 0), (RowState(1, 50, 3, found(12)), 2)],
+    ids=["no match", "no room"],
 )
 def test_of_two_rows_one_without_a_match_drafts_nothing_and_the_other_does_where_it_pays(second, drafted):
     policy = Adaptive(made_up_costs(LAYERS), drafts=("lookup",))
-    rows = [RowState(0, 50, 100, match=12), second]
+    rows = [RowState(0, 50, 100, found(12)), second]
     for _ in range(5):
         plan = policy.plan(rows)
         outcomes = [
@@ -179,7 +189,7 @@ def test_more_rows_draft_by_layers_only_and_nothing_is_looked_up_for_them():
     assert policy.reads_lookup
     for rows, reads in ((3, False), (2, True)):
         for _ in range(5):
-            plan = policy.plan([RowState(i, 50, 100, match=12) for i in range(rows)])
+            plan = policy.plan([RowState(i, 50, 100, found(12)) for i in range(rows)])
             assert policy.reads_lookup == reads and (plan.exit_layer == LOOKUP) <= reads
             lengths = enumerate(plan.draft_lengths)
             outcomes = [RowOutcome(i, n, n, (0.9,) * n, looked=Looked(12, 9, 9)) for i, n in lengths]
@@ -192,7 +202,9 @@ def test_plans_are_always_allowed(data):
     rows = data.draw(st.integers(1, 5))
     policy = Adaptive(made_up_costs(LAYERS), most=data.draw(st.sampled_from([None, 1, 5])))
     for _ in range(data.draw(st.integers(1, 30))):
-        states = [RowState(i, 40, *data.draw(st.tuples(st.integers(1, 30), st.integers(0, 16)))) for i in range(rows)]
+        states = [
+            RowState(i, 40, data.draw(st.integers(1, 30)), found(data.draw(st.integers(0, 16)))) for i in range(rows)
+        ]
         plan = policy.plan(states)
         assert plan.exit_layer is None or LOOKUP <= plan.exit_layer < LAYERS
         pairs = list(zip(plan.draft_lengths, states, strict=True))
@@ -240,8 +252,13 @@ def test_smartspec_with_lookup_counts_how_often_there_is_a_match():
 
 @pytest.mark.parametrize("drafts", [(), ("trees",), "lookup", ("exit", "trees")])
 def test_drafts_from_nowhere_are_refused(drafts):
-    with pytest.raises(ValueError, match=r"drafts must hold some of exit, lookup, got"):
+    with pytest.raises(ValueError, match=r"drafts must hold some of exit, lookup, recycle, tree, got"):
         make_policy("adaptive", 4, costs=lambda: made_up_costs(4), drafts=drafts)
+
+
+def test_branches_of_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"drafts must name what may have branches beside 'tree'"):
+        make_policy("adaptive", 4, costs=lambda: made_up_costs(4), drafts=("tree",))
 
 
 def test_a_trace_of_random_tokens_has_nothing_to_look_up():

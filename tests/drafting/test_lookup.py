@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from selfspec.drafting.lookup import Lookup
@@ -22,6 +22,18 @@ def naive(content, most, num_tokens):
     return [], 0
 
 
+def naive_alternatives(content, most):
+    """What followed the latest places of every shorter suffix, the longer ones first; without what a draft begins with.
+
+    A suffix that went on backwards in one way only was last seen where a longer one was.
+    """
+    [first], match = naive(content, most, 1) if naive(content, most, 1)[1] else ([None], 0)
+    found = []
+    for length in range(match - 1, 0, -1):
+        found += naive(content, length, 1)[0]
+    return [token for token in dict.fromkeys(found) if token != first]
+
+
 contents = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), max_size=80))
 
 
@@ -36,6 +48,18 @@ def test_a_draft_is_what_a_naive_search_finds(content, most, num_tokens, step):
         expected, match = naive(grown, most, num_tokens)
         assert lookup.draft(num_tokens) == (expected, match)
         assert (lookup.match, len(lookup)) == (match, len(grown))
+
+
+@settings(max_examples=100)
+@example([0, 1, 2, 1, 3, 2, 0, 1], 16, 1)
+@example([4, 0, 1, 2, 0, 1, 3, 4, 0, 1], 16, 1)
+@given(contents, st.integers(1, 20), st.integers(1, 30))
+def test_alternatives_are_what_followed_shorter_matches(content, most, step):
+    grown = []
+    lookup = Lookup(grown, most)
+    for start in range(0, len(content), step):
+        grown += content[start : start + step]
+        assert lookup.alternatives() == naive_alternatives(grown, most)
 
 
 def kinds_of_text(length):

@@ -112,6 +112,19 @@ def test_a_task_of_the_command_line_joins_those_of_the_file_and_sampling_is_reco
     assert [row["name"] for row in record["sections"][0]["rows"]] == ["plain", *BOUNDS]
 
 
+def test_sources_of_drafts_are_compared_by_name(files, capsys):
+    names = ["adaptive", "adaptive:exit", "adaptive:exit+tree", "adaptive:exit+lookup+recycle+tree"]
+    shown = ["--lengths", "20", "--head-layers", MEASURED, "--starts", "fresh", "warm", "--policies", *names]
+    assert main(["replay", *files, "-q", *shown]) == 0
+    rows = json.loads(capsys.readouterr().out)["sections"][0]["rows"]
+    assert [row["name"] for row in rows] == [*names, *names, *BOUNDS]
+    speedups = {(row["name"], row["start"]): row["speedup"] for row in rows}
+    for start in ("fresh", "warm"):
+        assert speedups["adaptive", start] == speedups["adaptive:exit+lookup+recycle+tree", start]
+    policies = [compare.make(name, made_up_costs(4)) for name in names]
+    assert [policy.reads_lookup for policy in policies] == [True, False, False, True]
+
+
 def test_every_prompt_has_a_new_policy_and_a_warm_one_is_given_what_the_one_before_has_seen(monkeypatch):
     made, make = [], compare.make
 
@@ -146,7 +159,7 @@ def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
         (["--lengths", "0"], "lengths must be numbers of at least 1, got [0]"),
         (["--head-layers", "none"], "head_layers must be numbers of at least 0 or 'measured', got ['none']"),
         (["--starts", "hot"], "starts must be among ('fresh', 'warm'), got ['hot']"),
-        (["--policies", "best"], f"policies must be among {', '.join(POLICIES)}, got ['best']"),
+        (["--policies", "best"], f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit or"),
         (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
         (["--costs", "nowhere.json"], "cannot read the costs 'nowhere.json'"),
         (["--traces", "nowhere.npz"], "cannot read the traces 'nowhere.npz'"),

@@ -98,7 +98,7 @@ def engine(tmp_path, how):
 
 
 def test_every_method_writes_plain_decodings_tokens_and_spec_benchs_format(run, out, model, capsys):
-    ours = [*POLICIES, "fixed:2,3", "adaptive:exit", "adaptive:lookup"]
+    ours = [*POLICIES, "fixed:2,3", "adaptive:exit", "adaptive:lookup+tree"]
     theirs = ["", ":early_exit:2", ":prompt_lookup:3", f":assistant:{model}"]
     names = [*ours, *("transformers" + rest for rest in theirs)]
     assert run("--methods", *names, "--keep-rounds", "--warmups", "1") == 0
@@ -342,6 +342,8 @@ def test_a_folder_that_is_in_use_or_cannot_be_written_is_refused(run, out, confi
     [
         (["--methods", "plain", "adaptve"], "did you mean 'adaptive'"),
         (["--methods", "plain", "adaptive:exits"], "did you mean 'adaptive:exit'"),
+        (["--methods", "plain", "adaptive:tree"], "did you mean 'adaptive:"),
+        (["--methods", "plain", "adaptive:exit+"], "did you mean 'adaptive:exit'"),
         (["--methods", "plain", "fixed:4"], "did you mean 'fixed"),
         (["--methods", "plain", "transformers:early_exit:0"], "is unknown"),
         (["--methods", "plain", "plain"], "different names"),

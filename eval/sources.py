@@ -1,0 +1,24 @@
+"""Policies by name in comparisons: `adaptive:exit+tree` is `adaptive` whose drafts come from these alone."""
+
+from __future__ import annotations
+
+from selfspec.control.plan import DRAFTS
+from selfspec.control.policies import POLICIES
+
+WITH_SOURCES = "adaptive"
+FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source != "tree"), f"{WITH_SOURCES}:{'+'.join(DRAFTS)}")
+
+
+def split_policy(name: str) -> tuple[str, tuple[str, ...] | None]:
+    """A policy's own name, and where its drafts may come from; None: wherever they do.
+
+    Raises:
+        ValueError: there is no such policy or source.
+    """
+    policy, colon, rest = name.partition(":")
+    drafts = tuple(rest.split("+")) if colon else None
+    fits = drafts is None or (policy == WITH_SOURCES and len(set(drafts)) == len(drafts) and {*drafts} <= {*DRAFTS})
+    if policy not in POLICIES or not fits or drafts == ("tree",):  # which only lets others have branches
+        known = ", ".join(POLICIES)
+        raise ValueError(f"policies must be among {known}, or such as {FORMS[0]} or {FORMS[-1]}, got {name!r}")
+    return policy, drafts

@@ -1,0 +1,210 @@
+"""What is free to guess is drafted where it promises more than any other round, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from eval.replay import replay
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.finder import Finder
+from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, check_trees
+from selfspec.control.worth import Worth
+from tests.control.rounds import Free, found
+from tests.control.test_adaptive import LAYERS, traces
+from tests.eval.replays import made_up_costs
+
+PLAIN = "what a plain round promises"
+
+
+@cache
+def worth_of(num_rows):
+    return Worth(made_up_costs(LAYERS), num_rows)
+
+
+def plan_of(finder, *rows, usual=PLAIN):
+    """For rows of (guesses, room)."""
+    worth = worth_of(len(rows))
+    states = [RowState(i, 50, room, guesses) for i, (guesses, room) in enumerate(rows)]
+    return finder.plan(states, worth, len(rows) / worth.plain_seconds if usual == PLAIN else usual)
+
+
+def tell(finder, *looks, plan=None, times=30):
+    for _ in range(times):
+        finder.observe(plan or Plan(None, (0,)), [RowOutcome(0, 0, 0, looked=looked) for looked in looks])
+
+
+def taught(**options):
+    """One that has seen chains be right, and where they were not, first candidates of every kind."""
+    finder = Finder(**options)
+    ranks = tuple((kind, is_beside, 0) for kind in range(3) for is_beside in (False, True))
+    tell(finder, Looked(12, 9, 9, ranks=ranks), Looked(2, 9, 9), Looked(12, 9, 9, is_stored=True))
+    return finder
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("drafts", [("lookup",), ("recycle",), ("lookup", "tree"), DRAFTS])
+def test_where_nothing_is_free_nothing_is_planned(drafts):
+    for finder in (Finder(drafts=drafts), taught(drafts=drafts)):
+        for guesses in (None, Free()):
+            assert plan_of(finder, (guesses, 100), usual=0.0) is None
+            assert plan_of(finder, (guesses, 100), (guesses, 100), usual=0.0) is None
+
+
+@pytest.mark.parametrize("drafts", [("lookup",), ("lookup", "tree"), DRAFTS])
+def test_what_is_found_is_drafted_where_it_pays(drafts):
+    plan = plan_of(taught(drafts=drafts), (found(12), 100))
+    [tree] = plan.trees
+    assert plan.exit_layer == LOOKUP and plan.draft_lengths == (len(tree.tokens),) and plan.speedup > 2
+    assert tree.tokens[:20] == tuple(range(5, 25)) and tree.parents == tuple(range(len(tree.tokens)))
+
+
+def test_what_is_usual_must_be_beaten():
+    finder, worth = taught(), worth_of(1)
+    plan = plan_of(finder, (found(12), 100), usual=1 / worth.plain_seconds)
+    promised = plan.speedup / worth.plain_seconds
+    assert plan_of(finder, (found(12), 100), usual=0.999 * promised) == plan
+    assert plan_of(finder, (found(12), 100), usual=1.001 * promised) is None
+
+
+def test_a_chain_alone_is_not_drafted_where_only_recycled_candidates_may_be():
+    assert plan_of(taught(drafts=("recycle",)), (found(12), 100)) is None
+
+
+CYCLE = {token: [(token + 1) % 30, 40, 41] for token in range(30)}  # likely after each token
+
+
+def test_what_was_likely_before_goes_on_from_the_last_token():
+    plan = plan_of(taught(drafts=("recycle",)), (Free(after=CYCLE), 100))
+    [tree] = plan.trees
+    assert len(tree.tokens) > 4 and tree.tokens == tuple(range(1, len(tree.tokens) + 1))
+    assert tree.parents == tuple(range(len(tree.tokens)))
+
+
+def test_branches_grow_only_where_they_may():
+    ranks = tuple((0, False, rank) for rank in (0, 1))  # one time in two the first, else the second
+    for drafts, has_branches in ((("recycle", "tree"), True), (("recycle",), False)):
+        finder = Finder(drafts=drafts)
+        tell(finder, Looked(0, 2, 0, ranks=ranks))
+        plan = plan_of(finder, (Free(after=CYCLE), 100), usual=1.0)
+        [tree] = plan.trees
+        assert (tree.parents != tuple(range(len(tree.parents)))) == has_branches
+        assert (40 in tree.tokens) == has_branches
+
+
+def test_beside_a_chain_that_is_often_wrong_what_else_may_come_is_drafted():
+    finder = Finder()
+    tell(finder, *[Looked(2, 2, right, ranks=() if right else ((2, True, 0),)) for right in (0, 2)])
+    plan = plan_of(finder, (found(2, first=[3, 4]), 100))
+    [tree] = plan.trees
+    assert 3 in tree.tokens and tree.parents[tree.tokens.index(3)] == 0 and tree.tokens[0] == 5
+
+
+@pytest.mark.parametrize("own_is_right", [True, False])
+def test_what_a_corpus_finds_is_trusted_apart_from_what_the_text_finds(own_is_right):
+    finder = Finder(drafts=("lookup",))
+    tell(finder, Looked(6, 9, 9 * own_is_right), Looked(6, 9, 9 * (not own_is_right), is_stored=True))
+    assert (plan_of(finder, (found(6), 100)) is not None) == own_is_right
+    assert (plan_of(finder, (found(6, is_stored=True), 100)) is None) == own_is_right
+
+
+def test_promises_that_are_not_kept_are_believed_less():
+    finder = taught(drafts=("lookup",))
+    before = plan_of(finder, (found(12), 100)).speedup
+    for _ in range(40):
+        plan = plan_of(finder, (found(12), 100), usual=0.0)
+        finder.observe(plan, [RowOutcome(0, plan.draft_lengths[0], 0)])  # nothing is said of what was looked up
+    assert plan_of(finder, (found(12), 100), usual=0.0).speedup < 0.6 * before
+
+
+@cache
+def known(is_taught, drafts):
+    return taught(drafts=drafts) if is_taught else Finder(drafts=drafts)
+
+
+some = st.lists(st.integers(0, 30), max_size=8, unique=True)
+after = st.dictionaries(st.integers(0, 30), some, max_size=20)
+long = st.lists(st.integers(0, 30), min_size=63, max_size=63)
+soon = st.lists(st.integers(0, 30), min_size=1, max_size=20)  # of a corpus: its document ends
+lengths = st.integers(1, 16)
+of_texts = st.one_of(
+    st.none(), st.builds(Free, long, some, after, match=lengths), st.builds(Free, st.just([]), some, after)
+)
+of_corpora = st.builds(Free, soon, some, after, match=lengths, is_stored=st.just(True))
+rooms, usuals = st.integers(1, 40), st.sampled_from([0.0, PLAIN])
+sources = st.sampled_from([("lookup",), ("recycle",), ("lookup", "tree"), ("recycle", "tree"), DRAFTS])
+
+
+def check_plan(rows, drafts, is_taught, usual):
+    plan = plan_of(known(is_taught, drafts), *rows, usual=usual)
+    if plan is None:
+        return
+    check_trees(plan)
+    assert any(plan.draft_lengths) and plan.exit_layer == LOOKUP
+    for (guesses, room), tree, length in zip(rows, plan.trees, plan.draft_lengths, strict=True):
+        assert length < room
+        if tree is not None and len(tree.tokens):
+            paths = [()]
+            for token, parent in zip(tree.tokens, tree.parents, strict=True):
+                paths.append((*paths[parent], token))
+            assert guesses is not None and len(set(paths)) == len(paths)
+            assert "tree" in drafts or tree.parents == tuple(range(length))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(of_texts, rooms), min_size=1, max_size=3), sources, st.booleans(), usuals)
+def test_plans_are_trees_of_the_lengths_they_tell_and_stay_below_each_rows_room(rows, drafts, is_taught, usual):
+    check_plan(rows, drafts, is_taught, usual)
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="a chain that ends before its chances do is told too long")
+@settings(max_examples=100)
+@example([(Free([5, 6], match=9, is_stored=True), 40)], ("lookup",), True, PLAIN)
+@given(st.lists(st.tuples(of_texts | of_corpora, rooms), min_size=1, max_size=3), sources, st.booleans(), usuals)
+def test_a_document_of_a_corpus_that_ends_soon_ends_the_draft(rows, drafts, is_taught, usual):
+    check_plan(rows, drafts, is_taught, usual)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the longest draft binds chains alone")
+def test_no_more_is_drafted_than_a_caller_allows():
+    plan = plan_of(taught(most=2), (Free(after=CYCLE), 100))
+    assert plan is None or plan.draft_lengths[0] <= 2
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+
+def goes_round(trace, rank, period=50):
+    """The output repeats a phrase, of which the model thought each token the likeliest, second likeliest, ..."""
+    rng = np.random.default_rng(0)
+    count = trace.prompt_length + len(trace.tokens)
+    content = np.resize(rng.permutation(10_000)[:period], count)
+    likely = rng.integers(20_000, 1 << 20, (len(trace.tokens), 8)).astype(np.int32)
+    likely[:, rank] = content[trace.prompt_length :]
+    prompt, tokens = content[: trace.prompt_length].tolist(), content[trace.prompt_length :].tolist()
+    return replace(trace, prompt=tuple(prompt), tokens=tuple(tokens), likely=likely)
+
+
+@pytest.mark.parametrize(
+    ("rank", "drafts", "gains"),
+    [
+        (0, ("recycle",), True),
+        (0, ("recycle", "tree"), True),
+        (1, ("recycle",), False),
+        (1, ("recycle", "tree"), True),
+        (7, ("recycle",), False),
+        (0, ("tree",), False),
+    ],
+)
+def test_recycled_candidates_gain_where_they_are_right_and_cost_little_where_not(rank, drafts, gains):
+    costs = made_up_costs(LAYERS)
+    runs = [replay([goes_round(trace, rank)], Adaptive(costs, drafts=drafts), costs) for trace in traces(0.0)]
+    speedup = sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
+    assert speedup > 1.5 if gains else 0.97 < speedup <= 1.0 + 1e-9
