@@ -65,6 +65,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "body": "views" if stack.lean is None else "lean",
         **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
+        **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
         "device": device_name(stack.device),
         "dtype": str(stack.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -87,7 +88,7 @@ def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:
 
 def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
     """The saved costs, else costs measured now and saved. Batch sizes that a saved profile lacks are measured too."""
-    known = read_costs(stack)
+    known = stack.agreed(read_costs(stack))
     if known is not None and covers(known, batch_size):
         return known
     done = known.plain.points if known is not None else ()
