@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 
+import selfspec
 from selfspec.control.costs import Costs, Table
 from selfspec.decoding.measure import measure
 from selfspec.target.exact import ExactStack
@@ -71,7 +71,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "selfspec": version("selfspec"),
+        "selfspec": selfspec.__version__,
     }
 
 
