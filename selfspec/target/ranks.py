@@ -48,12 +48,12 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if count == 1 and not meshes:
         return None
-    names = sorted({str(name) for each in meshes for name in each.mesh_dim_names or ("unnamed",)})
+    names = sorted({str(name) for each in meshes for name in each.mesh_dim_names or ()})  # older ones have none
     if count == 1 or len(meshes) > 1 or not set(names) <= {"tp"}:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise UnsupportedModelError(
-            f"{kind}: its weights are spread over processes by {', '.join(names)}, and only tensor parallelism is "
-            "supported; load it with distributed_config=DistributedConfig(tp_size=N) alone"
+            f"{kind}: its weights are spread over processes by {', '.join(names) or 'other means'}, and only tensor "
+            "parallelism is supported; load it with distributed_config=DistributedConfig(tp_size=N) alone"
         )
     mesh = meshes.pop() if meshes else mesh
     return Ranks(mesh.get_group())  # type: ignore[union-attr]
