@@ -25,6 +25,7 @@ from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 from selfspec.target.views import base_of, family_of
 
+RARE = 0.1  # size of the head's rows for tokens that are not written
 GAIN = 1.9  # of a random matrix on a vector of unit size: outputs then neither stand still nor go round in circles
 PROMPTS, PROMPT_TOKENS, SKIPPED = 8, 20, 4  # what acceptance is first measured on, but for a prompt's first tokens
 LOWEST, HIGHEST = (1e-3, 0.995), (4.0, 0.01)  # where the search for the factor begins, and what is supposed there
@@ -43,10 +44,14 @@ class Made:
     wanted: float | None  # acceptance asked for; None: later layers add as much as they like
     scale: float  # factor on what the layers above the exit add
     acceptance: float  # of the exit over random tokens
+    frequent: int | None = None  # only so many tokens are ever written
 
     @property
     def label(self) -> str:
-        return f"synthetic {self.shape}, {self.dtype}, acceptance {self.acceptance:.2f} at layer {self.exit_layer}"
+        text = "" if self.frequent is None else f", writing {self.frequent} of its tokens"
+        return (
+            f"synthetic {self.shape}, {self.dtype}, acceptance {self.acceptance:.2f} at layer {self.exit_layer}{text}"
+        )
 
 
 class Synthetic(Target):
@@ -74,6 +79,7 @@ def synthetic_target(
     acceptance: float | None = 0.8,
     seed: int = 0,
     check: bool = True,
+    frequent: int | None = None,
     **overrides: Any,
 ) -> Synthetic:
     """A target of a known shape with random weights, made on the device; the same one for the same seed and device.
@@ -84,6 +90,8 @@ def synthetic_target(
         acceptance: how often the exit's pick shall be the whole model's, 0.05..1, to about 0.03; None: as it comes,
             nearly never.
         check: run the self-check; without it the lean body is not used.
+        frequent: the first tokens of the vocabulary, which alone are written, as text uses a part of a vocabulary most
+            of the time; default: all are as likely.
         overrides: keys of the configuration to replace.
 
     Raises:
@@ -98,9 +106,12 @@ def synthetic_target(
     if acceptance is not None and not 0.05 <= acceptance <= 1:
         raise ValueError(f"acceptance must lie in 0.05..1, or be None to leave it as it is, got {acceptance}")
     model = random_model(named, dtype, torch.device(device), seed)
+    if frequent is not None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight[frequent:].mul_(RARE)
     scale, found = set_acceptance(model, exit_layer, acceptance, seed)
     name = named.model_type if isinstance(shape, PretrainedConfig) else str(shape)
-    made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found)
+    made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found, frequent)
     return Synthetic(model, made, check)
 
 

@@ -21,10 +21,10 @@ from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
 from selfspec.errors import whole
 from selfspec.learn import Learner
+from selfspec.target.engines import check_engine, choose
 from selfspec.target.exact import ExactStack
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.fingerprint import hidden_size_of, weights_of
-from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
 from selfspec.target.views import copied_state
 
@@ -52,20 +52,34 @@ class Target:
     Args:
         model: any transformers causal LM, with PEFT adapters or without. It is never changed; its weights are shared.
             What else changes about it later (adapters, device, dtype) is noticed by `generate` and `stream`; an
-            `Engine` keeps the model as it was when the engine was made.
+            `Engine` keeps the model as it was when the engine was made, but for weights edited in place.
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.
+        engine: what runs the layers: "views" (the model's own modules, for every family), "fused" (the same products
+            in fewer steps, for Llama-shaped models in float32 and float64), "compiled" (those models' layers in one
+            function, compiled on this machine when it is first wanted; float32 on CPU; its packed copies take as much
+            memory as the weights), or "auto", the fastest that serves the model and fits half of the free memory.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
-        ValueError: exit heads of a model of another shape.
+        NoCompilerError: engine "compiled" on a machine without a C++ compiler.
+        ValueError: exit heads of a model of another shape, or an engine that does not serve the model.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any = None, *, check: bool = True, exit_heads: ExitHeads | None = None
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        check: bool = True,
+        exit_heads: ExitHeads | None = None,
+        engine: str = "auto",
     ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
+        self._engine = check_engine(engine)
+        if not check and engine not in ("auto", "views"):
+            raise ValueError(f"engine {engine!r} is used after the self-check alone; leave check=False out")
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
@@ -76,7 +90,7 @@ class Target:
         self.stack = Stack(self.model)
         if not self._check:
             self.stack.lean = None  # only ever used once the self-check has found it equal
-        self.split_error = self_check(self.stack) if self._check else None
+        self.split_error = choose(self.stack, self._engine) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
@@ -108,6 +122,11 @@ class Target:
         self._costs: dict[bool, Costs] = {}  # of exact mode, and of the ordinary one
 
     @property
+    def engine(self) -> str:
+        """What runs the layers: "views", "fused" or "compiled"."""
+        return self.stack.engine
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-text tokens: the generation config's, else the config's, else the tokenizer's."""
         for holder in (self._generation_config, self.stack.config, self.tokenizer):
@@ -127,12 +146,15 @@ class Target:
         return getattr(self._generation_config, "num_draft_tokens", None)
 
     @property
-    def exact_stack(self) -> ExactStack:
-        """The model opened up a second time, over the same weights, for exact mode; made when first asked for.
+    def exact_stack(self) -> Stack:
+        """What runs exact mode: the compiled engine, whose results depend on nothing else in a call as it is; else the
+        model opened up a second time, over the same weights, made when first asked for.
 
         Raises:
             UnsupportedModelError: exact mode is not exact for this model on this device.
         """
+        if self.stack.engine == "compiled":
+            return self.stack
         if self._exact is None:
             self._exact = ExactStack(self.stack)
         return self._exact
@@ -228,6 +250,7 @@ class Target:
         requests = self._requests(prompts, dict(options))
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
+        self.stack.refresh(deeply=True)
         learner = self._learner(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit

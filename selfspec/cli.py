@@ -16,7 +16,18 @@ import selfspec
 from selfspec.commands.failure import INTERRUPTED, RUN, USAGE, Failure
 from selfspec.commands.generate import generate
 from selfspec.commands.notices import notices
-from selfspec.commands.options import ADAPTER_HELP, DEVICE, DEVICE_HELP, DTYPE_HELP, EXIT_HEADS_HELP, Dtype, Generate
+from selfspec.commands.options import (
+    ADAPTER_HELP,
+    DEVICE,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    ENGINE_HELP,
+    EXIT_HEADS_HELP,
+    THREADS_HELP,
+    Dtype,
+    EngineName,
+    Generate,
+)
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
 
@@ -46,6 +57,22 @@ Examples:
   selfspec calibrate org/name --device cuda --dtype bfloat16 --batch-sizes 1,2,4,8,16,32
 """
 
+DATASTORE_HELP = """Index a corpus, so that drafts can be taken from it. A datastore belongs to one tokenizer."""
+BUILD_HELP = """Build a datastore from text files, a document each, and JSON-lines files, a document per line.
+
+Several processes can share one; building it again replaces it at once, and whoever reads the old one keeps it.
+
+Examples:
+
+  selfspec datastore build demo src/*.py -o code.store
+
+  selfspec datastore build org/name answers.jsonl --field completion -o answers.store
+"""
+INFO_HELP = """Say what is in a datastore. Exit code 1 if it is damaged or none.
+
+Example:  selfspec datastore info code.store --verify
+"""
+
 app = typer.Typer(
     help="Faster decoding for Hugging Face models: their first layers draft, the rest verify. No token changes.",
     epilog="Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.",
@@ -68,7 +95,7 @@ def _selfspec(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise Failure("a command is missing, generate, inspect or calibrate; see 'selfspec --help'")
+        raise Failure("a command is missing, generate, inspect, calibrate or datastore; see 'selfspec --help'")
 
 
 def _with_options_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
@@ -118,6 +145,8 @@ def _calibrate(
     dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
     exit_heads: Annotated[str | None, typer.Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP)] = None,
+    engine: Annotated[EngineName, typer.Option(help=ENGINE_HELP)] = "auto",
+    threads: Annotated[int | None, typer.Option(metavar="N", help=THREADS_HELP)] = None,
     batch_sizes: Annotated[
         list[str] | None,
         typer.Option(metavar="B,B,...", help="Rows decoded together; may be repeated. Default: 1,2,4,8."),
@@ -129,7 +158,47 @@ def _calibrate(
     from selfspec.commands.calibrate import calibrate
 
     with notices(quiet):
-        calibrate(model, dtype, device, adapter, exit_heads, batch_sizes or [], plan, as_json, quiet)
+        calibrate(model, dtype, device, adapter, exit_heads, engine, threads, batch_sizes or [], plan, as_json, quiet)
+
+
+datastores = typer.Typer(help=DATASTORE_HELP)
+app.add_typer(datastores, name="datastore")
+
+
+@datastores.callback(invoke_without_command=True)
+def _datastore(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise Failure("a command is missing, build or info; see 'selfspec datastore --help'")
+
+
+@datastores.command("build", help=BUILD_HELP)
+def _build(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", show_default=False, help="Whose tokenizer: demo, a folder, or a hub id.")
+    ],
+    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS...", show_default=False, help="Files, UTF-8.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="The datastore.")],
+    field: Annotated[
+        str, typer.Option(help="Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.")
+    ] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+) -> None:
+    from selfspec.commands.datastore import build
+
+    with notices(quiet):
+        build(model, corpus, output, field, as_json, quiet)
+
+
+@datastores.command("info", help=INFO_HELP)
+def _info(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The datastore.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and compare it with its checksum.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    from selfspec.commands.datastore import info
+
+    info(file, verify, as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

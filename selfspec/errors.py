@@ -9,8 +9,16 @@ class UnsupportedModelError(RuntimeError):
     """The model cannot be split into a draft and a verification that agree with it."""
 
 
+class NoCompilerError(RuntimeError):
+    """Layers that are to be compiled on this machine cannot be: no C++ compiler, or one that fails."""
+
+
 class CacheFullError(ValueError):
     """A request needs more cached tokens than the engine was given."""
+
+
+class DatastoreError(ValueError):
+    """A file is no datastore, is damaged, or is one of another tokenizer or format."""
 
 
 def whole(name: str, value: object, least: int | None = None) -> int:

@@ -21,9 +21,24 @@ class Led:
 
     def __init__(self, inner: Policy, leads: bool, agreed: Callable[[Any], Any]) -> None:
         self.inner, self._leads, self._agreed = inner, leads, agreed
-        self.reads_lookup: bool = agreed(bool(getattr(inner, "reads_lookup", False)))
         if hasattr(inner, "seed_layers"):
             self.seed_layers, self.seed = self._seed_layers, self._seed
+
+    @property
+    def reads_lookup(self) -> bool:
+        """What a row's text offers is told to the leading rank alone: plans bring along what it made of that."""
+        return self._asks("reads_lookup")
+
+    @property
+    def reads_ranks(self) -> bool:
+        return self._asks("reads_ranks")
+
+    @property
+    def recycles(self) -> bool:
+        return self._asks("recycles")
+
+    def _asks(self, name: str) -> bool:
+        return self._leads and bool(getattr(self.inner, name, False))
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         return self._led(lambda: self.inner.plan(rows))

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan, Seconds, confidence_bin
-from selfspec.decoding.pick import pick, pick_surely
+from selfspec.control.seconds import likely_seconds
+from selfspec.decoding.pick import Subset, among, pick, scored, second_choices, surely
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
+from selfspec.drafting.exit import Branch
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
@@ -26,12 +28,13 @@ class Chooser:
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
+        self._seconds_of: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
         self._seconds.lap("draft")
         rows = [self._rows[i] for i in members]
-        logits = self._stack.logits(hidden, self._plan.exit_layer)
+        logits, tokens = self._logits(hidden)
         self._seconds.lap("head")
         if self._processes:
             pairs = zip(members, logits, strict=True)
@@ -39,10 +42,16 @@ class Chooser:
         positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
         samplings = [row.request.sampling for row in rows]
         if self._plan.reads_confidence:
-            picks, sure = pick_surely(logits, samplings, positions, self._noise)
+            scores = scored(logits, samplings, positions, self._noise, tokens)
+            best, sure = surely(scores)
+            picks = among(best, tokens)
             going = self._confident(sure.tolist(), members)
+            if self._plan.seconds is not None:
+                others = among(second_choices(scores, best), tokens)
+                for i, token in zip(members, others.tolist(), strict=True):
+                    self._seconds_of[i].append(token)
         else:
-            picks, going = pick(logits, samplings, positions, self._noise), members
+            picks, going = pick(logits, samplings, positions, self._noise, tokens), members
         if self._processes:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
@@ -51,6 +60,15 @@ class Chooser:
                 self.logits[i].append(one)
         self._seconds.lap("pick")
         return picks, going
+
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
+        """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
+        plan = self._plan
+        assert plan.exit_layer is not None
+        if plan.draft_vocab is None or self._processes or plan.keep_divergence:
+            return self._stack.logits(hidden, plan.exit_layer), None
+        logits, tokens = self._stack.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
+        return logits, None if tokens is None else Subset(tokens, self._stack.vocab_size)
 
     def _confident(self, sure: list[float], members: list[int]) -> list[int]:
         """The rows that go on after this token; the token itself is never withdrawn."""
@@ -69,3 +87,11 @@ class Chooser:
         log_q = torch.stack(self.logits[row][: len(target)]).log_softmax(-1)
         terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
         return tuple(terms.sum(-1).tolist())
+
+    def branches(self, row: int, length: int) -> list[Branch]:
+        """The second choices worth drafting beside a row's `length` tokens, in their order."""
+        rule = self._plan.seconds
+        assert rule is not None
+        most = min(rule.most, self._rows[row].room - 1 - length)
+        found = likely_seconds(rule, self.confidences[row], most)
+        return [Branch(node, self._seconds_of[row][node]) for node in found]
