@@ -23,6 +23,7 @@ from eval.targets import Synthetic, random_prompts, synthetic_target
 from eval.timing import quiet, synchronize
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Completion
+from selfspec.target.exact import ExactStack
 
 PLANS: dict[str, dict[str, Any]] = {"plain": {"policy": "plain"}, "speculative": {"num_draft_tokens": 4}}
 
@@ -114,19 +115,22 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
         }
         batches.append({"batch_size": size, "cost": spread, "differing": differing})
     stack = target.exact_stack
+    blocks = {"rows": stack.rows, "wide": stack.wide} if isinstance(stack, ExactStack) else None
     return {
         "benchmark": "exact mode",
         "environment": {**machine(), **device(where)},
         "clock": name,
         "target": target.about(),
-        "blocks": {"rows": stack.rows, "wide": stack.wide},
+        "engine": target.engine,
+        "blocks": blocks,  # None: the engine is exact as it is
         "config": vars(options),
         "batches": batches,
     }
 
 
 def render(record: dict[str, Any]) -> str:
-    lines = [f"synthetic {record['target']['shape']}, {record['target']['dtype']}; {record['clock']} per token"]
+    target = record["target"]
+    lines = [f"synthetic {target['shape']}, {target['dtype']}, engine {record['engine']}; {record['clock']} per token"]
     lines.append("batch   plain: exact/ordinary   speculative  rows unlike plain decoding: ordinary, exact")
     for batch in record["batches"]:
         cost, differs = batch["cost"], batch["differing"]

@@ -83,7 +83,7 @@ class Shape:
             max_position_embeddings=longest,  # rows longer than some were trained at: speed does not mind
         )
         self.found |= {"target": target.about(), "sizes": sizes_of(target), "made_in": perf_counter() - start}
-        self.found["runs_by"] = "views" if target.stack.lean is None else "lean"
+        self.found["engine"] = target.engine
         self._try("forwards", lambda: self._forwards(target))
         self._try("busy", lambda: self._busy(target))
         for cell in cells_of(settings):
