@@ -90,6 +90,18 @@ def num_differing(one: Sequence[Completion], other: Sequence[Completion]) -> dic
     return {"tokens": sum(a.tokens != b.tokens for a, b in pairs), "bits": same.count(False), "rows": len(pairs)}
 
 
+def compared(target: Synthetic, prompts: list[list[int]], tokens: int, now: Any) -> dict[str, Any]:
+    """Plain and speculative decoding in both modes, in turn: seconds of exact over ordinary, and rows that differ."""
+    ways = {(plan, e): run(target, prompts, plan, e, tokens, now) for e in (False, True) for plan in PLANS}
+    return {
+        "cost": {p: ways[p, True].seconds_per_token / ways[p, False].seconds_per_token for p in PLANS},
+        "differing": {
+            name: num_differing(ways["plain", e].done, ways["speculative", e].done)
+            for name, e in (("ordinary", False), ("exact", True))
+        },
+    }
+
+
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """All batch sizes; ratios are medians over repeats in which the four ways run in turn."""
     where = torch.device(options.device)
@@ -100,20 +112,15 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     batches = []
     for size in options.batch_sizes:
         prompts = random_prompts(target.stack.vocab_size, size, options.context)
-        ratios: dict[str, list[float]] = {plan: [] for plan in PLANS}
-        differing = {}
+        found = []
         for repeat in range(options.repeats):
             say(f"batch {size}, repeat {repeat + 1} of {options.repeats}")
-            ways = {(p, e): run(target, prompts, p, e, options.tokens, now) for e in (False, True) for p in PLANS}
-            for plan in PLANS:
-                ratios[plan].append(ways[plan, True].seconds_per_token / ways[plan, False].seconds_per_token)
-            for e in (False, True):
-                key = "exact" if e else "ordinary"
-                differing[key] = num_differing(ways["plain", e].done, ways["speculative", e].done)
-        spread = {
-            plan: {"median": statistics.median(r), "lowest": min(r), "highest": max(r)} for plan, r in ratios.items()
-        }
-        batches.append({"batch_size": size, "cost": spread, "differing": differing})
+            found.append(compared(target, prompts, options.tokens, now))
+        spread = {}
+        for plan in PLANS:
+            ratios = [one["cost"][plan] for one in found]
+            spread[plan] = {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+        batches.append({"batch_size": size, "cost": spread, "differing": found[-1]["differing"]})
     stack = target.exact_stack
     blocks = {"rows": stack.rows, "wide": stack.wide} if isinstance(stack, ExactStack) else None
     return {

@@ -39,7 +39,12 @@ def figures(content: dict[str, Any]) -> list[Figure]:
         if "target" not in shape:
             found.append(Figure(f"{name}: everything", None, why="the target could not be made"))
             continue
-        for figure in (*_of_plain(name, shape, copied), *_of_drafts(name, shape), *_of_forwards(shape)):
+        for figure in (
+            *_of_plain(name, shape, copied),
+            *_of_drafts(name, shape),
+            *_of_forwards(shape),
+            *_of_exact(shape),
+        ):
             found.append(figure._replace(name=f"{name}: {figure.name}"))
     return found if on_gpu else [figure._replace(goal=None) for figure in found]  # the goals are a GPU's
 
@@ -126,6 +131,19 @@ def _of_forwards(shape: dict[str, Any]) -> Iterator[Figure]:
     values = (seconds["even"] / seconds["one"], seconds["ragged"] / seconds["even"])
     for title, goal, value in zip(titles, goals, values, strict=True):
         yield Figure(f"forward, {where}: {title}", value, goal, False)
+
+
+def _of_exact(shape: dict[str, Any]) -> Iterator[Figure]:
+    """Rows that differ from plain decoding in some bit, and the price of none."""
+    if "exact" not in shape:
+        yield Figure("exact mode: rows of speculation that differ from plain decoding in some bit", None, 0.0, False)
+        return
+    for rows, found in shape["exact"]["by_batch"].items():
+        differs, cost = found["differing"]["exact"], found["cost"]
+        title = f"exact mode, batch {rows}: rows of speculation that differ from plain decoding in some bit"
+        yield Figure(title, float(differs["bits"]), 0.0, False)
+        yield Figure(f"exact mode, batch {rows}: time of plain decoding over the ordinary mode's", cost["plain"])
+        yield Figure(f"exact mode, batch {rows}: time of speculation over the ordinary mode's", cost["speculative"])
 
 
 def _first_context(shape: dict[str, Any]) -> int:

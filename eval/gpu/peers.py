@@ -49,7 +49,7 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
     if kind == "hf early exit":
         options = {"assistant_early_exit": target.made.exit_layer}
     watch = Watch(where, WARM_CALLS[kind], window)
-    with quiet(), torch.inference_mode(), greedy_without_end(model, draft_tokens if "exit" in kind else None):
+    with quiet(), greedy_without_end(model, draft_tokens if "exit" in kind else None):
         model.generate(
             given,
             attention_mask=torch.ones_like(given),

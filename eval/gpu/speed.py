@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eval.exact import compared
 from eval.gpu.ours import busy_seconds, forward_seconds, rate_of, ready_engine
 from eval.gpu.peers import peer_rate
 from eval.gpu.record import Budget, Record
-from eval.targets import Synthetic, synthetic_target
+from eval.targets import Synthetic, random_prompts, synthetic_target
 
 OURS = ("plain", "fixed", "adaptive")
 PEERS = ("hf", "hf early exit", "hf static")
 DRAFT_TOKENS = 4
+EXACT_TOKENS = 32  # new tokens of a row on which exact mode is tried
 
 
 class Settings(NamedTuple):
@@ -86,6 +88,7 @@ class Shape:
         self.found["engine"] = target.engine
         self._try("forwards", lambda: self._forwards(target))
         self._try("busy", lambda: self._busy(target))
+        self._try("exact mode", lambda: self._exact(target))
         for cell in cells_of(settings):
             self._cell(target, cell)
 
@@ -126,6 +129,16 @@ class Shape:
         calls = {"one": [1] * rows, "even": [4] * rows, "ragged": ragged_lengths(rows)}
         seconds = {name: forward_seconds(engine, lengths) for name, lengths in calls.items()}
         self.found["forwards"] = {"rows": rows, "context": context, "lengths": calls, "seconds": seconds}
+
+    def _exact(self, target: Synthetic) -> None:
+        """Whether speculation is plain decoding bit for bit in exact mode here, and what that costs."""
+        if self.budget.left < 8 * (self.settings.warm + self.settings.window):
+            raise TimeoutError(f"{self.budget.left:.0f} s left")
+        found = {}
+        for rows in (1, 4):
+            prompts = random_prompts(target.stack.vocab_size, rows, self.settings.contexts[0])
+            found[str(rows)] = compared(target, prompts, EXACT_TOKENS, perf_counter)
+        self.found["exact"] = {"tokens": EXACT_TOKENS, "by_batch": found}
 
     def _busy(self, target: Synthetic) -> None:
         if self.settings.device.type != "cuda":
