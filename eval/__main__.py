@@ -40,6 +40,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     commands.add_parser("report", help="a run folder's report anew, or one of Spec-Bench answer files", add_help=False)
     commands.add_parser("cpu", help="what rounds cost on this CPU, beside llama.cpp too", add_help=False)
     commands.add_parser("compare", help="what changed from one run folder to another", add_help=False)
+    commands.add_parser("gpu", help="a GPU's kernels, bandwidth and tokens per second, in ten minutes", add_help=False)
+    commands.add_parser("exact", help="what exact mode costs, on a synthetic target", add_help=False)
     bench = commands.add_parser(
         "bench", help="plain and self-speculative decoding beside transformers' own, one process"
     )
@@ -246,6 +248,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[0] == "run":
             return runs.main(given[1:], "python -m eval run")
         return (runs.report if given[0] == "report" else runs.compare)(given[1:])
+    if given[:1] == ["exact"]:
+        from eval import exact
+
+        return exact.main(given[1:])
+    if given[:1] == ["gpu"]:
+        from eval.gpu import bench as gpu
+
+        return gpu.main(given[1:])
     options = parse_arguments(given)
     try:
         run(options)

@@ -13,6 +13,7 @@ from torch import nn
 from selfspec import profile
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
+from selfspec.control.led import Led
 from selfspec.control.plan import Policy
 from selfspec.control.tracker import is_prior
 from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
@@ -300,8 +301,9 @@ class Target:
 
     def remember(self, engine: Engine) -> None:
         """Take what an engine's policy saw of this model's acceptance as where the next one starts."""
-        if isinstance(engine.policy, Adaptive):
-            self._prior = engine.policy.tracker.state()
+        policy = engine.policy.inner if isinstance(engine.policy, Led) else engine.policy
+        if isinstance(policy, Adaptive):
+            self._prior = policy.tracker.state()
 
     @property
     def prior(self) -> dict[str, Any] | None:

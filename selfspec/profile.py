@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 
+import selfspec
 from selfspec.control.costs import Costs, Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder
@@ -57,12 +57,13 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "engine": stack.engine,
         **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
+        **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
         "device": device_name(stack.device),
         "dtype": str(stack.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "selfspec": version("selfspec"),
+        "selfspec": selfspec.__version__,
     }
 
 
@@ -79,7 +80,7 @@ def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:
 
 def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
     """The saved costs, else costs measured now and saved. Batch sizes that a saved profile lacks are measured too."""
-    known = read_costs(stack)
+    known = stack.agreed(read_costs(stack))
     if known is not None and covers(known, batch_size):
         return known
     done = known.plain.points if known is not None else ()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.costs import Costs
+from selfspec.control.led import Led
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds, check_trees
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.afterwards import Teach
@@ -83,7 +84,9 @@ def policy_for(
     def costs() -> Costs:
         return target.costs(batch_size, exact=True) if exact else target.costs(batch_size)
 
-    return make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
+    made = make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
+    ranks = target.stack.ranks
+    return made if ranks is None else Led(made, ranks.leads, ranks.agreed)
 
 
 class Engine:
@@ -138,6 +141,8 @@ class Engine:
             page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
+        if learn is not None and self.stack.ranks is not None:
+            raise ValueError("learn works by the clock of one process, got a model that is spread over several")
         if learn is not None:
             learn.follow(target.stack)
         self.learn = learn

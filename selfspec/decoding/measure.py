@@ -70,10 +70,11 @@ def measure(
     sizes = sorted({1, *batch_sizes})
     with torch.inference_mode():
         costs = _Clock(stack, sizes, widths, say).costs(repeats, within)
-        if doubtful(costs):  # somebody else had the processor just then; a profile is kept, so it is worth a second try
+        if stack.agreed(doubtful(costs)):
+            # Somebody else had the processor just then; a profile is kept, so it is worth a second try.
             say("these figures do not fit together; measuring again")
             costs = _Clock(stack, sizes, widths, say).costs(max(3, repeats), None if within is None else 2 * within)
-        return costs
+        return stack.agreed(costs)
 
 
 def doubtful(costs: Costs) -> bool:
@@ -131,10 +132,11 @@ class _Clock:
         self.plain(1, self.base, "plain")
         start = self.now()
         self.plain(1, self.base, "plain")
-        self.thin = within is not None and (self.now() - start) * MANY_FORWARDS > within
+        self.thin = self.stack.agreed(within is not None and (self.now() - start) * MANY_FORWARDS > within)
         probes, turn = list(self.probes()), (False, True) if self.thin else (False, True, True)
         for repeat in range(repeats):
-            if repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within:
+            late = repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
+            if self.stack.agreed(late):
                 break
             self.say(f"repeat {repeat + 1} of {repeats}")
             for probe in probes:

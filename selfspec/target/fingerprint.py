@@ -69,6 +69,8 @@ def _sample(tensor: Tensor) -> Tensor:
     """A few numbers spread over a weight, rounded to bfloat16, on the host."""
     if tensor.is_meta:
         return torch.zeros(0)
+    if hasattr(tensor, "to_local"):  # a share of it is enough, and to gather it would take all ranks
+        tensor = tensor.to_local()
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].to(torch.bfloat16).float().cpu()
 

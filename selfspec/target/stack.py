@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from selfspec.target.cache import PackedRows
 from selfspec.target.draft_head import DraftHead, Frequencies
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
+from selfspec.target.ranks import ranks_of
 from selfspec.target.shortlist import sample_of, short_head
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
 AttentionInterface.register(attention.NAME, attention.attend)  # no mask function: transformers then builds no mask
 
+Value = TypeVar("Value")
 Taps = dict[int, Tensor | None]  # number of layers run -> hidden states there, filled in by the call
 
 
@@ -33,6 +35,8 @@ class Stack:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = unwrap(model)
         self.family = family_of(self.model)
+        self.ranks = ranks_of(self.model)
+        """The processes that the model is spread over; None: this one alone."""
         self._twin: Any = make_twin(self.model)
         self._twin.set_attn_implementation(attention.NAME)
         self._base: Any = base_of(self._twin, self.family)
@@ -40,18 +44,19 @@ class Stack:
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
-        self.lean = LeanBody.of(self._twin)
+        self.lean = LeanBody.of(self._twin) if self.ranks is None else None
         """The same layers with less overhead, where the model is Llama-shaped; None: the views run everything."""
         self._looking = threading.local()  # the taps of the call in progress: a target may serve several threads
         self._look_in()
         embedding = self._twin.get_input_embeddings().weight
-        self.vocab_size = int(embedding.shape[0])
+        sized = self.ranks is None  # spread over ranks, a weight may show this rank's part
+        self.vocab_size = int(embedding.shape[0] if sized else self.config.get_text_config().vocab_size)
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
-        self._short = short_head(self._head, self._twin.get_output_embeddings())
+        self._short = short_head(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
         self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
-        self._draft_head = DraftHead.of(self._head, self._twin.get_output_embeddings())
+        self._draft_head = DraftHead.of(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
         self.frequencies = Frequencies(self.vocab_size)
         """Which tokens were seen how often; drafts over a part of the vocabulary are over the most frequent."""
         self.exit_heads: ExitHeads | None = None
@@ -86,6 +91,10 @@ class Stack:
             if one.get("rope_type") in ("dynamic", "longrope"):
                 limit = min(limit, int(one.get("original_max_position_embeddings") or limit))
         return limit
+
+    def agreed(self, value: Value) -> Value:
+        """The same value on every rank of a model that is spread over processes: rank 0's."""
+        return value if self.ranks is None else self.ranks.agreed(value)
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """Run layers [start, stop) on N packed tokens, writing their keys and values.

@@ -1,0 +1,71 @@
+"""`Led`: a policy whose decisions are rank 0's on every rank of a tensor-parallel model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds
+
+
+class Led:
+    """Asks its policy on the leading rank only, and hands what that says to the others.
+
+    Clocks, saved statistics and processors differ between ranks; were each to plan for itself, one would draft where
+    another does not, and both would wait for ever.
+
+    Args:
+        inner: the policy; where this rank does not lead, nothing is asked of it.
+        agreed: gives rank 0's value on every rank.
+    """
+
+    def __init__(self, inner: Policy, leads: bool, agreed: Callable[[Any], Any]) -> None:
+        self.inner, self._leads, self._agreed = inner, leads, agreed
+        if hasattr(inner, "seed_layers"):
+            self.seed_layers, self.seed = self._seed_layers, self._seed
+
+    @property
+    def reads_lookup(self) -> bool:
+        """What a row's text offers is told to the leading rank alone: plans bring along what it made of that."""
+        return self._asks("reads_lookup")
+
+    @property
+    def reads_ranks(self) -> bool:
+        return self._asks("reads_ranks")
+
+    @property
+    def recycles(self) -> bool:
+        return self._asks("recycles")
+
+    def _asks(self, name: str) -> bool:
+        return self._leads and bool(getattr(self.inner, name, False))
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        return self._led(lambda: self.inner.plan(rows))
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        if self._leads:
+            self.inner.observe(plan, outcomes, seconds)
+
+    def _seed_layers(self, row: RowState) -> Sequence[int]:
+        return self._led(lambda: tuple(self.inner.seed_layers(row)))  # type: ignore[attr-defined]
+
+    def _seed(self, row: RowState, shadow: Any) -> None:
+        if self._leads:
+            self.inner.seed(row, shadow)  # type: ignore[attr-defined]
+
+    def _led(self, decide: Callable[[], Any]) -> Any:
+        """What the leading rank decides; what it raises is raised on every rank, which would else wait for ever."""
+        decision: Any = None
+        problem: Exception | None = None
+        if self._leads:
+            try:
+                decision = decide()
+            except Exception as raised:
+                problem = raised
+        told, failed = self._agreed((decision, None if problem is None else f"{type(problem).__name__}: {problem}"))
+        if problem is not None:
+            raise problem
+        if failed is not None:
+            raise RuntimeError(f"the policy failed on rank 0: {failed}")
+        return told
