@@ -13,6 +13,8 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; it must know before they are imported
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)  # rounding, and so every pinned choice, is that of one thread
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
