@@ -39,6 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     commands.add_parser("run", help="methods side by side on a question file, in Spec-Bench's records", add_help=False)
     commands.add_parser("report", help="a run folder's report anew, or one of Spec-Bench answer files", add_help=False)
     commands.add_parser("compare", help="what changed from one run folder to another", add_help=False)
+    commands.add_parser("kernels", help="registers of every GPU kernel, compiled here for a device", add_help=False)
     bench = commands.add_parser(
         "bench", help="plain and self-speculative decoding beside transformers' own, one process"
     )
@@ -241,6 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[0] == "run":
             return runs.main(given[1:], "python -m eval run")
         return (runs.report if given[0] == "report" else runs.compare)(given[1:])
+    if given[:1] == ["kernels"]:
+        from eval.gpu import command
+
+        return command.main(given[1:])
     options = parse_arguments(given)
     try:
         run(options)

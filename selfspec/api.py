@@ -14,7 +14,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.control.tracker import is_prior
-from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
+from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.request import Completion, Processor, Request, make_request
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
@@ -54,16 +54,23 @@ class Target:
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.
+        attention: who computes attention, see `selfspec.target.backends`; "auto": the fastest that this machine has.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
-        ValueError: exit heads of a model of another shape.
+        ValueError: exit heads of a model of another shape, or an attention backend that this machine does not have.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any = None, *, check: bool = True, exit_heads: ExitHeads | None = None
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        check: bool = True,
+        exit_heads: ExitHeads | None = None,
+        attention: str = "auto",
     ) -> None:
-        self.model, self.tokenizer, self._check = model, tokenizer, check
+        self.model, self.tokenizer, self._check, self._attention = model, tokenizer, check, attention
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
@@ -71,7 +78,7 @@ class Target:
 
     def _open(self) -> None:
         self._state = copied_state(self.model)
-        self.stack = Stack(self.model)
+        self.stack = Stack(self.model, self._attention)
         if not self._check:
             self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = self_check(self.stack) if self._check else None
@@ -103,6 +110,11 @@ class Target:
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
         self._prior, self._looked, self._costs = None, False, None
+
+    @property
+    def attention_backend(self) -> str:
+        """Who computes attention: sdpa, triton, flash, varlen or reference."""
+        return self.stack.backend.name
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -210,7 +222,7 @@ class Target:
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
-        longest += -longest % CUDA_PAGE_SIZE  # whole pages, so that every row of a full batch has its own
+        longest += -longest % page_size_of(self.stack)  # whole pages, so that every row of a full batch has its own
         engine = Engine(
             self,
             policy=policy,

@@ -30,6 +30,7 @@ def load(
     adapter: str | Path | None = None,
     exit_heads: str | Path | ExitHeads | None = None,
     check: bool = True,
+    attention: str = "auto",
 ) -> Target:
     """A model that drafts and verifies itself.
 
@@ -42,16 +43,17 @@ def load(
         exit_heads: a folder with exit heads for the model, which change drafts only; default: those in the model's own
             folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
+        attention: who computes attention, see `Target`.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
         OSError: files that cannot be read: truncated weights, a damaged tokenizer.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
-        ValueError: an unknown dtype or device, or exit heads of a model of another shape.
+        ValueError: an unknown dtype, device or attention backend, or exit heads of a model of another shape.
     """
     heads = _exit_heads(model, exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
-    return Target(opened, tokenizer, check=check, exit_heads=heads)
+    return Target(opened, tokenizer, check=check, exit_heads=heads, attention=attention)
 
 
 def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:

@@ -75,6 +75,11 @@ def policy_for(
     return make_policy(policy, layers, exit_layer, num_draft_tokens, lambda: target.costs(batch_size), prior, drafts)
 
 
+def page_size_of(stack: Stack) -> int:
+    """Tokens of a small page: as many as the stack's attention backend can read pages of."""
+    return max(CUDA_PAGE_SIZE, stack.backend.page_multiple)
+
+
 class Engine:
     """Decodes requests in a running batch whose rows join and leave between rounds.
 
@@ -87,7 +92,7 @@ class Engine:
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
         page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64
-            on CUDA.
+            on CUDA, or what the attention backend asks for.
         prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
     """
@@ -114,7 +119,7 @@ class Engine:
             max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
         if page_size is None:
             share = max(1, max_cached_tokens // max_batch_size)
-            page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
+            page_size = share if self.stack.device.type == "cpu" else min(share, page_size_of(self.stack))
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
         if learn is not None:

@@ -90,6 +90,7 @@ class PackedRows:
         flat = [p for _, start, length in spans for p in range(start, start + length)]
         self.positions = torch.tensor([flat], device=device)  # [1, N]
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
+        self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
         size = cache.page_size
         if len(spans) == 1 and len(spans[0].pages) == 1:
             first = spans[0].pages[0] * size + spans[0].start
@@ -101,6 +102,11 @@ class PackedRows:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[1]
+
+    @property
+    def most_tokens(self) -> int:
+        """No row holds more tokens, the new ones included."""
+        return max(span.start + span.length for span in self.spans)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages."""

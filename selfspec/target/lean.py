@@ -113,7 +113,8 @@ class LeanBody:
         heads = q.shape[1]
         qk = _rotate(torch.cat((q, k), 1), cos, sin)
         keys, values = rows.write(layer.layer_idx, qk[:, heads:], v)
-        out = attend_rows(rows, qk[:, :heads].transpose(0, 1), keys, values, layer.reach, layer.scale)
+        attend = rows.attend or attend_rows
+        out = attend(rows, qk[:, :heads].transpose(0, 1), keys, values, layer.reach, layer.scale, None, None)
         x = _add_linear(x, out.reshape(n, -1), layer.o)
         h = _rms(x, layer.mlp_norm)
         gated = layer.activation(F.linear(h, *layer.gate)).mul_(F.linear(h, *layer.up))
@@ -123,7 +124,7 @@ class LeanBody:
         """cos and signed sin `[N, 1, head_dim]` at the call's positions, from a table that grows by doubling."""
         known = rows.plans.get("rope")
         if known is None:
-            last = max(span.start + span.length for span in rows.spans)
+            last = rows.most_tokens
             if self._tables is None or last > self._tables[0].shape[0]:
                 self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
             at = rows.positions[0]
