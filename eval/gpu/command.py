@@ -1,4 +1,4 @@
-"""`python -m eval kernels`: compile every kernel for a device that need not be there; registers, stack, shared memory."""
+"""`python -m eval kernels`: compile every kernel for a device that need not be there; registers, stack, memory."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
 from selfspec.errors import CacheFullError, whole
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -127,7 +126,7 @@ class Engine:
         self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.cache = PagedCache(max_cached_tokens // page_size, page_size)
+        self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
         self._noise = NoiseAhead()
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -207,7 +206,7 @@ class Engine:
         outcomes = []
         try:
             teach = None if self.learn is None else self.learn.take
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise)
+            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise, whole=True)
             for row, verdict in zip(ready, verdicts, strict=True):
                 looked = row.looked(verdict.block) if reads_lookup else None
                 result = self._apply(row, verdict)

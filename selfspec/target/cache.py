@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,18 @@ class PagedCache:
     """Storage for every layer, `[num_pages, page_size, kv_heads, head_dim]`, made when a layer first writes.
 
     Zero-filled, so that a slot that no token has written yet is finite and can be masked.
+
+    Args:
+        shares: another cache whose storage is used too, of the same page size and no fewer pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, shares: PagedCache | None = None) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {} if shares is None else shares._layers
+        self._storage_pages: int = num_pages if shares is None else shares._storage_pages
 
     @property
     def num_free_pages(self) -> int:
@@ -63,10 +68,16 @@ class PagedCache:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)
         if known is None:
-            room = (self.num_pages, self.page_size)
+            room = (self._storage_pages, self.page_size)
             known = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
             self._layers[layer_idx] = known
         return known
+
+    def clear(self) -> None:
+        """Zero everything, as if no token had been written."""
+        for keys, values in self._layers.values():
+            keys.zero_()
+            values.zero_()
 
     def copy(self, page: int, to: int) -> None:
         """Give one page the keys and values of another, in every layer that has written any."""
@@ -87,21 +98,27 @@ class PackedRows:
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
-        flat = [p for _, start, length in spans for p in range(start, start + length)]
-        self.positions = torch.tensor([flat], device=device)  # [1, N]
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
         self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
-        size = cache.page_size
-        if len(spans) == 1 and len(spans[0].pages) == 1:
-            first = spans[0].pages[0] * size + spans[0].start
-            self._slots: slice | Tensor = slice(first, first + spans[0].length)
-        else:
-            slots = [pages[p // size] * size + p % size for pages, at, n in spans for p in range(at, at + n)]
-            self._slots = torch.tensor(slots, device=device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 `[1, N]`."""
+        flat = [p for _, start, length in self.spans for p in range(start, start + length)]
+        return torch.tensor([flat], device=self.device)
+
+    @cached_property
+    def _slots(self) -> slice | Tensor:
+        size = self.cache.page_size
+        if len(self.spans) == 1 and len(self.spans[0].pages) == 1:
+            pages, start, length = self.spans[0]
+            return slice(pages[0] * size + start, pages[0] * size + start + length)
+        slots = [pages[p // size] * size + p % size for pages, at, n in self.spans for p in range(at, at + n)]
+        return torch.tensor(slots, device=self.device)
 
     @property
     def num_tokens(self) -> int:
-        return self.positions.shape[1]
+        return sum(span.length for span in self.spans)
 
     @property
     def most_tokens(self) -> int:

@@ -65,6 +65,7 @@ class LeanBody:
         self.head = _linear(model.lm_head)
         self._rotary = base.rotary_emb
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._outgrown: list[tuple[Tensor, Tensor]] = []  # recordings may go on reading them
 
     @classmethod
     def of(cls, model: Any) -> LeanBody | None:
@@ -126,6 +127,7 @@ class LeanBody:
         if known is None:
             last = rows.most_tokens
             if self._tables is None or last > self._tables[0].shape[0]:
+                self._outgrown += [] if self._tables is None else [self._tables]
                 self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
             at = rows.positions[0]
             known = rows.plans["rope"] = (self._tables[0][at], self._tables[1][at])

@@ -10,7 +10,7 @@ from torch import Tensor
 from selfspec.errors import UnsupportedModelError
 from selfspec.target import backends
 from selfspec.target.attention import SHORT
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, Span
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
 
@@ -44,7 +44,7 @@ def split_error(stack: Stack) -> float:
 
 
 def _split_logits(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
-    cache = PagedCache(len(prompts), max(LENGTHS))
+    cache = stack.new_cache(len(prompts), max(LENGTHS))
     pages = [[row] for row in range(len(prompts))]
 
     def rows(spans: list[tuple[int, int, int]]) -> PackedRows:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from selfspec.target import backends, fastest
 from selfspec.target.attention import NAME, attend
-from selfspec.target.cache import PackedRows
+from selfspec.target.cache import PackedRows, PagedCache
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
 from selfspec.target.shortlist import sample_of, short_head
@@ -58,6 +58,8 @@ class Stack:
             fastest.choose(self.device, self.dtype, self.config) if auto else backends.named(attention, self.device)
         )
         """Who computes attention."""
+        self.runner: Any = None
+        """A `selfspec.device.runner.Runner`, which runs layers and whole rounds from recordings; None: nobody does."""
         self._short = short_head(self._head, self._twin.get_output_embeddings())
         self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
@@ -91,6 +93,19 @@ class Stack:
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
         """
+        if self.runner is not None:
+            done = self.runner.run(rows, start, stop, given, taps)
+            if done is not None:
+                return done
+        return self.run_here(rows, start, stop, given, taps)
+
+    def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
+        """A cache for this stack's rows."""
+        made: PagedCache = (PagedCache if self.runner is None else self.runner.new_cache)(num_pages, page_size)
+        return made
+
+    def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """What `run` does, launched operation by operation."""
         if rows.attend is None:
             rows.attend = self.backend.attend
         if self.lean is not None:

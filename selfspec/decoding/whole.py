@@ -1,0 +1,38 @@
+"""Whole rounds on the device: which rounds may be, and what the runner is told of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.control.plan import LOOKUP, Plan
+from selfspec.decoding.row import Row
+from selfspec.device.whole import RoundRow, RowRound
+from selfspec.target.cache import PagedCache
+from selfspec.target.stack import Stack
+
+
+def whole_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan) -> list[RowRound] | None:
+    """What became of every row; None for a round that asks for what the device has not.
+
+    That is: processors and kept logits, which are the host's, and a look at other layers or at divergences.
+    """
+    runner = stack.runner
+    if runner is None or len(rows) > runner.most_rows or plan.shadow is not None or plan.keep_divergence:
+        return None
+    if any(row.request.logits_processor or row.request.keep_logits for row in rows):
+        return None
+    lengths = (0,) * len(rows) if plan.exit_layer is None else plan.draft_lengths
+    told = [_row(row, length, plan) for row, length in zip(rows, lengths, strict=True)]
+    stops = (plan.min_confidence, plan.stop) if plan.exit_layer else (0.0, None)
+    done: list[RowRound] | None = runner.round(cache, told, plan.exit_layer or 0, *stops, plan.reads_confidence)
+    return done
+
+
+def _row(row: Row, length: int, plan: Plan) -> RoundRow:
+    given = row.lookup.draft(length).tokens if plan.exit_layer == LOOKUP else ()
+    drafts = len(given) if plan.exit_layer == LOOKUP else length
+    how, content = row.request.sampling, row.content
+    return RoundRow(
+        row.pages, len(content), content[-1], row.room, sorted(row.stopper.eos), drafts, given,
+        how.temperature, how.top_k, how.top_p, how.min_p, how.seed,
+    )  # fmt: skip
