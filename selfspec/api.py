@@ -18,6 +18,7 @@ from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.request import Completion, Processor, Request, make_request
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
+from selfspec.device.runner import install
 from selfspec.errors import whole
 from selfspec.learn import Learner
 from selfspec.target.exit_heads import ExitHeads
@@ -55,6 +56,8 @@ class Target:
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.
         attention: who computes attention, see `selfspec.target.backends`; "auto": the fastest that this machine has.
+        graphs: on CUDA, capture rounds and layers in graphs and replay those, which takes the time of launching kernels
+            from Python away and gives the same tokens. They may keep up to 2 GiB.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
@@ -69,8 +72,10 @@ class Target:
         check: bool = True,
         exit_heads: ExitHeads | None = None,
         attention: str = "auto",
+        graphs: bool = True,
     ) -> None:
-        self.model, self.tokenizer, self._check, self._attention = model, tokenizer, check, attention
+        self.model, self.tokenizer, self._check = model, tokenizer, check
+        self._attention, self._graphs = attention, graphs
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
@@ -83,6 +88,8 @@ class Target:
             self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = self_check(self.stack) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
+        if self._graphs:
+            install(self.stack)
         self.exit_heads = self._exit_heads
         self._costs: Costs | None = None
         self._prior: dict[str, Any] | None = None
@@ -113,7 +120,7 @@ class Target:
 
     @property
     def attention_backend(self) -> str:
-        """Who computes attention: sdpa, triton, flash, varlen or reference."""
+        """Who computes attention: sdpa, triton, flash, varlen or reference; what is replayed from graphs, triton does."""
         return self.stack.backend.name
 
     @property

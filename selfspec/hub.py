@@ -31,6 +31,7 @@ def load(
     exit_heads: str | Path | ExitHeads | None = None,
     check: bool = True,
     attention: str = "auto",
+    graphs: bool = True,
 ) -> Target:
     """A model that drafts and verifies itself.
 
@@ -44,6 +45,7 @@ def load(
             folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
         attention: who computes attention, see `Target`.
+        graphs: on CUDA, decode from captured graphs, see `Target`.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
@@ -53,7 +55,7 @@ def load(
     """
     heads = _exit_heads(model, exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
-    return Target(opened, tokenizer, check=check, exit_heads=heads, attention=attention)
+    return Target(opened, tokenizer, check=check, exit_heads=heads, attention=attention, graphs=graphs)
 
 
 def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:

@@ -24,6 +24,8 @@ from transformers.generation.logits_process import (
 
 from selfspec.errors import whole
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
+from selfspec.kernels.layout import SamplingTensors
+from selfspec.kernels.suite import pick_for
 
 LEAST_TEMPERATURE = 1e-6
 LIKELIEST = 256  # tokens that top-p looks at first
@@ -141,6 +143,9 @@ def _scored_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tens
 
 def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None) -> Tensor:
     """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
+    fused = pick_for(logits.device)
+    if fused is not None:
+        return fused(logits, sampling_tensors(samplings, positions))[0]
     return scored(logits, samplings, positions, noise).argmax(-1)
 
 
@@ -152,6 +157,21 @@ def pick_surely(
     Greedy, that is the token's probability. Sampled, it tells by how much the token won with this very noise, which
     the target will have too; its probability would say how common the token is, not how likely they are to agree.
     """
+    fused = pick_for(logits.device)
+    if fused is not None:
+        return fused(logits, sampling_tensors(samplings, positions))
     scores = scored(logits, samplings, positions, noise)
     picks = scores.argmax(-1, keepdim=True)
     return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()
+
+
+def sampling_tensors(samplings: Sequence[Sampling], positions: Tensor) -> SamplingTensors:
+    """The same for the kernels, in one upload."""
+    floats = torch.tensor([[s.temperature, s.top_p, s.min_p] for s in samplings]).view(torch.int32)
+    ints = torch.tensor([[s.seed, s.top_k] for s in samplings])
+    told = torch.cat([ints, floats.long()], 1).t().contiguous()
+    told = told.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else told
+    temperature, top_p, min_p = told[2:].int().view(torch.float32)
+    sampled = [s for s in samplings if s.temperature > 0]
+    filtered = any(s.top_k or s.top_p < 1 or s.min_p for s in sampled)
+    return SamplingTensors(temperature, told[1].int(), top_p, min_p, told[0], positions, bool(sampled), filtered)

@@ -15,7 +15,7 @@ from selfspec.target.cache import Span
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 NEW = (1, 2, 4, 8, 16)
-LEAST_HELD = 256  # tokens; beyond, powers of two
+LEAST_HELD = 2048  # tokens; beyond, powers of two. Programs for tokens that no row holds end at once
 
 
 class Shape(NamedTuple):
@@ -33,16 +33,20 @@ def round_up(value: int, steps: Sequence[int]) -> int | None:
     return steps[at] if at < len(steps) else None
 
 
-def held(most_tokens: int) -> int:
-    """The capacity for rows of at most so many tokens."""
-    return max(LEAST_HELD, 1 << (most_tokens - 1).bit_length())
+def held(most_tokens: int, room: int) -> int:
+    """The capacity for rows of at most so many tokens, in a cache with room for so many in all."""
+    return min(room, max(LEAST_HELD, 1 << (most_tokens - 1).bit_length()))
 
 
-def shape_of(spans: Sequence[Span]) -> Shape | None:
-    """The least shape that a packed call fits into; None for calls that are not worth recording, such as prompts."""
+def shape_of(spans: Sequence[Span], room: int) -> Shape | None:
+    """The least shape that a packed call fits into; None for calls that are not worth recording, such as prompts.
+
+    Args:
+        room: tokens that the cache holds in all.
+    """
     tokens = round_up(sum(span.length for span in spans), TOKENS)
     slots = round_up(len(spans), SLOTS)
     most_new = round_up(max(span.length for span in spans), NEW)
     if tokens is None or slots is None or most_new is None:
         return None
-    return Shape(tokens, slots, most_new, held(max(span.start + span.length for span in spans)))
+    return Shape(tokens, slots, most_new, held(max(span.start + span.length for span in spans), room))

@@ -7,6 +7,7 @@ than the weights take to be read.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +22,37 @@ from selfspec.device.graphs import Graphs, Recorded
 from selfspec.device.static import LayersInputs, StaticRows
 from selfspec.device.storage import Storages
 from selfspec.device.whole import RoundInputs, RoundKey, RoundRow, RowRound, WholeRound, read_record
-from selfspec.kernels.suite import Kernels, triton_kernels
+from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.target.cache import PackedRows, PagedCache
+from selfspec.target.selfcheck import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
 MOST_WIDTH = 16  # places per row of a whole round: as many new tokens as the attention kernel splits work for
 MOST_ROWS = 8  # of a whole round: it computes every row's every place, used or not
 BUDGET = 2 << 30  # bytes that recordings may keep
+
+
+def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
+    """Give a stack a runner, checked as the stack itself was: split against whole, in the loaded dtype.
+
+    A runner that raises or disagrees is taken away again, with a warning; so is one that cannot be had.
+
+    Args:
+        make: the stack's runner; default: with CUDA graphs where the stack is on CUDA, else none.
+    """
+    if make is None:
+        if stack.device.type != "cuda" or not has_triton():
+            return
+        make = Runner.on_cuda
+    try:
+        stack.runner = make(stack)
+        error = split_error(stack)
+        problem = f"its logits differ by {error:.2g} standard deviations"
+    except Exception as raised:  # whatever a compiler or driver has to say
+        error, problem = math.inf, f"{type(raised).__name__}: {raised}"
+    if not error <= TOLERANCE.get(stack.dtype, 0.2):
+        _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
+        stack.runner = None
 
 
 class Runner:
@@ -70,8 +95,11 @@ class Runner:
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor | None:
         """See `Stack.run`; None for calls that are not recorded: prompts, caches of others, refused models."""
-        storage, shape = self.storages.of(rows.cache), shape_of(rows.spans)
-        if storage is None or shape is None or self.refused is not None or not torch.is_inference_mode_enabled():
+        storage = self.storages.of(rows.cache)
+        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
+            return None
+        shape = shape_of(rows.spans, storage.cache.room)
+        if shape is None:
             return None
         tapped = tuple(sorted(taps or ()))
         buffer = self._buffer(given)
@@ -119,8 +147,10 @@ class Runner:
             confident: report the drafted tokens' confidences.
         """
         storage = self.storages.of(cache)
-        key = self._round_key(rows, exit_layer, min_confidence, stop, confident)
-        if storage is None or key is None or self.refused is not None or not torch.is_inference_mode_enabled():
+        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
+            return None
+        key = self._round_key(rows, storage.cache.room, exit_layer, min_confidence, stop, confident)
+        if key is None:
             return None
         with self._lock:
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the weights of those that were
@@ -143,6 +173,7 @@ class Runner:
     def _round_key(
         self,
         rows: Sequence[RoundRow],
+        room: int,
         exit_layer: int,
         min_confidence: float,
         stop: SurvivalStop | None,
@@ -156,7 +187,7 @@ class Runner:
         slots = round_up(len(rows), SLOTS)
         assert slots is not None
         return RoundKey(
-            exit_layer, longest + 1, slots, held(max(row.content + longest for row in rows)),
+            exit_layer, longest + 1, slots, held(max(row.content + longest for row in rows), room),
             1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length(),
             any(row.temperature > 0 for row in rows),
             any(row.temperature > 0 and (row.top_k or row.top_p < 1 or row.min_p) for row in rows),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from selfspec.kernels import reference
 from selfspec.kernels.layout import Layout
+from selfspec.kernels.suite import has_triton
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.cache import PackedRows
 
@@ -61,12 +62,6 @@ def named(name: str, device: torch.device | str) -> Backend:
             f"attention must be auto or one of {', '.join(found)} on {torch.device(device).type} here, got {name!r}"
         )
     return found[name]
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported; selfspec works without it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def layout_of(rows: PackedRows) -> Layout:

@@ -45,6 +45,11 @@ class PagedCache:
     def num_free_pages(self) -> int:
         return len(self._free)
 
+    @property
+    def room(self) -> int:
+        """Tokens that it holds in all."""
+        return self.num_pages * self.page_size
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.device.buckets import NEW, SLOTS, TOKENS, shape_of
+from selfspec.device.buckets import LEAST_HELD, NEW, SLOTS, TOKENS, shape_of
 from selfspec.device.storage import Storages
 from selfspec.target.cache import Span
 
@@ -16,7 +16,7 @@ from selfspec.target.cache import Span
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 20)), min_size=1, max_size=140))
 def test_a_call_fits_into_its_shape(rows):
     spans = [Span((0,), start, length) for start, length in rows]
-    shape, tokens = shape_of(spans), sum(length for _, length in rows)
+    shape, tokens = shape_of(spans, 6000), sum(length for _, length in rows)
     if tokens > TOKENS[-1] or len(rows) > SLOTS[-1] or max(length for _, length in rows) > NEW[-1]:
         assert shape is None
         return
@@ -24,7 +24,7 @@ def test_a_call_fits_into_its_shape(rows):
     assert len(rows) <= shape.slots < 2 * len(rows) + 1
     assert max(length for _, length in rows) <= shape.most_new
     most = max(start + length for start, length in rows)
-    assert most <= shape.most_tokens <= max(256, 2 * most - 1)
+    assert most <= shape.most_tokens <= min(6000, max(LEAST_HELD, 2 * most - 1))
 
 
 def test_pages_are_lent_again_once_their_user_is_gone():

@@ -14,9 +14,12 @@ from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.device.buckets import Shape
+from selfspec.device.capture import Repeats
+from selfspec.device.runner import Runner, install
+from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.exit_heads import ExitHeads
-from tests.device.standin import with_runner
+from tests.device.standin import Strict, with_runner
 from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, make_prompts
 from tests.models import EOS, build, tiny
 
@@ -74,7 +77,7 @@ def test_tokens_are_those_of_the_ordinary_engine(lengths, seed, sampled, most_ro
             assert one.confidences == pytest.approx(another.confidences, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gpt2", "mixtral"])
 @pytest.mark.parametrize("most_rows", [0, 8])
 def test_views_of_other_families_can_be_recorded(family, most_rows):
     prompts = make_prompts([3, 20, 11])
@@ -195,7 +198,7 @@ def test_calls_share_recordings_by_shape_and_nothing_else():
             rows = PackedRows(cache, [Span(tables[row], at, count) for row, at, count in spans])
             stack.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
         shapes = [key[4] for key in runner.graphs._kept]
-        assert shapes == [Shape(4, 1, 4, 256), Shape(4, 2, 2, 256), Shape(4, 4, 2, 256)]
+        assert shapes == [Shape(4, 1, 4, 128), Shape(4, 2, 2, 128), Shape(4, 4, 2, 128)]
         prompt = PackedRows(cache, [Span(tables[0], 0, 30)])
         stack.run(prompt, 0, 2, torch.arange(30))
     assert runner.graphs.num_recorded == 3
@@ -219,3 +222,51 @@ def test_results_are_copies_that_later_replays_leave_alone():
         stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
         for one, same in zip((first, taps[1], taps[2]), kept, strict=True):
             assert one.isfinite().all() and torch.equal(one, same)
+
+
+# -------------------------------------------------------------------------------------------------------- installing
+
+
+@pytest.mark.parametrize("problem", ["raises", "wrong"])
+def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
+    def careless(queries, *given):
+        if problem == "raises":
+            raise RuntimeError("no kernel image is available")
+        return torch.zeros_like(queries)
+
+    stack = Target(build("llama")).stack
+    install(stack, lambda one: Runner(one, REFERENCE._replace(attend=careless), Strict()))
+    assert stack.runner is None
+    assert "decoding from graphs does not serve this model here" in caplog.text
+
+
+def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
+    stack = Target(build("llama")).stack
+    assert stack.runner is None
+    install(stack)
+    assert stack.runner is None
+    install(stack, lambda one: Runner(one, REFERENCE, Strict()))
+    assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
+
+
+def test_the_kernels_themselves_decode_from_recordings():
+    """Triton's, in its interpreter: everything but the device."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    prompts, how = (
+        make_prompts([5, 9]),
+        {"max_new_tokens": 5, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
+    )
+    wanted = decode(tiny("llama"), prompts, Always(1, 2), **how)
+    target = Target(build("llama"))
+    target.stack.runner = Runner(target.stack, triton_kernels(), Repeats())
+    assert [one.tokens for one in decode(target, prompts, Always(1, 2), **how)] == [one.tokens for one in wanted]
+    assert target.stack.runner.graphs.num_recorded > 0
+
+
+def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(monkeypatch):
+    prompts = make_prompts([9, 17, 4, 12])
+    wanted = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
+    monkeypatch.setattr("selfspec.decoding.pick.pick_for", lambda device: REFERENCE.pick)
+    got = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert pick_for(torch.device("cpu")) is None

@@ -19,7 +19,6 @@ print(json.dumps([one._asdict() for one in compile_all(only=sys.argv[1:])]))
 """
 ONE_OF_EACH = [
     "scatter, 8 key heads of 128",
-    "attend, 5 tokens, 32:8 heads of 128",
     "attend, 5 tokens, 16:8 heads of 256, window, softcap",
     "attend, tree of 16, 32:8 heads of 128",
     "pick, filtered, 128256 tokens",

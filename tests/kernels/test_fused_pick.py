@@ -43,7 +43,7 @@ def test_twin_picks_as_the_engine_does(kinds, vocab, seed):
     torch.testing.assert_close(got_sure, sure, rtol=1e-4, atol=1e-6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     kinds=st.lists(a_kind, min_size=1, max_size=3),
     vocab=vocabularies,

@@ -55,7 +55,7 @@ def test_twin_is_the_formula(rows, heads, page_size, trees, padding, options, se
     torch.testing.assert_close(got, by_formula(call, 0.5, **options), **close)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     rows=some_rows,
     heads=heads_of,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.decoding.engine import page_size_of
 from selfspec.kernels import reference
+from selfspec.kernels.suite import has_triton
 from selfspec.target import backends, fastest
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.backends import FLASH_PAGE, Backend, importable, layout_of, named
@@ -21,7 +22,7 @@ from selfspec.target.stack import Stack
 from tests.helpers import make_prompts
 from tests.models import build
 
-HERE = importable("cpu") | ({"triton": Backend("triton", backends._triton)} if backends.has_triton() else {})
+HERE = importable("cpu") | ({"triton": Backend("triton", backends._triton)} if has_triton() else {})
 a_row = st.tuples(st.integers(0, 40), st.one_of(st.integers(1, 6), st.just(35)))
 
 
@@ -158,6 +159,12 @@ def test_a_backend_that_is_not_here_is_refused_by_name():
 def test_auto_is_sdpa_on_the_processor():
     target = Target(build("llama"))
     assert target.attention_backend == fastest.choose(target.stack.device, target.stack.dtype, None).name == "sdpa"
+
+
+def test_the_fastest_is_so_on_the_whole_and_serves_every_call():
+    times = {"sdpa": [4.0, 2.0, 10.0], "triton": [1.0, 1.0, 14.0], "flash": [float("inf"), 0.5, 9.0]}
+    assert fastest.least(times) == "triton"
+    assert fastest.least({"sdpa": [3.0], "triton": [float("inf")]}) == "sdpa"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text"])
