@@ -22,11 +22,13 @@ from selfspec.control.plan import (
     Policy,
     RowOutcome,
     RowState,
+    SecondChoices,
     Seconds,
     Shadow,
     confidence_bin,
 )
 from selfspec.control.policies import make_policy
+from selfspec.control.seconds import likely_seconds
 from selfspec.drafting.lookup import Lookup, num_right
 
 PREFILL_CHUNK = 512  # the engine's default
@@ -143,8 +145,10 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
     outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
     if reads_lookup:
-        outcomes = [o._replace(looked=_looked(row, o.num_accepted + 1)) for row, o in zip(ready, outcomes, strict=True)]
-    took = Seconds(**costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context))
+        outcomes = [o._replace(looked=_looked(row, o.num_emitted)) for row, o in zip(ready, outcomes, strict=True)]
+    beside = [o.num_beside for o in outcomes]
+    stages = costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context, beside if any(beside) else ())
+    took = Seconds(**stages)
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
@@ -167,7 +171,7 @@ def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
         outcome = draft(row.trace, row.at, plan, length)
     shadow = None
     if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
-        stop = row.at + min(outcome.num_accepted + 1, plan.shadow.max_columns)
+        stop = row.at + min(outcome.num_emitted, plan.shadow.max_columns)
         trace, exact = row.trace, plan.shadow.exact
         hits = trace.hits if exact else trace.short_hits
         sure = trace.confidences if exact else trace.short_confidences
@@ -235,7 +239,16 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
         raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
     judged = min(accepted + 1, length)
     away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
-    return RowOutcome(0, length, accepted, confidences, away)
+    outcome = RowOutcome(0, length, accepted, confidences, away)
+    return outcome if plan.seconds is None else _with_second(trace, at, plan.seconds, line, outcome)
+
+
+def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome: RowOutcome) -> RowOutcome:
+    """What was drafted beside the draft, and came of it."""
+    room = len(trace.tokens) - at
+    found = likely_seconds(rule, outcome.confidences, min(rule.most, room - 1 - outcome.num_drafted))
+    second = bool(trace.seconds[line, at + outcome.num_accepted]) if outcome.num_accepted in found else None
+    return outcome._replace(second=second, num_beside=len(found))
 
 
 def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
@@ -249,10 +262,10 @@ def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
 
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
-    emitted = outcome.num_accepted + 1
+    emitted = outcome.num_emitted
     row.content += row.trace.tokens[row.at : row.at + emitted]
     row.at += emitted
-    return ReplayedRow(row.request_id, outcome.num_drafted, outcome.num_accepted, emitted)
+    return ReplayedRow(row.request_id, outcome.num_drafted + outcome.num_beside, emitted - 1, emitted)
 
 
 def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: int, stop: int) -> Shadow:

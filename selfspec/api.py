@@ -120,7 +120,7 @@ class Target:
 
     @property
     def attention_backend(self) -> str:
-        """Who computes attention: sdpa, triton, flash, varlen or reference. What is replayed from graphs, triton does."""
+        """Who computes attention: sdpa, triton, flash, varlen or reference; in graphs it is always triton."""
         return self.stack.backend.name
 
     @property

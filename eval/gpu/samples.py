@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import Layout, SamplingTensors
-
-MOST_NODES = 64  # of a tree: the bits of a mask
+from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors, Trees
+from selfspec.target.backends import tree_lines
+from selfspec.target.cache import Span, Tree
 
 
 class Paged(NamedTuple):
@@ -68,25 +68,23 @@ def layout_of(
     free = list(range(sum(need) + 2))
     dice.shuffle(free)
     tables = [[free.pop() for _ in range(count)] for count in need]
-    owners: list[int] = []
-    slots: list[int] = []
-    positions: list[int] = []
-    ancestors: list[int] = []
-    starts = []
+    owners, slots, starts = list[int](), list[int](), list[int]()
+    spans = []
     for slot, (old, new) in enumerate(rows):
         starts.append(len(owners))
-        seen: list[int] = []
-        depths: list[int] = []
-        for node in range(new):
-            parent = dice.randrange(-1, node) if trees else node - 1
-            seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            at = old + node
-            slots.append(tables[slot][at // page_size] * page_size + at % page_size)
         owners += [slot] * new + [-1] * padding
-        positions += [old + depth for depth in depths] + [0] * padding
+        slots += [tables[slot][at // page_size] * page_size + at % page_size for at in range(old, old + new)]
         slots += [-1] * padding
-        ancestors += [one - (1 << 64) if one >> 63 else one for one in seen] + [0] * padding
+        tree = None
+        if trees and new and dice.random() < 0.8:  # some of whose nodes may have been fed before
+            before = dice.randint(0, min(old, 3, MOST_NODES - new))
+            tree = Tree((-1, *(dice.randrange(node) for node in range(1, before + new))))
+        spans.append(Span(tables[slot], old, new, tree))
+    roots, nodes, masks = tree_lines(spans)
+    positions, ancestors, seen = list[int](), list[int](), iter(masks)
+    for span in spans:
+        positions += [*span.positions(), *[0] * padding]
+        ancestors += [*(next(seen) for _ in range(span.length)), *[0] * padding]
     width = max(1, *need)
 
     def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -97,7 +95,7 @@ def layout_of(
         ints([table + [1 << 30] * (width - len(table)) for table in tables]), ints(owners),
         ints(slots, torch.int64), ints(positions, torch.int64),
         max(1, *(new for _, new in rows)), max(1, *(old + new for old, new in rows)),
-        ints(ancestors, torch.int64) if trees else None,
+        Trees(ints(roots), ints(nodes), ints(ancestors, torch.int64)) if trees else None,
     )  # fmt: skip
     return layout, sum(need) + 2
 

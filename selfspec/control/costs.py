@@ -97,22 +97,31 @@ class Costs:
             return self._between(self.first, num_rows, exit_layer, "first") + extra
         return self._between(self.early, num_rows, exit_layer, "early") + extra
 
+    def wide_pass(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
+        """`exit_layer` layers over `num_tokens` tokens of `num_rows` rows in all; wider as verifications are."""
+        one = self._between(self.late, num_rows, 1, "late")
+        wider = self._between(self.late, num_rows, num_tokens / num_rows, "late") / max(one, 1e-12)
+        return self.early_pass(exit_layer, num_rows, context) * wider
+
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """The layers from `exit_layer` on over `num_tokens` tokens in all."""
         extra = num_rows * self.context * max(0.0, context - CONTEXT)
         one = self._between(self.late, num_rows, num_tokens / num_rows, "late")
         return (self.num_layers - exit_layer) * (one + extra)
 
-    def stages(self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT) -> dict[str, float]:
+    def stages(
+        self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT, beside: Sequence[int] = ()
+    ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
         Where nothing comes of a lookup, the round is a plain one.
 
         Args:
             context: cached tokens of the longest row.
+            beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
-        tokens = sum(lengths) + rows
+        tokens = sum(lengths) + rows + sum(beside)
         if exit_layer == LOOKUP:
             draft = rows * LOOKUP_SECONDS
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
@@ -122,7 +131,13 @@ class Costs:
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
-                draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context, step == 0)
+                live = sum(length >= step for length in lengths)
+                more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
+                draft += (
+                    self.wide_pass(exit_layer, live, live + more, context)
+                    if more
+                    else self.early_pass(exit_layer, live, context, step == 0)
+                )
                 picking = sum(length > step for length in lengths)
                 if picking:
                     head, pick = head + self.head(picking), pick + self.pick(picking)
@@ -130,9 +145,11 @@ class Costs:
         head, pick = head + self.head(tokens), pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
-    def round(self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT) -> float:
+    def round(
+        self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT, beside: Sequence[int] = ()
+    ) -> float:
         """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context).values())
+        return sum(self.stages(exit_layer, lengths, context, beside).values())
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Shadow picks at `num_positions` positions for `num_layers` layers each."""

@@ -40,7 +40,7 @@ class Finder:
         """Set what came of a round beside what lookup would have drafted, and beside what it promised."""
         emitted = 0
         for outcome in outcomes:
-            emitted += outcome.num_accepted + 1
+            emitted += outcome.num_emitted
             if outcome.looked is not None:
                 self.matches.add(outcome.looked, outcome.request_id)
         self.matches.keep_rows([outcome.request_id for outcome in outcomes])

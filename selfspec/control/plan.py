@@ -21,7 +21,7 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-DRAFTS = ("exit", "lookup")  # where drafts may come from
+DRAFTS = ("exit", "lookup", "tree")  # where drafts may come from; "tree" adds branches to those of the others
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -50,6 +50,26 @@ class SurvivalStop(NamedTuple):
         return sum(survivals) >= self.least * len(survivals)
 
 
+class SecondChoices(NamedTuple):
+    """Beside which tokens of a draft its layer's second choice is drafted as well, for where the first is wrong.
+
+    They go through the early layers together, in the pass that feeds the draft's last token anyway.
+    """
+
+    right: tuple[float, ...]  # by confidence bin of the first choice: how often that is right
+    second: tuple[float, ...]  # and how often the second is
+    least: float  # drafted are those likelier than this to be come to, and right
+    most: int  # of a row
+    enough: float = 0.0  # and none of a row where by all of them together that is exceeded by no more than this
+
+
+class TokenTree(NamedTuple):
+    """Tokens that may come next, and after those; node 0 is the row's last token, the first of `tokens` is node 1."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # of each of them: the node it goes on from, 0 or one before it
+
+
 class ShadowPlan(NamedTuple):
     """At which layers, and for which rows, to see after the round what each layer would have picked."""
 
@@ -64,7 +84,8 @@ class Plan:
     """One round: where to leave early and how far each row guesses. `exit_layer` None is plain decoding.
 
     Exit layer 0 (`LOOKUP`) drafts what followed the last time that the row's text ended as it does now, and nothing
-    where it never did; such drafts have no confidences, so that no stop ends them, and no divergences.
+    where it never did, or else the trees that the plan brings along; such drafts have no confidences, so that no stop
+    ends them, and no divergences.
 
     Both stops end a row's draft after a token and never withdraw it, which would bias sampled output.
     """
@@ -76,12 +97,29 @@ class Plan:
     keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
+    seconds: SecondChoices | None = None  # drafted beside the exit's own
+    trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property
     def reads_confidence(self) -> bool:
-        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None
+        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.seconds is not None
         return wants and self.exit_layer != LOOKUP
+
+
+def check_trees(plan: Plan) -> None:
+    """ValueError unless the plan's trees are trees, of the tokens it says, for drafts that no layer writes."""
+    if plan.exit_layer != LOOKUP:
+        raise ValueError(f"a plan brings trees along only where its exit_layer is {LOOKUP}, got {plan.exit_layer}")
+    trees = plan.trees or ()
+    sizes = [0 if tree is None else len(tree.tokens) for tree in trees]
+    if sizes != list(plan.draft_lengths):
+        raise ValueError(f"a plan's trees must have its draft_lengths {list(plan.draft_lengths)} tokens, got {sizes}")
+    for tree in trees:
+        if tree is not None and not (
+            len(tree.parents) == len(tree.tokens) and all(0 <= p <= i for i, p in enumerate(tree.parents))
+        ):
+            raise ValueError(f"a tree needs, per token, a node before it to go on from, got {list(tree.parents)}")
 
 
 class Shadow(NamedTuple):
@@ -101,7 +139,7 @@ class Looked(NamedTuple):
 
 
 class RowOutcome(NamedTuple):
-    """What became of a row's draft in a round."""
+    """What became of a row's draft in a round. Second choices are counted in `second` alone."""
 
     request_id: int
     num_drafted: int
@@ -110,6 +148,13 @@ class RowOutcome(NamedTuple):
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
     shadow: Shadow | None = None
     looked: Looked | None = None  # told to policies that read matches, of rows that had one
+    second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
+    num_beside: int = 0  # second choices drafted
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that came, the target's own included, unless the row ended before it."""
+        return self.num_accepted + 1 + bool(self.second)
 
     @property
     def num_judged(self) -> int:

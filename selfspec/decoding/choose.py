@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan, Seconds, confidence_bin
-from selfspec.decoding.pick import pick, pick_surely
+from selfspec.control.seconds import likely_seconds
+from selfspec.decoding.pick import pick, pick_surely, scored, second_choices, surely
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
+from selfspec.drafting.exit import Branch
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
@@ -26,6 +28,7 @@ class Chooser:
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
+        self._seconds_of: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
@@ -38,7 +41,13 @@ class Chooser:
             logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
         positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
         samplings = [row.request.sampling for row in rows]
-        if self._plan.reads_confidence:
+        if self._plan.seconds is not None and self._plan.reads_confidence:
+            scores = scored(logits, samplings, positions, self._noise)
+            picks, sure = surely(scores)
+            going = self._confident(sure.tolist(), members)
+            for i, token in zip(members, second_choices(scores, picks).tolist(), strict=True):
+                self._seconds_of[i].append(token)
+        elif self._plan.reads_confidence:
             picks, sure = pick_surely(logits, samplings, positions, self._noise)
             going = self._confident(sure.tolist(), members)
         else:
@@ -69,3 +78,11 @@ class Chooser:
         log_q = torch.stack(self.logits[row][: len(target)]).log_softmax(-1)
         terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
         return tuple(terms.sum(-1).tolist())
+
+    def branches(self, row: int, length: int) -> list[Branch]:
+        """The second choices worth drafting beside a row's `length` tokens, in their order."""
+        rule = self._plan.seconds
+        assert rule is not None
+        most = min(rule.most, self._rows[row].room - 1 - length)
+        found = likely_seconds(rule, self.confidences[row], most)
+        return [Branch(node, self._seconds_of[row][node]) for node in found]

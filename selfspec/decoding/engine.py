@@ -9,14 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds, check_trees
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
 from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.rounds import Teach, Verdict, decode_round
+from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
+from selfspec.decoding.verdict import Verdict
 from selfspec.errors import CacheFullError, whole
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
@@ -265,6 +267,8 @@ class Engine:
             raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
         if plan.exit_layer is None:
             return
+        if plan.trees is not None:
+            check_trees(plan)
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
         given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
         if not LOOKUP <= plan.exit_layer <= last:
@@ -276,11 +280,11 @@ class Engine:
         emitted = len(row.content) - row.num_prompt_tokens
         with row.blamed():
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
-        accepted, drafted = min(verdict.accepted, kept), len(verdict.drafted)
+        accepted, branch = min(verdict.accepted, kept), verdict.branch()
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
-        row.stats.add_round(drafted, accepted, kept)
+        row.stats.add_round(len(branch), accepted, kept, len(verdict.drafted) - len(branch))
         row.finish_reason = reason
-        return RowResult(row.request_id, verdict.block[:kept], text, verdict.drafted, accepted, self._ended(row))
+        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row))
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

@@ -152,15 +152,19 @@ def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise
 def pick_surely(
     logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Picks `[N]`, and how sure each is, see `surely`."""
+    fused = pick_for(logits.device)
+    if fused is not None:
+        return fused(logits, sampling_tensors(samplings, positions))
+    return surely(scored(logits, samplings, positions, noise))
+
+
+def surely(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and how sure each is: its share in the softmax of the scores it was picked from, fp32 `[N]`.
 
     Greedy, that is the token's probability. Sampled, it tells by how much the token won with this very noise, which
     the target will have too; its probability would say how common the token is, not how likely they are to agree.
     """
-    fused = pick_for(logits.device)
-    if fused is not None:
-        return fused(logits, sampling_tensors(samplings, positions))
-    scores = scored(logits, samplings, positions, noise)
     picks = scores.argmax(-1, keepdim=True)
     return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()
 
@@ -175,3 +179,8 @@ def sampling_tensors(samplings: Sequence[Sampling], positions: Tensor) -> Sampli
     sampled = [s for s in samplings if s.temperature > 0]
     filtered = any(s.top_k or s.top_p < 1 or s.min_p for s in sampled)
     return SamplingTensors(temperature, told[1].int(), top_p, min_p, told[0], positions, bool(sampled), filtered)
+
+
+def second_choices(scores: Tensor, picks: Tensor) -> Tensor:
+    """What would have been picked instead, int64 `[N]`, from the scores `[N, vocab]` that gave `picks`."""
+    return scores.scatter(1, picks[:, None], float("-inf")).argmax(-1)

@@ -14,10 +14,12 @@ from selfspec.target.stack import Stack
 def whole_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan) -> list[RowRound] | None:
     """What became of every row; None for a round that asks for what the device has not.
 
-    That is: processors and kept logits, which are the host's, and a look at other layers or at divergences.
+    That is: processors and kept logits, which are the host's, a look at other layers or at divergences, and trees.
     """
     runner = stack.runner
     if runner is None or len(rows) > runner.most_rows or plan.shadow is not None or plan.keep_divergence:
+        return None
+    if plan.trees is not None or plan.seconds is not None:
         return None
     if any(row.request.logits_processor or row.request.keep_logits for row in rows):
         return None

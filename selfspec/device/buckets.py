@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from selfspec.target.backends import fits_masks
 from selfspec.target.cache import Span
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -25,6 +26,7 @@ class Shape(NamedTuple):
     slots: int  # rows
     most_new: int  # new tokens of any row
     most_tokens: int  # tokens that any row holds, the new ones included
+    trees: bool = False  # whether rows may be trees
 
 
 def round_up(value: int, steps: Sequence[int]) -> int | None:
@@ -39,7 +41,7 @@ def held(most_tokens: int, room: int) -> int:
 
 
 def shape_of(spans: Sequence[Span], room: int) -> Shape | None:
-    """The least shape that a packed call fits into; None for calls that are not worth recording, such as prompts.
+    """The least shape that a packed call fits into; None for calls that are not recorded, such as prompts.
 
     Args:
         room: tokens that the cache holds in all.
@@ -47,6 +49,7 @@ def shape_of(spans: Sequence[Span], room: int) -> Shape | None:
     tokens = round_up(sum(span.length for span in spans), TOKENS)
     slots = round_up(len(spans), SLOTS)
     most_new = round_up(max(span.length for span in spans), NEW)
-    if tokens is None or slots is None or most_new is None:
+    if tokens is None or slots is None or most_new is None or not fits_masks(spans):
         return None
-    return Shape(tokens, slots, most_new, held(max(span.start + span.length for span in spans), room))
+    most_tokens = held(max(span.start + span.length for span in spans), room)
+    return Shape(tokens, slots, most_new, most_tokens, any(span.tree is not None for span in spans))

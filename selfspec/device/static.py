@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from selfspec.device.buckets import Shape
-from selfspec.kernels.layout import Layout
+from selfspec.kernels.layout import MOST_NODES, Layout, Trees
 from selfspec.kernels.suite import Kernels
 from selfspec.target.attention import Reach
+from selfspec.target.backends import tree_lines
 from selfspec.target.cache import PackedRows, PagedCache, Span
 
 
@@ -66,26 +67,37 @@ class LayersInputs:
         starts, counts, lengths, owners = self._ints.split([shape.slots] * 3 + [shape.tokens])
         self.layout = Layout(
             starts, counts, lengths, self._pages, owners, self._long[0], self._long[1],
-            shape.most_new, shape.most_tokens,
+            shape.most_new, shape.most_tokens, _no_trees(shape, device) if shape.trees else None,
         )  # fmt: skip
 
     def fill(self, spans: Sequence[Span], given: Tensor) -> None:
         """Write a call into the buffers; slots and tokens beyond it become empty ones."""
         size, spare = self._page_size, self.shape.slots - len(spans)
         starts, owners, slots, positions = list[int](), list[int](), list[int](), list[int]()
-        for row, (pages, first, count) in enumerate(spans):
+        for row, (pages, first, count, _) in enumerate(spans):
             starts.append(len(owners))
             owners += [row] * count
-            positions += range(first, first + count)
+            positions += spans[row].positions()
             slots += [pages[p // size] * size + p % size for p in range(first, first + count)]
         padding = self.shape.tokens - len(owners)
         counts = [span.length for span in spans] + [0] * spare
         lengths = [span.start + span.length for span in spans] + [0] * spare
         upload(self._long, [slots + [-1] * padding, positions + [0] * padding])
         upload(self._ints, [*starts, *[0] * spare, *counts, *lengths, *owners, *[-1] * padding])
+        if self.layout.trees is not None:
+            roots, nodes, ancestors = tree_lines(spans)
+            upload(self.layout.trees.roots, roots + [0] * spare)
+            upload(self.layout.trees.positions, nodes + [[0] * MOST_NODES] * spare)
+            upload(self.layout.trees.ancestors, ancestors + [0] * padding)
         fill_pages(self._pages, self, tuple(tuple(span.pages) for span in spans))
         self.given[: len(owners)] = given
         self.given[len(owners) :] = 0
+
+
+def _no_trees(shape: Shape, device: torch.device) -> Trees:
+    ints = torch.zeros((1 + MOST_NODES, shape.slots), dtype=torch.int32, device=device)
+    nodes = ints[1:].view(shape.slots, MOST_NODES)
+    return Trees(ints[0], nodes, torch.zeros(shape.tokens, dtype=torch.int64, device=device))
 
 
 def upload(buffer: Tensor, values: Any) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from selfspec.drafting.exit import Draft
+from selfspec.target.cache import Tree
 
 MOST_MATCHED = 16  # longest match told from longer ones
 _NO_KEY = -1
@@ -45,6 +46,21 @@ def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: t
         drafted.append(len(guess))
     tokens = torch.tensor(fed, device=device)
     return Draft(tokens, tokens, drafted)
+
+
+def draft_trees(
+    last: Sequence[int], given: Sequence[tuple[Sequence[int], Sequence[int]] | None], device: torch.device
+) -> Draft:
+    """Draft given (tokens, the node each goes on from) after each row's last token; the whole model verifies them."""
+    fed: list[int] = []
+    trees: list[Tree | None] = []
+    for token, (tokens, parents) in zip(last, (one or ((), ()) for one in given), strict=True):
+        fed += [token, *tokens]
+        is_chain = all(parent == node for node, parent in enumerate(parents))
+        trees.append(None if is_chain else Tree((-1, *parents)))
+    packed = torch.tensor(fed, device=device)
+    lengths = [0 if one is None else len(one[0]) for one in given]
+    return Draft(packed, packed, lengths, trees=trees if any(trees) else None)
 
 
 class Lookup:

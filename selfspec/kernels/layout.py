@@ -23,7 +23,22 @@ class Layout(NamedTuple):
     positions: Tensor  # int64 [N], its position
     most_new: int
     most_tokens: int
-    ancestors: Tensor | None = None  # int64 [N], for trees of up to 64 nodes: bit j is set where it sees new token j
+    trees: Trees | None = None  # where some rows are trees
+
+
+class Trees(NamedTuple):
+    """Rows whose last tokens are the nodes of a tree, of which the new tokens are the last.
+
+    A new token of such a row sees what lies before the tree, and the nodes it goes on from. A row that is no tree has
+    its root at its length, and no nodes.
+    """
+
+    roots: Tensor  # int32 [S], where each row's first node lies among its tokens
+    positions: Tensor  # int32 [S, MOST_NODES], of every node
+    ancestors: Tensor  # int64 [N], bit j is set where a new token sees node j
+
+
+MOST_NODES = 64  # the bits of a mask
 
 
 class SamplingTensors(NamedTuple):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.kernels.layout import Layout
+from selfspec.kernels.layout import MOST_NODES, Layout
 
 SPLIT = 256  # tokens of a row that one program reads
 SHORT = 16  # rows with more new tokens than this (prompts) have queries enough to fill a device without splitting
@@ -55,14 +55,15 @@ def attend(
     out = (queries.new_empty if split else queries.new_zeros)((count, heads, dim))
     partial = queries.new_empty((splits, count, heads, dim), dtype=torch.float32) if split else out
     tops, totals = queries.new_empty((2, splits, count, heads), dtype=torch.float32) if split else (out, out)
+    roots, nodes, ancestors = layout.trees or (None, None, None)
     _split[(layout.counts.shape[0] * blocks, kv_heads, splits)](
         queries, keys, values, partial, tops, totals, sinks,
-        layout.starts, layout.counts, layout.lengths, layout.pages, layout.positions, layout.ancestors,
+        layout.starts, layout.counts, layout.lengths, layout.pages, layout.positions, roots, nodes, ancestors,
         scale, softcap or 0.0, window or 0, chunk or 0,
         queries.stride(0), queries.stride(1), layout.pages.stride(0), count, blocks,
         HEADS=heads, SHARE=share, DIM=dim, PAGE_SIZE=page_size, KV_HEADS=kv_heads,
         ROWS=rows, BLOCK_D=block_d, BLOCK_N=_keys_per_step(page_size, block_d, queries.element_size()),
-        SPLIT=SPLIT if split else 0, TREE=layout.ancestors is not None, WINDOW=window is not None,
+        SPLIT=SPLIT if split else 0, NODES=0 if layout.trees is None else MOST_NODES, WINDOW=window is not None,
         CHUNK=chunk is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None and not split,
         UPCAST=triton.knobs.runtime.interpret, num_warps=8 if block_d * rows > 8192 else 4, num_stages=2,
     )  # fmt: skip
@@ -89,10 +90,10 @@ def _keys_per_step(page_size: int, block_d: int, itemsize: int) -> int:
 @triton.jit(do_not_specialize=["window", "chunk", "num_tokens", "blocks"])
 def _split(
     q_ptr, k_ptr, v_ptr, out_ptr, tops_ptr, totals_ptr, sinks_ptr,
-    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, positions_ptr, ancestors_ptr,
+    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, positions_ptr, roots_ptr, nodes_ptr, ancestors_ptr,
     scale, softcap, window, chunk, q_token, q_head, pages_row, num_tokens, blocks,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // blocks
@@ -112,13 +113,15 @@ def _split(
     q_mask = live[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + token[:, None] * q_token + (head * q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)
     position = context + query
+    root = length
     seen_by = tl.zeros((ROWS,), tl.int64)
-    if TREE:
+    if NODES > 0:
+        root = tl.load(roots_ptr + slot)
         position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int32)
         seen_by = tl.load(ancestors_ptr + token, mask=live, other=0)
     # The tokens that any query of the tile may see, in whole steps from fixed positions.
-    high = length if TREE else tl.minimum(context + first + ROWS // SHARE, length)
-    lowest = context if TREE else context + first
+    high = length if NODES > 0 else tl.minimum(context + first + ROWS // SHARE, length)
+    lowest = tl.minimum(root, context + first)
     low = 0
     if WINDOW:
         low = tl.maximum(low, lowest - window + 1)
@@ -152,17 +155,15 @@ def _split(
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
-        seen, key_at = there[None, :], kv[None, :]
-        if TREE:
-            node = kv - context
-            own = tl.maximum(node, 0).to(tl.int64)
-            seen = seen & ((node < 0)[None, :] | (((seen_by[:, None] >> own[None, :]) & 1) != 0))
+        key_at = kv[None, :]
+        seen = there[None, :] & (key_at <= position[:, None])
+        if NODES > 0:
+            node = tl.minimum(tl.maximum(kv - root, 0), NODES - 1)
+            inside = there & (kv >= root)
+            bit = (seen_by[:, None] >> node[None, :].to(tl.int64)) & 1
+            seen = tl.where(inside[None, :], bit != 0, seen)
             if WINDOW or CHUNK:
-                inside = there & (node >= 0)
-                depth = tl.load(positions_ptr + start + node, mask=inside, other=0).to(tl.int32)
-                key_at = tl.where(inside, depth, kv)[None, :]
-        else:
-            seen = seen & (key_at <= position[:, None])
+                key_at = tl.where(inside, tl.load(nodes_ptr + slot * NODES + node, mask=inside, other=0), kv)[None, :]
         if WINDOW:
             seen = seen & (position[:, None] - key_at < window)
         if CHUNK:

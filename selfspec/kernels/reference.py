@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import Accepted, Layout, SamplingTensors
+from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensors
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -64,14 +64,14 @@ def attend(
 def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk: int | None) -> Tensor:
     """bool `[N, T]`: whether each new token may look at each token of its row."""
     position = layout.positions[:, None]
-    if layout.ancestors is None:
-        seen, key_at = at <= position, at.expand(len(own), -1)
-    else:
-        node = at - (layout.lengths - layout.counts)[own][:, None]  # [N, T]; below 0 for what the row held before
-        inside = node.clamp(0, 63)
-        seen = (node < 0) | ((layout.ancestors[:, None] >> inside) & 1).bool()
-        token = (layout.starts[own][:, None] + inside).clamp(max=len(own) - 1)
-        key_at = torch.where(node < 0, at, layout.positions[token.long()])
+    key_at = at.expand(len(own), -1)
+    seen = key_at <= position
+    if layout.trees is not None:
+        roots, positions, ancestors = layout.trees
+        node = at - roots[own][:, None]  # [N, T]
+        inside = node.clamp(0, MOST_NODES - 1)
+        seen = torch.where(node < 0, seen, ((ancestors[:, None] >> inside) & 1).bool())
+        key_at = torch.where(node < 0, key_at, positions[own].gather(1, inside))
     if window is not None:
         seen = seen & (position - key_at < window)
     if chunk is not None:

@@ -6,7 +6,8 @@
     varlen     torch's variable-length attention, from the version on that reads pages
     reference  the kernel's plain twin: for tests, on any device
 
-A layer that `flash` or `varlen` cannot serve (chunks, sinks, pages of another size) goes through `sdpa`.
+A layer or call that a backend cannot serve (in `flash` and `varlen` chunks, sinks, trees, pages of another size; in
+`triton` trees of more than 64 nodes) goes through `sdpa`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import reference
-from selfspec.kernels.layout import Layout
+from selfspec.kernels.layout import MOST_NODES, Layout, Trees
 from selfspec.kernels.suite import has_triton
 from selfspec.target.attention import Reach, attend_rows
-from selfspec.target.cache import PackedRows
+from selfspec.target.cache import PackedRows, Span
 
 # (packed rows, queries [heads, N, head_dim], the layer's keys, values, reach, scale, softcap, sinks)
 Attend = Callable[[PackedRows, Tensor, Tensor, Tensor, Reach, float, float | None, Tensor | None], Tensor]
@@ -75,7 +76,7 @@ def layout_of(rows: PackedRows) -> Layout:
 def _layout(rows: PackedRows) -> Layout:
     size, device = rows.cache.page_size, rows.device
     starts, owners, slots = list[int](), list[int](), list[int]()
-    for row, (pages, first, count) in enumerate(rows.spans):
+    for row, (pages, first, count, _) in enumerate(rows.spans):
         starts.append(len(owners))
         owners += [row] * count
         slots += [pages[p // size] * size + p % size for p in range(first, first + count)]
@@ -90,8 +91,40 @@ def _layout(rows: PackedRows) -> Layout:
     places = torch.tensor(slots, device=device)
     return Layout(
         ints(starts), ints(counts), ints(lengths), ints(tables), ints(owners), places, rows.positions[0],
-        max(counts), max(lengths),
+        max(counts), max(lengths), _trees(rows),
     )  # fmt: skip
+
+
+def fits_masks(spans: Sequence[Span]) -> bool:
+    """Whether every tree has as few nodes as a mask has bits."""
+    return all(span.tree is None or len(span.tree.parents) <= MOST_NODES for span in spans)
+
+
+def tree_lines(spans: Sequence[Span]) -> tuple[list[int], list[list[int]], list[int]]:
+    """Roots and node positions of every row, and the ancestors of every new token: the fields of `Trees`."""
+    roots, nodes, ancestors = list[int](), list[list[int]](), list[int]()
+    for span in spans:
+        tree, depths, masks = span.tree, list[int](), [0] * span.length
+        if tree is not None:
+            depths, masks = tree.depths(), [1]
+            for node, parent in enumerate(tree.parents[1:], 1):
+                masks.append(masks[parent] | 1 << node)
+        roots.append(span.start + span.length if tree is None else span.root)
+        nodes.append([span.root + depth for depth in depths] + [0] * (MOST_NODES - len(depths)))
+        ancestors += [mask - (1 << 64) if mask >> 63 else mask for mask in masks[-span.length :]]
+    return roots, nodes, ancestors
+
+
+def _trees(rows: PackedRows) -> Trees | None:
+    if all(span.tree is None for span in rows.spans):
+        return None
+    roots, nodes, ancestors = tree_lines(rows.spans)
+    ints, device = torch.int32, rows.device
+    return Trees(
+        torch.tensor(roots, dtype=ints, device=device),
+        torch.tensor(nodes, dtype=ints, device=device),
+        torch.tensor(ancestors, device=device),
+    )
 
 
 def _reference(
@@ -104,6 +137,8 @@ def _reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    if not fits_masks(rows.spans):
+        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
     return reference.attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
 
 
@@ -117,6 +152,8 @@ def _triton(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    if not fits_masks(rows.spans):
+        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
     from selfspec.kernels.paged_attention import attend
 
     return attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
@@ -168,7 +205,8 @@ def _varlen(
 def _flash_serves(rows: PackedRows, queries: Tensor, reach: Reach) -> bool:
     paged = rows.cache.page_size % FLASH_PAGE == 0
     kind = queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0 and queries.shape[-1] <= 256
-    return paged and kind and reach.chunk is None
+    chains = all(span.tree is None for span in rows.spans)
+    return paged and kind and chains and reach.chunk is None
 
 
 def _sides(reach: Reach) -> tuple[int, int]:

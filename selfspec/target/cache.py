@@ -1,8 +1,8 @@
 """Keys and values in pages, written by position.
 
-A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is ever cropped
-or
-moved: rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round.
+A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is cropped:
+rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round. The nodes of a
+draft that is a tree lie one after another; accepted ones that do not lie at their positions are moved there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,50 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """Tokens that go on from each other, not all from the one before. Node 0 is a row's last token, known already."""
+
+    parents: tuple[int, ...]  # of every node: one before it; the first node's is not read
+
+    def depths(self) -> list[int]:
+        """Tokens between node 0 and each node, that included: node 0 has 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """`[nodes, nodes]`: whether a node (first index) goes on from another, or is it."""
+        seen = np.eye(len(self.parents), dtype=np.bool_)
+        for node, parent in enumerate(self.parents[1:], 1):
+            seen[node] |= seen[parent]
+        return seen
 
 
 class Span(NamedTuple):
     """The new tokens of one row in a packed call."""
 
     pages: Sequence[int]  # every page of the row, in order of position
-    start: int  # position of the first new token in the row's content
+    start: int  # position of the first new token in the row's content; in a tree, where its keys and values go
     length: int  # number of new tokens, at least 1
+    tree: Tree | None = None  # whose last nodes they are, if they do not follow one another
+
+    @property
+    def root(self) -> int:
+        """The position of the tree's first node; of the first new token where there is no tree."""
+        return self.start if self.tree is None else self.start + self.length - len(self.tree.parents)
+
+    def positions(self) -> Sequence[int]:
+        """Where each new token stands in the row's content, if its branch is the right one."""
+        if self.tree is None:
+            return range(self.start, self.start + self.length)
+        return [self.root + depth for depth in self.tree.depths()[-self.length :]]
 
 
 class PagedCache:
@@ -89,6 +123,14 @@ class PagedCache:
         for keys, values in self._layers.values():
             keys[to], values[to] = keys[page], values[page]
 
+    def move(self, pages: Sequence[int], slots: Sequence[int], to: Sequence[int]) -> None:
+        """Copy a row's keys and values from some positions of storage to others, in every layer, as if all at once."""
+        size = self.page_size
+        source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
+        for keys, values in self._layers.values():
+            for storage in (keys.flatten(0, 1), values.flatten(0, 1)):
+                storage[target.to(storage.device)] = storage[source.to(storage.device)]
+
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
         keys, values = self._layers[layer_idx]
@@ -109,16 +151,16 @@ class PackedRows:
     @cached_property
     def positions(self) -> Tensor:
         """int64 `[1, N]`."""
-        flat = [p for _, start, length in self.spans for p in range(start, start + length)]
+        flat = [p for span in self.spans for p in span.positions()]
         return torch.tensor([flat], device=self.device)
 
     @cached_property
     def _slots(self) -> slice | Tensor:
         size = self.cache.page_size
         if len(self.spans) == 1 and len(self.spans[0].pages) == 1:
-            pages, start, length = self.spans[0]
-            return slice(pages[0] * size + start, pages[0] * size + start + length)
-        slots = [pages[p // size] * size + p % size for pages, at, n in self.spans for p in range(at, at + n)]
+            first = self.spans[0].pages[0] * size + self.spans[0].start
+            return slice(first, first + self.spans[0].length)
+        slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
         return torch.tensor(slots, device=self.device)
 
     @property

@@ -19,6 +19,7 @@ from selfspec.device.runner import Runner, install
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.exit_heads import ExitHeads
+from tests.decoding.test_trees import Knowing
 from tests.device.standin import Strict, with_runner
 from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, make_prompts
 from tests.models import EOS, build, tiny
@@ -107,6 +108,17 @@ def test_whatever_a_plan_asks_for_is_answered_as_ever(most_rows):
     got = decode(target, prompts, policy, max_new_tokens=18)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert policy.shadows
+
+
+def test_trees_are_verified_from_recordings():
+    prompts, how = make_prompts([7, 22, 13]), {"max_new_tokens": 18}
+    wanted = decode(tiny("llama"), prompts, Always(None, 0), **how)
+    outputs = {i: (len(prompt), one.tokens) for i, (prompt, one) in enumerate(zip(prompts, wanted, strict=True))}
+    target = with_runner(Target(build("llama")))
+    got = decode(target, prompts, Knowing(3, 4, outputs), lambda made: audit_cache(made, target.model), **how)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert sum(one.stats.num_accepted_draft_tokens for one in got) > 10
+    assert any(key[1] == "layers" and key[4].trees for key in target.stack.runner.graphs._kept)
 
 
 def test_end_of_text_inside_a_draft_ends_the_row():

@@ -17,19 +17,18 @@ def by_formula(call, scale, window=None, chunk=None, softcap=None, sinks=None):
     for token, slot in enumerate(layout.rows.tolist()):
         if slot < 0:
             continue
-        start, length = int(layout.starts[slot]), int(layout.lengths[slot])
-        context = length - int(layout.counts[slot])
+        length, own = int(layout.lengths[slot]), int(layout.positions[token])
+        root = length if layout.trees is None else int(layout.trees.roots[slot])
         seen = []
         for at in range(length):
-            node = at - context
-            position = at if node < 0 else int(layout.positions[start + node])
-            if node >= 0 and layout.ancestors is not None:
-                visible = (int(layout.ancestors[token]) >> node) & 1
+            if at < root:
+                position, visible = at, at <= own
             else:
-                visible = at <= context + token - start
-            away = int(layout.positions[token]) - position
+                position = int(layout.trees.positions[slot, at - root])
+                visible = (int(layout.trees.ancestors[token]) >> (at - root)) & 1
+            away = own - position
             near = window is None or away < window
-            together = chunk is None or position // chunk == int(layout.positions[token]) // chunk
+            together = chunk is None or position // chunk == own // chunk
             if visible and near and together:
                 seen.append(at)
         pages = layout.pages[slot].tolist()

@@ -100,7 +100,7 @@ def test_kernel_reads_prompts_in_blocks_of_queries(options):
 
 
 def test_tree_of_as_many_nodes_as_a_mask_has_bits():
-    check(samples.paged([(9, samples.MOST_NODES)], 2, 1, 16, 16, trees=True))
+    check(samples.paged([(0, samples.MOST_NODES)], 2, 1, 16, 16, trees=True))
 
 
 def test_bfloat16_is_read_as_it_is():

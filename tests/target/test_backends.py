@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from selfspec.kernels.suite import has_triton
 from selfspec.target import backends, fastest
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.backends import FLASH_PAGE, Backend, importable, layout_of, named
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
 from selfspec.target.selfcheck import split_error
 from selfspec.target.stack import Stack
 from tests.helpers import make_prompts
@@ -26,13 +27,21 @@ HERE = importable("cpu") | ({"triton": Backend("triton", backends._triton)} if h
 a_row = st.tuples(st.integers(0, 40), st.one_of(st.integers(1, 6), st.just(35)))
 
 
-def packed_call(rows, page_size, heads, kv_heads, dim, dtype, seed, spare=1):
-    """Rows whose pages lie in a mixed order, with random content in them."""
+def packed_call(rows, page_size, heads, kv_heads, dim, dtype, seed, trees=False, spare=1):
+    """Rows whose pages lie in a mixed order, with random content in them; short ones may be (the ends of) trees."""
+    dice = random.Random(seed)
+
+    def tree(old, new):
+        before = dice.randint(0, min(old, 3))
+        parents = (-1, *(dice.randrange(node) for node in range(1, before + new)))
+        return Tree(parents) if trees and new < 10 and dice.random() < 0.7 else None
+
     generator = torch.Generator().manual_seed(seed)
     need = [-(-(old + new) // page_size) for old, new in rows]
     order = torch.randperm(sum(need) + spare, generator=generator).tolist()
     cache = PagedCache(len(order), page_size)
-    spans = [Span([order.pop() for _ in range(count)], old, new) for count, (old, new) in zip(need, rows, strict=True)]
+    tables = [[order.pop() for _ in range(count)] for count in need]
+    spans = [Span(table, old, new, tree(old, new)) for table, (old, new) in zip(tables, rows, strict=True)]
     packed = PackedRows(cache, spans)
     keys, values = torch.randn(2, cache.num_pages, page_size, kv_heads, dim, generator=generator).to(dtype)
     queries = torch.randn(heads, packed.num_tokens, dim, generator=generator).to(dtype)
@@ -55,11 +64,21 @@ def check(backend, call, reach, softcap=None, sinks=None):
     reach=st.sampled_from([Reach(None, None), Reach(7, None), Reach(None, 16)]),
     softcap=st.sampled_from([None, 4.0]),
     with_sinks=st.booleans(),
+    trees=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_backend_is_the_one_used_everywhere(backend, rows, page_size, heads, reach, softcap, with_sinks, seed):
+def test_every_backend_is_the_one_used_everywhere(
+    backend, rows, page_size, heads, reach, softcap, with_sinks, trees, seed
+):
     sinks = torch.linspace(-1, 2, heads[0]) if with_sinks else None
-    check(backend, packed_call(rows, page_size, *heads, 8, torch.float32, seed), reach, softcap, sinks)
+    check(backend, packed_call(rows, page_size, *heads, 8, torch.float32, seed, trees), reach, softcap, sinks)
+
+
+@pytest.mark.parametrize("backend", HERE.values(), ids=HERE)
+def test_a_tree_of_more_nodes_than_a_mask_has_bits_is_attended_all_the_same(backend):
+    packed, *tensors = packed_call([(3, 80), (9, 2)], 16, 4, 2, 8, torch.float32, 0)
+    spans = (packed.spans[0]._replace(tree=Tree((-1, *(node // 2 for node in range(79))))), packed.spans[1])
+    check(backend, (PackedRows(packed.cache, spans), *tensors), Reach(None, None))
 
 
 # --------------------------------------------------------------------------------------------- packages stood in for
@@ -128,6 +147,8 @@ def packages(monkeypatch):
         ("flash", {"softcap": 4.0}, True),
         ("flash", {"reach": Reach(None, 64)}, False),
         ("flash", {"sinks": torch.ones(4)}, False),
+        ("flash", {"trees": True}, False),
+        ("varlen", {"trees": True}, False),
         ("varlen", {}, True),
         ("varlen", {"reach": Reach(9, None)}, True),
         ("varlen", {"softcap": 4.0}, False),
@@ -138,7 +159,9 @@ def packages(monkeypatch):
 @pytest.mark.parametrize("page_size", [FLASH_PAGE, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packages_are_told_what_they_document_or_not_asked(packages, backend, options, served, page_size, dtype):
-    call = packed_call([(270, 3), (0, 1), (20, 34)], page_size, 4, 2, 16, dtype, 0)
+    rows = [(270, 3), (0, 1), (20, 34)]
+    call = packed_call(rows, page_size, 4, 2, 16, dtype, 1, options.get("trees", False))
+    assert any(span.tree for span in call[0].spans) == options.get("trees", False)
     reach = options.get("reach", Reach(None, None))
     attend = {"flash": backends._flash, "varlen": backends._varlen}[backend]
     check(Backend(backend, attend), call, reach, options.get("softcap"), options.get("sinks"))
