@@ -24,6 +24,7 @@ from selfspec.control.plan import SEED_POSITIONS
 from selfspec.decoding.pick import Sampling, pick, pick_surely, scored, second_choices, surely
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
+from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 
@@ -31,6 +32,7 @@ PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
 ROWS = 64  # wrong drafts continued together
 VERSION = 3  # of the files: since 2 they hold the prompt's tokens, since 3 second choices
+# and likely tokens
 WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
 
 Floats = NDArray[np.float32]
@@ -49,6 +51,8 @@ class Trace:
         divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
         wrong: `[L - 1, n, steps]`, the confidences of what the layer would have drafted after a wrong pick; NaN
             elsewhere.
+        vocab_size: of the model.
+        likely: int32 `[n, 8]`, the model's likeliest tokens at each position, the likeliest first.
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
         prompt_hits, prompt_confidences: `[L - 1, up to 32]`, the same at the prompt's last positions.
@@ -66,6 +70,8 @@ class Trace:
     short_confidences: Floats
     prompt_hits: Bools
     prompt_confidences: Floats
+    likely: NDArray[np.int32]
+    vocab_size: int
 
     @property
     def prompt_length(self) -> int:
@@ -78,7 +84,7 @@ class Trace:
     def cut(self, num_tokens: int) -> Trace:
         """The same output, ended after `num_tokens`."""
         cut = {name: getattr(self, name)[:, :num_tokens] for name in _BY_TOKEN}
-        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
+        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], likely=self.likely[:num_tokens], **cut)
 
 
 def record(
@@ -112,6 +118,7 @@ class _Recorder:
         self.pages = self.cache.reserve(len(self.content)) or []
         self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position looked at
         self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
+        self.likely: list[Tensor] = []  # per chunk [positions, k]
 
     def trace(self, task: str) -> Trace:
         parts = list(self.forward())
@@ -136,6 +143,8 @@ class _Recorder:
             short_sure[:, at:],
             short_hits[:, :at],
             short_sure[:, :at],
+            torch.cat(self.likely)[at:].numpy(force=True).astype(np.int32),
+            self.stack.vocab_size,
         )
 
     def forward(self) -> Iterator[_Judged]:
@@ -159,6 +168,7 @@ class _Recorder:
         own = torch.tensor(self.tokens, device=last.device)
         past = positions >= self.prompt_length
         judged[past] = own[positions[past] - self.prompt_length]
+        self.likely.append(target.topk(min(NUM_CANDIDATES, target.shape[1])).indices)
         log_p = target.log_softmax(-1)
         picks, rows = [], []
         for e in self.exits:
@@ -236,9 +246,14 @@ def _trace(arrays: Any, i: int) -> Trace:
         "task": str(given["task"]),
         "prompt": tuple(int(t) for t in given["prompt"]),
         "tokens": tuple(int(t) for t in given["tokens"]),
+        "vocab_size": int(given["vocab_size"]),
     }
     shape = (len(given["hits"]), len(given["tokens"]))
     shapes = {given[name].shape[:2] for name in _BY_TOKEN}
-    if shapes != {shape} or given["prompt_hits"].shape != given["prompt_confidences"].shape:
+    if (
+        shapes != {shape}
+        or len(given["likely"]) != shape[1]
+        or given["prompt_hits"].shape != given["prompt_confidences"].shape
+    ):
         raise ValueError(f"the arrays of output {i} do not fit together")
     return Trace(**given)

@@ -76,7 +76,7 @@ class Adaptive:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        self._finder = Finder(most) if "lookup" in drafts else None
+        self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
         self._second_rates = SecondRates(costs.num_layers) if "tree" in drafts else None
         self._seconds: SecondChoices | None = None
         self._pick = 1.0  # how much longer picks take than in the table of costs
@@ -107,6 +107,16 @@ class Adaptive:
     def reads_lookup(self) -> bool:
         """Whether rows may draft by lookup: only few together, see `LOOKUP_ROWS`."""
         return self._finder is not None and self._batch <= LOOKUP_ROWS
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether branches may be drafted beside what lookup finds."""
+        return self._finder is not None and self._finder.branches and self._batch <= LOOKUP_ROWS
+
+    @property
+    def recycles(self) -> bool:
+        """Whether what verification thought likely is kept."""
+        return self._finder is not None and self._finder.recycles and self._batch <= LOOKUP_ROWS
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""

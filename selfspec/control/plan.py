@@ -21,8 +21,24 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-DRAFTS = ("exit", "lookup", "tree")  # where drafts may come from; "tree" adds branches to those of the others
+DRAFTS = ("exit", "lookup", "recycle", "tree")
+"""Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
+tokens before; "tree" lets drafts have branches."""
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
+
+
+class Guesses(Protocol):
+    """What is free to guess of how a row goes on; see `selfspec.drafting.sources.Guesser`."""
+
+    @property
+    def match(self) -> int: ...
+    @property
+    def is_stored(self) -> bool: ...
+    @property
+    def last(self) -> tuple[int, int]: ...
+    def chain(self, num_tokens: int) -> Sequence[int]: ...
+    def candidates(self, token: int, previous: int) -> tuple[int, list[int]]: ...
+    def first_candidates(self) -> tuple[int, list[int]]: ...
 
 
 class RowState(NamedTuple):
@@ -31,7 +47,12 @@ class RowState(NamedTuple):
     request_id: int
     content_length: int  # prompt and output so far, in tokens
     room: int  # tokens it may still emit, at least 1
-    match: int = 0  # how many of its last tokens a lookup finds earlier; told to policies that read it
+    guesses: Guesses | None = None  # told to policies that read lookups
+
+    @property
+    def match(self) -> int:
+        """How many of its last tokens a lookup finds earlier."""
+        return 0 if self.guesses is None else self.guesses.match
 
 
 class SurvivalStop(NamedTuple):
@@ -131,11 +152,13 @@ class Shadow(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """What a draft by lookup, made or not, would have come to in a round."""
+    """What free guesses, made or not, would have come to in a round."""
 
-    match: int  # of the row before the round, at least 1
+    match: int  # of the row before the round, 0 where nothing was found
     num_compared: int  # tokens that the target picked, the last of them beyond any draft
-    num_right: int  # first tokens of the draft that they equal
+    num_right: int  # first tokens of the draft by lookup that they equal
+    is_stored: bool = False  # whether that came from a corpus
+    ranks: tuple[tuple[int, bool, int], ...] = ()  # of tokens that it did not offer: see `control.growth.Ranks`
 
 
 class RowOutcome(NamedTuple):
@@ -147,7 +170,7 @@ class RowOutcome(NamedTuple):
     confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
     shadow: Shadow | None = None
-    looked: Looked | None = None  # told to policies that read matches, of rows that had one
+    looked: Looked | None = None  # told to policies that read lookups
     second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
     num_beside: int = 0  # second choices drafted
 
@@ -190,10 +213,11 @@ class Seconds:
 class Policy(Protocol):
     """Chooses plans; its decisions change speed, never tokens.
 
-    A policy whose `reads_lookup` is true is told what lookup finds (`RowState.match`, `RowOutcome.looked`), which takes
-    an index of every row. A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a
-    prompt are then looked at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two
-    parts.
+    A policy whose `reads_lookup` is true is told what lookup finds (`RowState.guesses`, `RowOutcome.looked`), which
+    takes an index of every row; one whose `reads_ranks` is true, also where tokens stood among other candidates; and
+    where `recycles` is true, what verification thought likely is kept for later. A policy may also have
+    `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
+    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -19,6 +19,8 @@ from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
 from selfspec.decoding.verdict import Verdict
+from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError, whole
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
@@ -88,7 +90,7 @@ class Engine:
         target: what `selfspec.load` returns.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
-        drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
+        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
@@ -96,6 +98,8 @@ class Engine:
             on CUDA, or what the attention backend asks for.
         prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
+        datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
+            lookup, texts of the corpus continue a row, too.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Engine:
         page_size: int | None = None,
         prefill_chunk: int = 512,
         learn: Learns | None = None,
+        datastore: Datastore | None = None,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -130,7 +135,8 @@ class Engine:
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
-        self._noise = NoiseAhead()
+        self._noise, self._recycled = NoiseAhead(), Recycled(self.stack.vocab_size)
+        self.datastore = datastore
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
@@ -201,16 +207,23 @@ class Engine:
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
             return None
-        reads_lookup = getattr(self.policy, "reads_lookup", False)
-        plan = self.policy.plan([row.state._replace(match=row.lookup.match if reads_lookup else 0) for row in ready])
+        asked = [getattr(self.policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
+        reads_lookup, reads_ranks, recycles = asked
+        plan = self.policy.plan([row.state._replace(guesses=row.guesser if reads_lookup else None) for row in ready])
         self._check(plan, ready)
         seconds.lap("control")
         outcomes = []
         try:
             teach = None if self.learn is None else self.learn.take
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise, whole=True)
-            for row, verdict in zip(ready, verdicts, strict=True):
-                looked = row.looked(verdict.block) if reads_lookup else None
+            verdicts = decode_round(
+                self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles, whole=True
+            )
+            pairs = list(zip(ready, verdicts, strict=True))
+            looks = [row.looked(verdict.block, reads_ranks) if reads_lookup else None for row, verdict in pairs]
+            for row, verdict in pairs:
+                if verdict.likely is not None:
+                    row.guesser.learn(verdict.block, verdict.likely)
+            for (row, verdict), looked in zip(pairs, looks, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
                 outcomes.append(verdict.outcome(result.request_id, result.num_accepted, looked))
@@ -242,7 +255,9 @@ class Engine:
             if pages is None:
                 return
             self._waiting.popleft()
-            self.rows.append(Row(request_id, request, self._stopper(request), pages, list(request.prompt)))
+            row = Row(request_id, request, self._stopper(request), pages, list(request.prompt))
+            row.recycled, row.datastore = self._recycled, self.datastore
+            self.rows.append(row)
 
     def _stopper(self, request: Request) -> Stopper:
         eos = self.target.eos_token_ids if request.eos is None else request.eos

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import LOOKUP, Plan, Seconds
-from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_shadows
+from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_likely, with_shadows
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import filtered, pick
 from selfspec.decoding.process import process_packed
@@ -30,20 +30,18 @@ def decode_round(
     seconds: Seconds,
     teach: Teach | None = None,
     noise: NoiseAhead | None = None,
+    recycles: bool = False,
     whole: bool = False,
 ) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`.
 
-    Args:
-        whole: as one recording, where the stack has a runner that offers it; its time is then all told as `verify`.
+    Where it `recycles`, verdicts say which tokens were likely at the places that count. A round that is asked for
+    `whole` is decoded as one recording, where the stack has a runner that offers it; its time is then told as `verify`.
     """
-    done = whole_round(stack, cache, rows, plan) if whole and teach is None else None
+    done = whole_round(stack, cache, rows, plan, recycles) if whole and teach is None else None
     if done is not None:
         seconds.lap("verify")
-        return [
-            Verdict(one.drafted, range(one.accepted + 1), one.block, None, None, confidences=one.confidences)
-            for one in done
-        ]
+        return done
     tapped = plan.shadow.layers if plan.shadow is not None else ()
     draft, chooser = _draft(stack, cache, rows, plan, seconds, noise, tapped)
     start = plan.exit_layer or 0
@@ -73,6 +71,8 @@ def decode_round(
         taps = [*([] if draft.taps is None else [draft.taps]), *([torch.stack(seen)] if seen else [])]
         verdicts = with_shadows(stack, rows, plan, verdicts, taps, logits, picks)
         seconds.lap("shadow")
+    if recycles:
+        verdicts = with_likely(rows, verdicts, logits)
     if teach is not None:
         hand_on(teach, rows, plan, verdicts, draft.hidden, taps, logits)
     return verdicts
@@ -91,7 +91,7 @@ def _draft(
     if plan.exit_layer == LOOKUP and plan.trees is not None:
         return draft_trees([row.content[-1] for row in rows], plan.trees, stack.device), None
     if plan.exit_layer == LOOKUP:
-        return draft_by_lookup([row.lookup for row in rows], plan.draft_lengths, stack.device), None
+        return draft_by_lookup([row.guesser.lookup for row in rows], plan.draft_lengths, stack.device), None
     last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
     if plan.exit_layer is None:
         return Draft(last, last, [0] * len(rows)), None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from selfspec.control.plan import Looked, RowOutcome, Shadow
+from selfspec.drafting.recycle import Ints
 from selfspec.target.cache import Tree
 
 
@@ -24,6 +25,7 @@ class Verdict(NamedTuple):
     confidences: tuple[float, ...] = ()  # of the drafted tokens
     divergences: tuple[float, ...] = ()  # at the judged drafted tokens
     shadow: Shadow | None = None
+    likely: Ints | None = None  # [len(block), k]: the likeliest tokens at each place of the block
 
     @property
     def accepted(self) -> int:
@@ -49,7 +51,7 @@ class Verdict(NamedTuple):
     def outcome(self, request_id: int, num_kept: int, looked: Looked | None = None) -> RowOutcome:
         """What the policy is told, of a row that kept `num_kept` of its drafted tokens."""
         if self.tree is not None and self.chain == 0:  # a tree that no layer drafted
-            return RowOutcome(request_id, len(self.drafted), num_kept, looked=looked)
+            return RowOutcome(request_id, len(self.drafted), num_kept, shadow=self.shadow, looked=looked)
         length = self.chain if self.tree is not None else len(self.drafted)
         right = min(self.num_right, num_kept)
         drafted = right if num_kept < self.accepted else length  # beyond the row's end nothing was judged

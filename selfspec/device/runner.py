@@ -137,6 +137,7 @@ class Runner:
         min_confidence: float = 0.0,
         stop: SurvivalStop | None = None,
         confident: bool = False,
+        num_likely: int = 0,
     ) -> list[RowRound] | None:
         """One round of a small batch; None where it is not recorded.
 
@@ -145,6 +146,7 @@ class Runner:
             min_confidence: a row stops after a token less probable than this.
             stop: when the rows that still draft stop together.
             confident: report the drafted tokens' confidences.
+            num_likely: report so many of the likeliest tokens at each place of the block.
         """
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
@@ -152,6 +154,7 @@ class Runner:
         key = self._round_key(rows, storage.cache.room, exit_layer, min_confidence, stop, confident)
         if key is None:
             return None
+        key = key._replace(num_likely=num_likely)
         with self._lock:
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the weights of those that were
                 self._heads = self.stack.exit_heads
@@ -191,7 +194,7 @@ class Runner:
             1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length(),
             any(row.temperature > 0 for row in rows),
             any(row.temperature > 0 and (row.top_k or row.top_p < 1 or row.min_p) for row in rows),
-            "survival" if stop is not None else "confidence" if min_confidence > 0 else "none", confident,
+            "survival" if stop is not None else "confidence" if min_confidence > 0 else "none", confident, 0,
         )  # fmt: skip
 
     def _recorded(

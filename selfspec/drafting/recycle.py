@@ -91,6 +91,10 @@ class Recycled:
         kind, start = self._find(token, previous)
         return [one - 1 for one in dict.fromkeys(self._views[kind][start : start + self.k]) if one]
 
+    def knows_pair(self, token: int, previous: int) -> bool:
+        """Whether its candidates are those after the pair."""
+        return self._find(token, previous)[0] == 1
+
     def chain(self, last_tokens: Sequence[int], num_tokens: int) -> list[int]:
         """The likeliest token after a row's last ones, then the likeliest after it, ...; ends where none is known."""
         token, previous = last_tokens[-1], last_tokens[-2] if len(last_tokens) > 1 else -1
