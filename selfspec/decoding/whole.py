@@ -21,11 +21,12 @@ def whole_round(
     """What became of every row; None for a round that asks for what the device has not.
 
     That is: processors and kept logits, which are the host's, a look at other layers or at divergences, and trees.
+    Second choices are left out, since the host would have to wait for every drafted token to know where they belong.
     """
     runner = stack.runner
     if runner is None or len(rows) > runner.most_rows or plan.shadow is not None or plan.keep_divergence:
         return None
-    if plan.trees is not None or plan.seconds is not None:
+    if plan.trees is not None:
         return None
     if any(row.request.logits_processor or row.request.keep_logits for row in rows):
         return None
