@@ -47,7 +47,7 @@ def attend(
     count, heads, dim = queries.shape
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     share = heads // kv_heads
-    rows = tile_rows or tile_rows_for(share, layout.most_new)
+    rows = tile_rows or tile_rows_for(share, layout.most_new, queries.element_size())
     block_d = max(16, triton.next_power_of_2(dim))
     split = layout.most_new <= SHORT
     splits = triton.cdiv(layout.most_tokens, SPLIT) if split else 1
@@ -75,10 +75,13 @@ def attend(
     return out
 
 
-def tile_rows_for(share: int, most_new: int) -> int:
-    """Rows of a tile: every query and query head that reads the same keys, in a power of two from 16 to 64."""
+def tile_rows_for(share: int, most_new: int, itemsize: int) -> int:
+    """Rows of a tile: every query and query head that reads the same keys, in a power of two from 16 to 64.
+
+    In float32, which has no tensor cores, 16: its products are made in registers.
+    """
     wanted = triton.next_power_of_2(share * min(most_new, MOST_ROWS))
-    return int(max(16, triton.next_power_of_2(share), min(MOST_ROWS, wanted)))
+    return int(max(16, triton.next_power_of_2(share), min(MOST_ROWS if itemsize < 4 else 16, wanted)))
 
 
 def _keys_per_step(page_size: int, block_d: int, itemsize: int) -> int:
