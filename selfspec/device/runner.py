@@ -151,10 +151,10 @@ class Runner:
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
-        key = self._round_key(rows, storage.cache.room, exit_layer, min_confidence, stop, confident)
+        kind = "survival" if stop is not None else "confidence" if min_confidence > 0 else "none"
+        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident, num_likely)
         if key is None:
             return None
-        key = key._replace(num_likely=num_likely)
         with self._lock:
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the weights of those that were
                 self._heads = self.stack.exit_heads
@@ -174,28 +174,21 @@ class Runner:
         return read_record(record, rows, key)
 
     def _round_key(
-        self,
-        rows: Sequence[RoundRow],
-        room: int,
-        exit_layer: int,
-        min_confidence: float,
-        stop: SurvivalStop | None,
-        confident: bool,
+        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool, num_likely: int
     ) -> RoundKey | None:
         longest = max(row.drafts for row in rows)
         if longest == 0:
-            exit_layer, stop, min_confidence = 0, None, 0.0
-        if len(rows) > self.most_rows or longest + 1 > MOST_WIDTH:
-            return None
+            exit_layer, stop = 0, "none"
         slots = round_up(len(rows), SLOTS)
-        assert slots is not None
+        if slots is None or len(rows) > self.most_rows or longest + 1 > MOST_WIDTH:
+            return None
+        most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
+        hot = [row for row in rows if row.temperature > 0]
+        filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
+        most_tokens = held(max(row.content + longest for row in rows), room)
         return RoundKey(
-            exit_layer, longest + 1, slots, held(max(row.content + longest for row in rows), room),
-            1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length(),
-            any(row.temperature > 0 for row in rows),
-            any(row.temperature > 0 and (row.top_k or row.top_p < 1 or row.min_p) for row in rows),
-            "survival" if stop is not None else "confidence" if min_confidence > 0 else "none", confident, 0,
-        )  # fmt: skip
+            exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident, num_likely
+        )
 
     def _recorded(
         self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]
