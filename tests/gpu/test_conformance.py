@@ -124,3 +124,20 @@ def test_a_second_call_records_nothing(place):
     again = recorded.generate(prompts, exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
     assert [one.tokens for one in again] == [one.tokens for one in first]
     assert recorded.stack.runner.graphs.num_recorded == count > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backend_is_chosen_by_measurement_and_named(dtype):
+    target = Target(build("llama").to("cuda", dtype))
+    assert target.attention_backend in set(importable("cuda")) - {"reference"}
+    for name in importable("cuda"):
+        assert Target(build("llama").to("cuda", dtype), attention=name, graphs=False).attention_backend == name
+
+
+@pytest.mark.gpu
+def test_memory_that_recordings_keep_is_counted():
+    recorded, _ = targets("llama", "cuda", torch.bfloat16)
+    recorded.generate(make_prompts([5, 23]), exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
+    graphs = recorded.stack.runner.graphs
+    assert 0 < graphs.num_bytes < graphs.budget
