@@ -38,6 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="methods side by side on a question file, in Spec-Bench's records", add_help=False)
     commands.add_parser("report", help="a run folder's report anew, or one of Spec-Bench answer files", add_help=False)
+    commands.add_parser("cpu", help="what rounds cost on this CPU, beside llama.cpp too", add_help=False)
     commands.add_parser("compare", help="what changed from one run folder to another", add_help=False)
     commands.add_parser("kernels", help="registers of every GPU kernel, compiled here for a device", add_help=False)
     bench = commands.add_parser(
@@ -236,6 +237,10 @@ def live(config: LiveConfig, options: argparse.Namespace, say: Any) -> dict[str,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one sentence when something asked for is not possible; `run` and `compare` have more."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["cpu"]:
+        from eval.cpu import __main__ as cpu
+
+        return cpu.main(given[1:])
     if given[:1] in (["run"], ["report"], ["compare"]):
         from eval.run import __main__ as runs
 

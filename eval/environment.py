@@ -99,5 +99,5 @@ def model(target: Target, name: str) -> dict[str, Any]:
         "attention_of_transformers": getattr(own.config, "_attn_implementation", None),
         "attention_of_selfspec": target.attention_backend,
         "graphs_of_selfspec": target.stack.runner is not None,
-        "body_of_selfspec": "views" if target.stack.lean is None else "lean",
+        "engine_of_selfspec": target.stack.engine,
     }

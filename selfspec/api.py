@@ -21,9 +21,10 @@ from selfspec.decoding.stopping import Criterion
 from selfspec.device.runner import install
 from selfspec.errors import whole
 from selfspec.learn import Learner
+from selfspec.target.engines import check_engine, choose
+from selfspec.target.exact import ExactStack
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.fingerprint import hidden_size_of, weights_of
-from selfspec.target.selfcheck import self_check
 from selfspec.target.stack import Stack
 from selfspec.target.views import copied_state
 
@@ -51,17 +52,23 @@ class Target:
     Args:
         model: any transformers causal LM, with PEFT adapters or without. It is never changed; its weights are shared.
             What else changes about it later (adapters, device, dtype) is noticed by `generate` and `stream`; an
-            `Engine` keeps the model as it was when the engine was made.
+            `Engine` keeps the model as it was when the engine was made, but for weights edited in place.
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.
         attention: who computes attention, see `selfspec.target.backends`; "auto": the fastest that this machine has.
         graphs: on CUDA, capture rounds and layers in graphs and replay those, which takes the time of launching kernels
             from Python away and gives the same tokens. They may keep up to 2 GiB.
+        engine: what runs the layers: "views" (the model's own modules, for every family), "fused" (the same products
+            in fewer steps, for Llama-shaped models in float32 and float64), "compiled" (those models' layers in one
+            function, compiled on this machine when it is first wanted; float32 on CPU; its packed copies take as much
+            memory as the weights), or "auto", the fastest that serves the model and fits half of the free memory.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
-        ValueError: exit heads of a model of another shape, or an attention backend that this machine does not have.
+        NoCompilerError: engine "compiled" on a machine without a C++ compiler.
+        ValueError: exit heads of a model of another shape, or an engine or attention backend that does not
+            serve it or is not here.
     """
 
     def __init__(
@@ -71,11 +78,19 @@ class Target:
         *,
         check: bool = True,
         exit_heads: ExitHeads | None = None,
+        engine: str = "auto",
         attention: str = "auto",
         graphs: bool = True,
     ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
         self._attention, self._graphs = attention, graphs
+        self._engine = check_engine(engine)
+        if not check and engine not in ("auto", "views"):
+            raise ValueError(f"engine {engine!r} is used after the self-check alone; leave check=False out")
+        if attention != "auto" and engine == "compiled":
+            raise ValueError(f"engine 'compiled' has attention of its own; leave attention={attention!r} out")
+        if attention != "auto" and engine == "auto":
+            self._engine = "views"
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
@@ -86,12 +101,12 @@ class Target:
         self.stack = Stack(self.model, self._attention)
         if not self._check:
             self.stack.lean = None  # only ever used once the self-check has found it equal
-        self.split_error = self_check(self.stack) if self._check else None
+        self.split_error = choose(self.stack, self._engine) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         if self._graphs:
             install(self.stack)
         self.exit_heads = self._exit_heads
-        self._costs: Costs | None = None
+        self._exact: ExactStack | None = None
         self._prior: dict[str, Any] | None = None
         self._looked = False  # for a prior that earlier programs kept
 
@@ -116,12 +131,18 @@ class Target:
         self._exit_heads = heads
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
-        self._prior, self._looked, self._costs = None, False, None
+        self._prior, self._looked = None, False
+        self._costs: dict[bool, Costs] = {}  # of exact mode, and of the ordinary one
+
+    @property
+    def engine(self) -> str:
+        """What runs the layers: "views", "fused" or "compiled"."""
+        return self.stack.engine
 
     @property
     def attention_backend(self) -> str:
-        """Who computes attention: sdpa, triton, flash, varlen or reference; in graphs it is always triton."""
-        return self.stack.backend.name
+        """Who computes attention: sdpa, triton, flash, varlen, reference or compiled; in graphs it is always triton."""
+        return "compiled" if self.engine == "compiled" else self.stack.backend.name
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -142,7 +163,21 @@ class Target:
         """The draft length stored with the model (`num_draft_tokens` in generation_config.json), if there is one."""
         return getattr(self._generation_config, "num_draft_tokens", None)
 
-    def costs(self, batch_size: int = 1) -> Costs:
+    @property
+    def exact_stack(self) -> Stack:
+        """What runs exact mode: the compiled engine, whose results depend on nothing else in a call as it is; else the
+        model opened up a second time, over the same weights, made when first asked for.
+
+        Raises:
+            UnsupportedModelError: exact mode is not exact for this model on this device.
+        """
+        if self.stack.engine == "compiled":
+            return self.stack
+        if self._exact is None:
+            self._exact = ExactStack(self.stack)
+        return self._exact
+
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
         """Seconds that the pieces of a round take on this machine.
 
         Read from the profile in the user's cache folder, else measured now, which takes a second or two for a small
@@ -150,14 +185,16 @@ class Target:
 
         Args:
             batch_size: rows that will be decoded together; more than were measured so far are measured too, up to 32.
+            exact: those of exact mode.
 
         Raises:
             ValueError: a batch size below 1, or a model of a single layer.
         """
         batch_size = whole("batch_size", batch_size, 1)
-        if self._costs is None or not profile.covers(self._costs, batch_size):
-            self._costs = profile.costs_of(self.stack, batch_size)
-        return self._costs
+        known = self._costs.get(exact)
+        if known is None or not profile.covers(known, batch_size):
+            known = self._costs[exact] = profile.costs_of(self.exact_stack if exact else self.stack, batch_size)
+        return known
 
     @property
     def _generation_config(self) -> Any:
@@ -173,6 +210,7 @@ class Target:
         drafts: Sequence[str] | None = None,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
+        exact: bool = False,
         **options: Unpack[Options],
     ) -> list[Completion]:
         """Continue every prompt; the tokens are those of plain decoding, whatever the policy.
@@ -189,9 +227,12 @@ class Target:
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
                 that is made at the first such call and kept. The tokens stay the same.
+            exact: run every call in constant shapes: a row's tokens and logits are then the same bits whatever the
+                policy, the batch and the number format, at the cost of idle tokens; see `selfspec.target.exact`.
 
         Raises:
             ValueError: an empty or too long prompt, or an option out of range.
+            UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
         rounds = self.stream(
             prompts,
@@ -201,6 +242,7 @@ class Target:
             drafts=drafts,
             max_batch_size=max_batch_size,
             learn=learn,
+            exact=exact,
             **options,
         )
         done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
@@ -216,6 +258,7 @@ class Target:
         drafts: Sequence[str] | None = None,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
+        exact: bool = False,
         **options: Unpack[Options],
     ) -> Iterator[Round]:
         """Like `generate`, but yields every round as it ends; a row's `request_id` is its prompt's index.
@@ -225,6 +268,7 @@ class Target:
         requests = self._requests(prompts, dict(options))
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
+        self.stack.refresh(deeply=True)
         learner = self._learner(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
@@ -239,6 +283,7 @@ class Target:
             max_batch_size=max_batch_size if max_batch_size < 1 else batch,
             max_cached_tokens=batch * longest,
             learn=learner,
+            exact=exact,
         )
         for request in requests:
             engine.submit(request)

@@ -16,7 +16,18 @@ import selfspec
 from selfspec.commands.failure import INTERRUPTED, RUN, USAGE, Failure
 from selfspec.commands.generate import generate
 from selfspec.commands.notices import notices
-from selfspec.commands.options import ADAPTER_HELP, DEVICE, DEVICE_HELP, DTYPE_HELP, EXIT_HEADS_HELP, Dtype, Generate
+from selfspec.commands.options import (
+    ADAPTER_HELP,
+    DEVICE,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    ENGINE_HELP,
+    EXIT_HEADS_HELP,
+    THREADS_HELP,
+    Dtype,
+    EngineName,
+    Generate,
+)
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
 
@@ -134,6 +145,8 @@ def _calibrate(
     dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
     exit_heads: Annotated[str | None, typer.Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP)] = None,
+    engine: Annotated[EngineName, typer.Option(help=ENGINE_HELP)] = "auto",
+    threads: Annotated[int | None, typer.Option(metavar="N", help=THREADS_HELP)] = None,
     batch_sizes: Annotated[
         list[str] | None,
         typer.Option(metavar="B,B,...", help="Rows decoded together; may be repeated. Default: 1,2,4,8."),
@@ -145,7 +158,7 @@ def _calibrate(
     from selfspec.commands.calibrate import calibrate
 
     with notices(quiet):
-        calibrate(model, dtype, device, adapter, exit_heads, batch_sizes or [], plan, as_json, quiet)
+        calibrate(model, dtype, device, adapter, exit_heads, engine, threads, batch_sizes or [], plan, as_json, quiet)
 
 
 datastores = typer.Typer(help=DATASTORE_HELP)

@@ -9,6 +9,10 @@ class UnsupportedModelError(RuntimeError):
     """The model cannot be split into a draft and a verification that agree with it."""
 
 
+class NoCompilerError(RuntimeError):
+    """Layers that are to be compiled on this machine cannot be: no C++ compiler, or one that fails."""
+
+
 class CacheFullError(ValueError):
     """A request needs more cached tokens than the engine was given."""
 

@@ -46,6 +46,7 @@ class SelfSpeculative:
         drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
+        exact: run every call in constant shapes, so that not even a rounding depends on how tokens were drafted.
 
     Example:
         >>> speculate = SelfSpeculative(exit_layer=8, streamer=TextStreamer(tokenizer))
@@ -58,6 +59,7 @@ class SelfSpeculative:
     policy: str | Policy | None = None
     drafts: Sequence[str] | None = None
     streamer: Any = None
+    exact: bool = False
     completions: list[Completion] = field(default_factory=list, init=False)  # one per row of the last call
     _targets: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
@@ -98,6 +100,7 @@ class SelfSpeculative:
                 max_batch_size=len(ids),
                 max_cached_tokens=len(ids) * share,
                 prefill_chunk=config.prefill_chunk_size or 512,
+                exact=self.exact,
             )
             self.completions = self._decode(engine, call)
             target.remember(engine)

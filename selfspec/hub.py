@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from selfspec.api import Target
+from selfspec.target.engines import check_engine
 from selfspec.target.exit_heads import FILE as exit_heads_file
 from selfspec.target.exit_heads import ExitHeads
 
@@ -30,6 +31,7 @@ def load(
     adapter: str | Path | None = None,
     exit_heads: str | Path | ExitHeads | None = None,
     check: bool = True,
+    engine: str = "auto",
     attention: str = "auto",
     graphs: bool = True,
 ) -> Target:
@@ -44,6 +46,7 @@ def load(
         exit_heads: a folder with exit heads for the model, which change drafts only; default: those in the model's own
             folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
+        engine: what runs the layers, one of "auto", "views", "fused" and "compiled"; see `Target`.
         attention: who computes attention, see `Target`.
         graphs: on CUDA, decode from captured graphs, see `Target`.
 
@@ -51,11 +54,14 @@ def load(
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
         OSError: files that cannot be read: truncated weights, a damaged tokenizer.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
-        ValueError: an unknown dtype, device or attention backend, or exit heads of a model of another shape.
+        NoCompilerError: engine "compiled" on a machine without a C++ compiler.
+        ValueError: an unknown dtype, device or engine, an engine that does not serve the model, or exit heads of a
+            model of another shape.
     """
+    check_engine(engine)
     heads = _exit_heads(model, exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
-    return Target(opened, tokenizer, check=check, exit_heads=heads, attention=attention, graphs=graphs)
+    return Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
 
 
 def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:

@@ -24,6 +24,8 @@ import transformers
 
 from selfspec.control.costs import Costs, Table
 from selfspec.decoding.measure import measure
+from selfspec.kernels.places import cache_folder
+from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
@@ -44,16 +46,7 @@ def folder() -> Path:
     Raises:
         OSError: the user has no home folder.
     """
-    if own := os.environ.get("SELFSPEC_CACHE"):
-        return Path(os.path.expanduser(own)) / "profiles"
-    for name in ("XDG_CACHE_HOME", *(["LOCALAPPDATA"] if os.name == "nt" else [])):
-        base = os.environ.get(name, "")
-        if os.path.isabs(base):
-            return Path(base) / "selfspec" / "profiles"
-    home = os.path.expanduser("~")
-    if not os.path.isabs(home):
-        raise FileNotFoundError(2, "there is no home folder")
-    return Path(home) / ".cache" / "selfspec" / "profiles"
+    return cache_folder() / "profiles"
 
 
 def costs_key(stack: Stack) -> dict[str, Any]:
@@ -61,7 +54,8 @@ def costs_key(stack: Stack) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         **shape_of(stack),
-        "body": "views" if stack.lean is None else "lean",
+        "engine": stack.engine,
+        **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
         "device": device_name(stack.device),
         "dtype": str(stack.dtype).removeprefix("torch."),

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from selfspec.commands.failure import RUN, Failure, as_sentences
+from selfspec.commands.threads import check_threads, set_threads
 
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8)
 MOST_ROWS = 1024
@@ -25,6 +26,8 @@ def calibrate(
     device: str | None,
     adapter: Path | None,
     exit_heads: str | None,
+    engine: str,
+    threads: int | None,
     batch_sizes: Sequence[str],
     plan: bool,
     as_json: bool,
@@ -32,10 +35,12 @@ def calibrate(
 ) -> None:
     """Measure, save, and write the tables or one JSON document."""
     sizes = sorted({1, *parse_sizes(batch_sizes)})
+    check_threads(threads)
     from selfspec import hub, profile, show  # torch and transformers, from here on
 
+    set_threads(threads)
     with as_sentences():
-        target = hub.load(model, dtype=dtype, device=device, adapter=adapter, exit_heads=exit_heads)
+        target = hub.load(model, dtype=dtype, device=device, adapter=adapter, exit_heads=exit_heads, engine=engine)
     costs = _measure(target, sizes, _progress(model, show.make_console(sys.stderr, quiet=quiet)))
     file = profile.save_costs(target.stack, costs)
     key = profile.costs_key(target.stack)
@@ -107,7 +112,7 @@ def _write(
     from selfspec.commands import tables
 
     threads = f"{key['threads']} thread" + "s" * (key["threads"] > 1)
-    facts = [key["architecture"], f"{key['num_layers']} layers", key["device"], key["dtype"], threads]
+    facts = [key["architecture"], f"{key['num_layers']} layers", key["device"], key["dtype"], key["engine"], threads]
     out.print(Text.assemble((model, "bold"), "  ", (" · ".join(facts), "dim")), soft_wrap=True)
     made = [tables.by_rows(costs, sizes), tables.by_tokens(costs)]
     if plans:

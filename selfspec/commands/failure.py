@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RUN, USAGE, INTERRUPTED = 1, 2, 130
-_NAMES = "adapter|device|dtype|exit_heads|exit_layer|max_new_tokens|model|num_draft_tokens|policy"
+_NAMES = "adapter|device|dtype|engine|exit_heads|exit_layer|max_new_tokens|model|num_draft_tokens|policy"
 
 
 class Failure(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 from selfspec.commands.failure import RUN, Failure
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import read_prompts
+from selfspec.commands.threads import set_threads
 
 
 def generate(options: Generate) -> None:
@@ -17,6 +18,7 @@ def generate(options: Generate) -> None:
     prompts = read_prompts(options)
     from selfspec.commands.job import Job  # torch and transformers, from here on
 
+    set_threads(options.threads)
     job = Job.make(options, prompts)
     try:
         if options.prompts is not None:
@@ -63,7 +65,11 @@ def _write_one(job: Any, options: Generate) -> None:
         with screen.waiting("timing it again, and plain decoding beside it ..."):
             comparison = compare(job, run)
     if options.as_json:
-        document = _document(run.completions[0]) | {"policy": job.policy, "plans": run.plans}
+        document = _document(run.completions[0]) | {
+            "policy": job.policy,
+            "engine": job.target.engine,
+            "plans": run.plans,
+        }
         document |= {"seconds": run.seconds, "seconds_by_stage": run.stages}
         if comparison is not None:
             document["compare"] = comparison.as_dict()

@@ -69,7 +69,7 @@ class Job:
     def make(cls, options: Generate, prompts: list[Prompt]) -> Job:
         """Load the model and tokenize; what does not fit it is refused here, before anything is written."""
         with as_sentences():
-            names = ("dtype", "device", "adapter", "exit_heads")
+            names = ("dtype", "device", "adapter", "exit_heads", "engine")
             parts: dict[str, Any] = {name: getattr(options, name) for name in names}
             if _has_learned(options):
                 parts["exit_heads"] = "none"
@@ -79,7 +79,7 @@ class Job:
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
         sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
         given = {name: getattr(options, name) for name in sampling} | {"stop": options.stop or []}
-        given["drafts"] = options.sources
+        given |= {"drafts": options.sources, "exact": options.exact}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)

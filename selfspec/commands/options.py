@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from selfspec.commands.failure import Failure
+from selfspec.commands.threads import check_threads
 
 # The names of `selfspec.control.policies.POLICIES`, whose import would bring numpy and torch with it.
 PolicyName = Literal[
@@ -27,12 +28,18 @@ PolicyName = Literal[
     "synergy",
     "pld",
 ]
+EngineName = Literal["auto", "views", "fused", "compiled"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
 ADAPTER_HELP = "PEFT adapter for the model."
 EXIT_HEADS_HELP = "Exit heads for the model, or none. Default: those in the model's folder."
 DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
 DEVICE_HELP = "Default: cuda if there is one."
+ENGINE_HELP = (
+    "What runs the layers: the model's own modules (views), the same in fewer steps (fused), or those compiled on this "
+    "machine. Default: the fastest that serves the model."
+)
+THREADS_HELP = "Default: one per physical core, or OMP_NUM_THREADS."
 _DRAFT, _SAMPLE, _CHAT, _OUT, _LOAD = "Drafting", "Sampling", "Chat", "Output", "Model"
 
 
@@ -59,6 +66,8 @@ class Generate:
     exit_heads: Annotated[str | None, Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP, rich_help_panel=_LOAD)] = None
     dtype: Annotated[Dtype | None, Option(help=DTYPE_HELP, rich_help_panel=_LOAD)] = None
     device: Annotated[str | None, Option(metavar=DEVICE, help=DEVICE_HELP, rich_help_panel=_LOAD)] = None
+    engine: Annotated[EngineName, Option(help=ENGINE_HELP, rich_help_panel=_LOAD)] = "auto"
+    threads: Annotated[int | None, Option(metavar="N", help=THREADS_HELP, rich_help_panel=_LOAD)] = None
 
     policy: Annotated[
         PolicyName | None,
@@ -103,6 +112,16 @@ class Generate:
         ),
     ] = None
 
+    exact: Annotated[
+        bool,
+        Option(
+            "--exact",
+            help="Run every call in constant shapes: text and logits are then the same to the last bit however they "
+            "were drafted and batched, in bfloat16 too. Idle tokens cost some speed.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = False
+
     max_new_tokens: Annotated[int, Option(metavar="N", help="Most tokens to write.", rich_help_panel=_SAMPLE)] = 128
     temperature: Annotated[float, Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLE)] = 0.0
     top_k: Annotated[int, Option(metavar="K", help="Keep the K likeliest; 0: all.", rich_help_panel=_SAMPLE)] = 0
@@ -145,6 +164,7 @@ class Generate:
 
     def check(self) -> None:
         """Refuse what is wrong whatever the model, before seconds are spent on loading one."""
+        check_threads(self.threads)
         _check_numbers(self)
         _check_pairs(self)
         _check_drafts(self)

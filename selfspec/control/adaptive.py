@@ -19,7 +19,7 @@ from typing import Any
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.finder import Finder
 from selfspec.control.plan import (
-    DRAFTS,
+    DEFAULT_DRAFTS,
     NUM_BINS,
     SEED_POSITIONS,
     Plan,
@@ -71,7 +71,7 @@ class Adaptive:
         prior: Any = None,
         exit_layers: Sequence[int] | None = None,
         most: int | None = None,
-        drafts: Sequence[str] = DRAFTS,
+        drafts: Sequence[str] = DEFAULT_DRAFTS,
     ) -> None:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
         self.most = MOST if most is None else min(most, MOST)

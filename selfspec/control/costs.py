@@ -110,7 +110,12 @@ class Costs:
         return (self.num_layers - exit_layer) * (one + extra)
 
     def stages(
-        self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT, beside: Sequence[int] = ()
+        self,
+        exit_layer: int | None,
+        lengths: Sequence[int],
+        context: float = CONTEXT,
+        beside: Sequence[int] = (),
+        draft_share: float = 1.0,
     ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
@@ -119,6 +124,7 @@ class Costs:
         Args:
             context: cached tokens of the longest row.
             beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
+            draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
         tokens = sum(lengths) + rows + sum(beside)
@@ -140,16 +146,22 @@ class Costs:
                 )
                 picking = sum(length > step for length in lengths)
                 if picking:
-                    head, pick = head + self.head(picking), pick + self.pick(picking)
+                    head += draft_share * self.head(picking)
+                    pick += draft_share * self.pick(picking)
             verify = self.verify(exit_layer, rows, tokens, context)
         head, pick = head + self.head(tokens), pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def round(
-        self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT, beside: Sequence[int] = ()
+        self,
+        exit_layer: int | None,
+        lengths: Sequence[int],
+        context: float = CONTEXT,
+        beside: Sequence[int] = (),
+        draft_share: float = 1.0,
     ) -> float:
         """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, beside).values())
+        return sum(self.stages(exit_layer, lengths, context, beside, draft_share).values())
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Shadow picks at `num_positions` positions for `num_layers` layers each."""

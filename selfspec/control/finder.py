@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from selfspec.control.growth import Grown, Ranks, grow
 from selfspec.control.matches import MOST_FOUND, Matches, choose
-from selfspec.control.plan import DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
@@ -23,7 +23,7 @@ class Finder:
         drafts: of "lookup", "recycle" and "tree", those to use.
     """
 
-    def __init__(self, most: int | None = None, drafts: Sequence[str] = DRAFTS) -> None:
+    def __init__(self, most: int | None = None, drafts: Sequence[str] = DEFAULT_DRAFTS) -> None:
         self.matches, self.stored, self.ranks = Matches(), Matches(), Ranks()
         self._looks_up, self.recycles = "lookup" in drafts, "recycle" in drafts
         self.branches = "tree" in drafts or self.recycles

@@ -21,15 +21,20 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use."""
+    """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use.
+
+    With `draft_vocab`, drafts are over so many tokens, the most frequent; the target judges them over all.
+    """
 
     exit_layer: int
     num_draft_tokens: int
     min_confidence: float = 0.0
+    draft_vocab: int | None = None
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)
-        return Plan(self.exit_layer if any(lengths) else None, lengths, self.min_confidence)
+        exit_layer = self.exit_layer if any(lengths) else None
+        return Plan(exit_layer, lengths, self.min_confidence, draft_vocab=self.draft_vocab)
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         pass

@@ -24,6 +24,7 @@ def confidence_bin(confidence: float) -> int:
 DRAFTS = ("exit", "lookup", "recycle", "tree")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
 tokens before; "tree" lets drafts have branches."""
+DEFAULT_DRAFTS = ("exit", "lookup", "tree")  # keeping what was likely takes more time than it has been seen to save
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -120,6 +121,7 @@ class Plan:
     shadow: ShadowPlan | None = None
     seconds: SecondChoices | None = None  # drafted beside the exit's own
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
+    draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property

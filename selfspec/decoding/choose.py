@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan, Seconds, confidence_bin
 from selfspec.control.seconds import likely_seconds
-from selfspec.decoding.pick import pick, pick_surely, scored, second_choices, surely
+from selfspec.decoding.pick import Subset, among, pick, pick_surely, scored, second_choices, surely
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
 from selfspec.drafting.exit import Branch
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
+
+
+class _Step(NamedTuple):
+    """What the tokens of a draft step were picked from."""
+
+    members: list[int]
+    scores: Tensor  # [members, vocab]
+    best: Tensor  # int64 [members]
+    tokens: Subset | None
 
 
 class Chooser:
@@ -28,13 +38,13 @@ class Chooser:
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
-        self._seconds_of: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
+        self._steps: list[_Step] = []  # where second choices are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
         self._seconds.lap("draft")
         rows = [self._rows[i] for i in members]
-        logits = self._stack.logits(hidden, self._plan.exit_layer)
+        logits, tokens = self._logits(hidden)
         self._seconds.lap("head")
         if self._processes:
             pairs = zip(members, logits, strict=True)
@@ -42,16 +52,16 @@ class Chooser:
         positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
         samplings = [row.request.sampling for row in rows]
         if self._plan.seconds is not None and self._plan.reads_confidence:
-            scores = scored(logits, samplings, positions, self._noise)
-            picks, sure = surely(scores)
+            scores = scored(logits, samplings, positions, self._noise, tokens)
+            best, sure = surely(scores)
+            picks = among(best, tokens)
             going = self._confident(sure.tolist(), members)
-            for i, token in zip(members, second_choices(scores, picks).tolist(), strict=True):
-                self._seconds_of[i].append(token)
+            self._steps.append(_Step(members, scores, best, tokens))
         elif self._plan.reads_confidence:
-            picks, sure = pick_surely(logits, samplings, positions, self._noise)
+            picks, sure = pick_surely(logits, samplings, positions, self._noise, tokens)
             going = self._confident(sure.tolist(), members)
         else:
-            picks, going = pick(logits, samplings, positions, self._noise), members
+            picks, going = pick(logits, samplings, positions, self._noise, tokens), members
         if self._processes:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
@@ -60,6 +70,15 @@ class Chooser:
                 self.logits[i].append(one)
         self._seconds.lap("pick")
         return picks, going
+
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
+        """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
+        plan = self._plan
+        assert plan.exit_layer is not None
+        if plan.draft_vocab is None or self._processes or plan.keep_divergence:
+            return self._stack.logits(hidden, plan.exit_layer), None
+        logits, tokens = self._stack.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
+        return logits, None if tokens is None else Subset(tokens, self._stack.vocab_size)
 
     def _confident(self, sure: list[float], members: list[int]) -> list[int]:
         """The rows that go on after this token; the token itself is never withdrawn."""
@@ -85,4 +104,9 @@ class Chooser:
         assert rule is not None
         most = min(rule.most, self._rows[row].room - 1 - length)
         found = likely_seconds(rule, self.confidences[row], most)
-        return [Branch(node, self._seconds_of[row][node]) for node in found]
+        if not found:
+            return []
+        at = [(self._steps[node], self._steps[node].members.index(row)) for node in found]
+        scores, best = torch.stack([s.scores[i] for s, i in at]), torch.stack([s.best[i] for s, i in at])
+        seconds = among(second_choices(scores, best), at[0][0].tokens).tolist()
+        return [Branch(node, token) for node, token in zip(found, seconds, strict=True)]

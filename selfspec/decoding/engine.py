@@ -35,6 +35,8 @@ class Decodable(Protocol):
     @property
     def stack(self) -> Stack: ...
     @property
+    def exact_stack(self) -> Stack: ...
+    @property
     def tokenizer(self) -> Any: ...
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
@@ -44,7 +46,7 @@ class Decodable(Protocol):
     def default_num_draft_tokens(self) -> int | None: ...
     @property
     def prior(self) -> Any: ...
-    def costs(self, batch_size: int = 1) -> Costs: ...
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs: ...
 
 
 class Learns(Protocol):
@@ -63,6 +65,7 @@ def policy_for(
     num_draft_tokens: int | None = None,
     batch_size: int = 1,
     drafts: Sequence[str] | None = None,
+    exact: bool = False,
 ) -> Policy:
     """What the caller named; for policies that are told an exit layer, else what is stored with the model.
 
@@ -75,7 +78,11 @@ def policy_for(
         num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     prior = target.prior if policy == "adaptive" else None
     layers = target.stack.num_layers
-    return make_policy(policy, layers, exit_layer, num_draft_tokens, lambda: target.costs(batch_size), prior, drafts)
+
+    def costs() -> Costs:
+        return target.costs(batch_size, exact=True) if exact else target.costs(batch_size)
+
+    return make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
 
 
 def page_size_of(stack: Stack) -> int:
@@ -100,6 +107,8 @@ class Engine:
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
             lookup, texts of the corpus continue a row, too.
+        exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
+            format, and no row depends on its neighbours; see `selfspec.target.exact`.
     """
 
     def __init__(
@@ -116,11 +125,13 @@ class Engine:
         prefill_chunk: int = 512,
         learn: Learns | None = None,
         datastore: Datastore | None = None,
+        exact: bool = False,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.target, self.stack = target, target.stack
+        self.target, self.exact = target, exact
+        self.stack = target.exact_stack if exact else target.stack
         if max_cached_tokens is None:
             max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
         if page_size is None:
@@ -129,9 +140,9 @@ class Engine:
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
         if learn is not None:
-            learn.follow(self.stack)
+            learn.follow(target.stack)
         self.learn = learn
-        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts)
+        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
@@ -255,6 +266,8 @@ class Engine:
             if pages is None:
                 return
             self._waiting.popleft()
+            self.stack.frequencies.add(request.prompt)
+            self.stack.refresh()  # a row is decoded by the weights as they are when it joins
             row = Row(request_id, request, self._stopper(request), pages, list(request.prompt))
             row.recycled, row.datastore = self._recycled, self.datastore
             self.rows.append(row)
@@ -280,6 +293,8 @@ class Engine:
                 )
         if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
             raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
+        if plan.draft_vocab is not None:
+            whole("a plan's draft_vocab", plan.draft_vocab, 1)
         if plan.exit_layer is None:
             return
         if plan.trees is not None:
@@ -297,6 +312,7 @@ class Engine:
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
+        self.stack.frequencies.add(verdict.block[:kept])
         row.stats.add_round(len(branch), accepted, kept, len(verdict.drafted) - len(branch))
         row.finish_reason = reason
         return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +112,20 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def scored(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None) -> Tensor:
+class Subset(NamedTuple):
+    """The tokens that logits are of, where those are not of a whole vocabulary."""
+
+    tokens: Tensor  # int64 [T], ascending: of equal logits the lowest token wins, as it does in the whole vocabulary
+    vocab_size: int
+
+
+def scored(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Tensor,
+    noise: NoiseAhead | None = None,
+    subset: Subset | None = None,
+) -> Tensor:
     """The scores `[N, vocab]` whose argmax is the pick: logits when greedy, else filtered logits plus noise.
 
     Args:
@@ -120,43 +133,65 @@ def scored(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noi
         samplings: how each of the N positions' rows picks.
         positions: int64 `[N]`, the index in its row's content of the token to be picked.
         noise: where the same noise is kept, if it is.
+        subset: the T tokens of logits `[N, T]` over a part of the vocabulary; their noise is the same as in the whole.
     """
     kinds = {s.filters for s in samplings}
     if len(kinds) == 1:
-        return _scored_alike(logits, samplings, positions, noise)
+        return _scored_alike(logits, samplings, positions, noise, subset)
     out = torch.empty_like(logits)
     for kind in kinds:
         members = [i for i, s in enumerate(samplings) if s.filters == kind]
         index = torch.tensor(members, device=logits.device)
-        out[index] = _scored_alike(logits[index], [samplings[i] for i in members], positions[index], noise)
+        some = [samplings[i] for i in members]
+        out[index] = _scored_alike(logits[index], some, positions[index], noise, subset)
     return out
 
 
-def _scored_alike(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None) -> Tensor:
+def _scored_alike(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Tensor,
+    noise: NoiseAhead | None,
+    subset: Subset | None,
+) -> Tensor:
     if samplings[0].temperature == 0:
         return logits
-    seeds, vocab_size = [s.seed for s in samplings], logits.shape[1]
+    seeds, vocab_size = [s.seed for s in samplings], logits.shape[1] if subset is None else subset.vocab_size
+    scores = filtered(logits, samplings[0])
     if noise is not None:
-        return filtered(logits, samplings[0]) + noise(seeds, positions, vocab_size)
-    return filtered(logits, samplings[0]) + gumbel(torch.tensor(seeds, device=logits.device), positions, vocab_size)
+        whole = noise(seeds, positions, vocab_size)
+        return scores + (whole if subset is None else whole[:, subset.tokens])
+    tokens = None if subset is None else subset.tokens.expand(len(logits), -1)
+    return scores + gumbel(torch.tensor(seeds, device=logits.device), positions, vocab_size, tokens)
 
 
-def pick(logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None) -> Tensor:
+def pick(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Tensor,
+    noise: NoiseAhead | None = None,
+    subset: Subset | None = None,
+) -> Tensor:
     """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
-    fused = pick_for(logits.device)
+    fused = pick_for(logits.device) if subset is None else None
     if fused is not None:
         return fused(logits, sampling_tensors(samplings, positions))[0]
-    return scored(logits, samplings, positions, noise).argmax(-1)
+    return among(scored(logits, samplings, positions, noise, subset).argmax(-1), subset)
 
 
 def pick_surely(
-    logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, noise: NoiseAhead | None = None
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Tensor,
+    noise: NoiseAhead | None = None,
+    subset: Subset | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and how sure each is, see `surely`."""
-    fused = pick_for(logits.device)
+    fused = pick_for(logits.device) if subset is None else None
     if fused is not None:
         return fused(logits, sampling_tensors(samplings, positions))
-    return surely(scored(logits, samplings, positions, noise))
+    picks, sure = surely(scored(logits, samplings, positions, noise, subset))
+    return among(picks, subset), sure
 
 
 def surely(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,3 +219,8 @@ def sampling_tensors(samplings: Sequence[Sampling], positions: Tensor) -> Sampli
 def second_choices(scores: Tensor, picks: Tensor) -> Tensor:
     """What would have been picked instead, int64 `[N]`, from the scores `[N, vocab]` that gave `picks`."""
     return scores.scatter(1, picks[:, None], float("-inf")).argmax(-1)
+
+
+def among(picks: Tensor, subset: Subset | None) -> Tensor:
+    """The tokens that picks from scores of a subset stand for, int64 `[N]`."""
+    return picks if subset is None else subset.tokens[picks]

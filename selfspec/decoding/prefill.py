@@ -44,6 +44,7 @@ def prefill(stack: Stack, cache: PagedCache, rows: Sequence[Row], budget: int, p
         return
     taps: Taps | None = dict.fromkeys(layer for look in looks for layer in look.layers) if looks else None
     packed = PackedRows(cache, spans, stack.device)
+    packed.plans["prompts"] = [len(row.content) - 1 for row, _ in fed]  # read in exact mode
     last = stack.run(packed, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
     for row, count in fed:
         row.num_cached += count

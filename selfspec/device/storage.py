@@ -45,6 +45,6 @@ class Storages:
         else:
             storage = Storage(PagedCache(num_pages, page_size))
             self._all = [one for one in self._all if one not in idle] + [storage]
-        lent = PagedCache(num_pages, page_size, storage.cache)
+        lent = PagedCache(num_pages, page_size, shares=storage.cache)
         storage.lent = weakref.ref(lent)
         return lent, idle

@@ -68,7 +68,7 @@ def attend(
     rows: PackedRows = packed if packed is not None else key.packed  # type: ignore[attr-defined]
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    reach = Reach(sliding_window, _chunk_size(module, layer_idx))
+    reach = Reach(sliding_window, chunk_size(module, layer_idx))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = (rows.attend or attend_rows)(rows, query[0], keys, values, reach, scale, softcap, s_aux)
     return out[None].contiguous(), None
@@ -184,7 +184,7 @@ def _read(pages: Tensor, group: Group) -> Tensor:
     return part[:, : group.limit].transpose(1, 2)
 
 
-def _chunk_size(module: torch.nn.Module, layer_idx: int) -> int | None:
+def chunk_size(module: torch.nn.Module, layer_idx: int) -> int | None:
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[layer_idx] == "chunked_attention":

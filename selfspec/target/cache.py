@@ -51,6 +51,22 @@ class Span(NamedTuple):
         """The position of the tree's first node; of the first new token where there is no tree."""
         return self.start if self.tree is None else self.start + self.length - len(self.tree.parents)
 
+    def nodes(self) -> list[Span]:
+        """Its tokens one by one, each as the last node of a tree."""
+        assert self.tree is not None
+        parents, root = self.tree.parents, self.root
+        tokens = range(self.start, self.start + self.length)
+        return [Span(self.pages, at, 1, Tree(parents[: at - root + 1])) for at in tokens]
+
+    def branch(self) -> list[int]:
+        """Of a tree's last node: the positions in storage of the branch that it goes on from, and its own."""
+        assert self.tree is not None
+        node, out = len(self.tree.parents) - 1, []
+        while node >= 0:
+            out.append(self.root + node)
+            node = self.tree.parents[node] if node else -1
+        return out[::-1]
+
     def positions(self) -> Sequence[int]:
         """Where each new token stands in the row's content, if its branch is the right one."""
         if self.tree is None:
@@ -64,16 +80,21 @@ class PagedCache:
     Zero-filled, so that a slot that no token has written yet is finite and can be masked.
 
     Args:
+        num_layers: on CPU, where memory is there once it is written, so many first layers share one tensor as far as
+            they are alike: what is done to all of them takes one step then.
         shares: another cache whose storage is used too, of the same page size and no fewer pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int, shares: PagedCache | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_layers: int = 0, shares: PagedCache | None = None) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
+        self.num_layers = num_layers
+        self._store = self if shares is None else shares  # who has the storage
         self._layers: dict[int, tuple[Tensor, Tensor]] = {} if shares is None else shares._layers
-        self._storage_pages: int = num_pages if shares is None else shares._storage_pages
+        self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
+        self._others: list[Tensor] = []  # storage that is not in it
 
     @property
     def num_free_pages(self) -> int:
@@ -97,8 +118,10 @@ class PagedCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
         index = list(pages)
-        for keys, values in self._layers.values():
-            keys[index], values[index] = 0, 0
+        if self._store._pool is not None:
+            self._store._pool[:, :, index] = 0
+        for storage in self._store._others:
+            storage[index] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
             heapq.heappush(self._free, page)
@@ -107,16 +130,27 @@ class PagedCache:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)
         if known is None:
-            room = (self._storage_pages, self.page_size)
-            known = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
-            self._layers[layer_idx] = known
+            known = self._layers[layer_idx] = self._store._place(layer_idx, key, value)
         return known
+
+    def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        room = (self.num_pages, self.page_size)
+        alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
+        if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
+            self._pool = key.new_zeros(self.num_layers, 2, *room, *key.shape[1:])
+        pool = self._pool
+        fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
+        if fits and alike and pool is not None and layer_idx < len(pool):
+            return pool[layer_idx, 0], pool[layer_idx, 1]
+        made = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
+        self._others += made
+        return made
 
     def clear(self) -> None:
         """Zero everything, as if no token had been written."""
-        for keys, values in self._layers.values():
-            keys.zero_()
-            values.zero_()
+        for storage in (self._store._pool, *self._store._others):
+            if storage is not None:
+                storage.zero_()
 
     def copy(self, page: int, to: int) -> None:
         """Give one page the keys and values of another, in every layer that has written any."""
@@ -127,9 +161,12 @@ class PagedCache:
         """Copy a row's keys and values from some positions of storage to others, in every layer, as if all at once."""
         size = self.page_size
         source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
-        for keys, values in self._layers.values():
-            for storage in (keys.flatten(0, 1), values.flatten(0, 1)):
-                storage[target.to(storage.device)] = storage[source.to(storage.device)]
+        if self._store._pool is not None:
+            pool = self._store._pool.flatten(2, 3)
+            pool[:, :, target] = pool[:, :, source]
+        for other in self._store._others:
+            storage = other.flatten(0, 1)
+            storage[target.to(storage.device)] = storage[source.to(storage.device)]
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""

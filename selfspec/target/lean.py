@@ -56,6 +56,8 @@ class Layer(NamedTuple):
 class LeanBody:
     """Layers, embedding and head of one model; the same interface as `Stack.run` and `Stack.logits`."""
 
+    name = "fused"
+
     def __init__(self, model: Any) -> None:
         base = model.model
         self.head_dim: int = base.layers[0].self_attn.head_dim
@@ -125,13 +127,22 @@ class LeanBody:
         """cos and signed sin `[N, 1, head_dim]` at the call's positions, from a table that grows by doubling."""
         known = rows.plans.get("rope")
         if known is None:
-            last = rows.most_tokens
-            if self._tables is None or last > self._tables[0].shape[0]:
-                self._outgrown += [] if self._tables is None else [self._tables]
-                self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
+            self._reach(rows)
+            assert self._tables is not None
             at = rows.positions[0]
             known = rows.plans["rope"] = (self._tables[0][at], self._tables[1][at])
         return known
+
+    def _reach(self, rows: PackedRows) -> int:
+        """The call's longest row, in tokens; afterwards the tables are as long."""
+        last = rows.most_tokens
+        if self._tables is None or last > self._tables[0].shape[0]:
+            self._outgrown += [] if self._tables is None else [self._tables]
+            self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
+        return last
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Take over what was edited in the model's weights, for bodies that have copies of them; this one has none."""
 
     def _make_tables(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self.embedding.device)[None]

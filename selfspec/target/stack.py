@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from selfspec.target import backends, fastest
 from selfspec.target.attention import NAME, attend
 from selfspec.target.cache import PackedRows, PagedCache
+from selfspec.target.draft_head import DraftHead, Frequencies
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
 from selfspec.target.shortlist import sample_of, short_head
@@ -63,8 +64,26 @@ class Stack:
         self._short = short_head(self._head, self._twin.get_output_embeddings())
         self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
+        self._draft_head = DraftHead.of(self._head, self._twin.get_output_embeddings())
+        self.frequencies = Frequencies(self.vocab_size)
+        """Which tokens were seen how often; drafts over a part of the vocabulary are over the most frequent."""
         self.exit_heads: ExitHeads | None = None
         """What early hidden states go through before the norm and head; the last layer's never do."""
+
+    @property
+    def twin(self) -> Any:
+        """The second body around the model's weights that everything here is made from."""
+        return self._twin
+
+    @property
+    def engine(self) -> str:
+        """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
+        return "views" if self.lean is None else self.lean.name
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Follow weights that were edited in place; `deeply`: also where that was done through `.data`."""
+        if self.lean is not None:
+            self.lean.refresh(deeply)
 
     @property
     def context_limit(self) -> int:
@@ -101,7 +120,9 @@ class Stack:
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """A cache for this stack's rows."""
-        made: PagedCache = (PagedCache if self.runner is None else self.runner.new_cache)(num_pages, page_size)
+        if self.runner is None:
+            return PagedCache(num_pages, page_size, self.num_layers)
+        made: PagedCache = self.runner.new_cache(num_pages, page_size)
         return made
 
     def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
@@ -148,6 +169,23 @@ class Stack:
         if heads is not None and exit_layer is not None and early:
             hidden = heads(hidden, exit_layer)
         return self.head_logits(hidden, early)
+
+    def draft_logits(self, hidden: Tensor, exit_layer: int, size: int) -> tuple[Tensor, Tensor | None]:
+        """Logits in fp32 over the `size` most frequent tokens, `[N, size]`, and these tokens, int64 `[size]`.
+
+        Only for drafts: tokens left out are never drafted. Where the model's head is no plain linear layer, the logits
+        are those of the whole vocabulary, and the tokens None.
+
+        Args:
+            hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
+        """
+        if self._draft_head is None or size >= self.vocab_size:
+            return self.logits(hidden, exit_layer), None
+        heads = self.exit_heads
+        if heads is not None:
+            hidden = heads(hidden, exit_layer)
+        subset = self._draft_head.subset(size, self.frequencies, self.engine == "compiled")
+        return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""

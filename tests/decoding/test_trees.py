@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -11,16 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfspec.api import Target
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, TokenTree
 from selfspec.control.seconds import likely_seconds
 from selfspec.decoding.pick import second_choices
 from selfspec.decoding.verdict import walk
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
+from selfspec.target.exact import ExactStack
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.helpers import Adversary, Schedule, audit_cache, decode, generate, make_prompts
-from tests.models import FAMILIES, tiny
+from tests.models import FAMILIES, build, tiny
 
 ONE, RAGGED = (9,), (12, 1, 20)
 VOCAB = 96
@@ -58,9 +60,9 @@ class Knowing(Schedule):
         return TokenTree(tuple(tokens), tuple(parents)) if size else None
 
 
-def check_known_trees(family, lengths=RAGGED, new=24, audit=True, **options):
+def check_known_trees(family, lengths=RAGGED, new=24, audit=True, target=None, **options):
     """Greedy, or sampled where options say so."""
-    target, prompts = tiny(family), make_prompts(lengths, seed=1)
+    target, prompts = target or tiny(family), make_prompts(lengths, seed=1)
     if options:
         expected = [c.tokens for c in decode(target, prompts, Schedule(0, 4, 0), max_new_tokens=new, **options)]
     else:
@@ -123,6 +125,43 @@ def test_second_choices_change_no_token(family):
 
 def test_second_choices_sample_the_tokens_of_plain_decoding():
     check_seconds("llama", audit=False, temperature=[0.7, 1.0, 1.3], seed=[1, 2, 3])
+
+
+@cache
+def compiled(family):
+    return Target(build(family), engine="compiled")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_trees_change_no_token_of_a_compiled_body(family):
+    check_known_trees(family, target=compiled(family))
+    check_known_trees(family, audit=False, target=compiled(family), temperature=[0.7, 1.0, 1.3], seed=[1, 2, 3])
+
+
+def exact_target(dtype, engine):
+    made = Target(build("llama").to(dtype), **engine)
+    if not engine:
+        made._exact = ExactStack(made.stack, rows=8, wide=16)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine"),
+    [(torch.bfloat16, {}), (torch.float32, {}), (torch.float32, {"engine": "compiled"})],
+    ids=["bfloat16", "float32", "compiled"],
+)
+def test_trees_are_exact_bit_for_bit_in_exact_mode(dtype, engine):
+    target, prompts = exact_target(dtype, engine), make_prompts(RAGGED, seed=1)
+    options = {"max_new_tokens": 16, "keep_logits": True, "temperature": [0.8, 1.0, 1.2], "seed": [1, 2, 3]}
+    exact = {"exact": True, "max_cached_tokens": 512}
+    expected = decode(target, prompts, Schedule(0, 4, 0), None, exact, **options)
+    outputs = {i: (n, c.tokens) for i, (n, c) in enumerate(zip(RAGGED, expected, strict=True))}
+    for policy in (Knowing(0, 4, outputs), Seconds(0, 4, plain=False, lookup=False)):
+        done = decode(target, prompts, policy, None, exact, **options)
+        for one, other in zip(done, expected, strict=True):
+            assert one.tokens == other.tokens
+            assert all(torch.equal(a, b) for a, b in zip(one.logits, other.logits, strict=True))
+        assert sum(c.stats.num_side_tokens for c in done) > 0
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), seed=st.integers(0, 1000))

@@ -264,14 +264,14 @@ def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
             raise RuntimeError("no kernel image is available")
         return torch.zeros_like(queries)
 
-    stack = Target(build("llama")).stack
+    stack = Target(build("llama"), engine="fused").stack
     install(stack, lambda one: Runner(one, REFERENCE._replace(attend=careless), Strict()))
     assert stack.runner is None
     assert "decoding from graphs does not serve this model here" in caplog.text
 
 
 def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
-    stack = Target(build("llama")).stack
+    stack = Target(build("llama"), engine="fused").stack
     assert stack.runner is None
     install(stack)
     assert stack.runner is None
@@ -287,7 +287,7 @@ def test_the_kernels_themselves_decode_from_recordings():
         {"max_new_tokens": 5, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
     )
     wanted = decode(tiny("llama"), prompts, Always(1, 2), **how)
-    target = Target(build("llama"))
+    target = Target(build("llama"), engine="fused")
     target.stack.runner = Runner(target.stack, triton_kernels(), Repeats())
     assert [one.tokens for one in decode(target, prompts, Always(1, 2), **how)] == [one.tokens for one in wanted]
     assert target.stack.runner.graphs.num_recorded > 0

@@ -180,7 +180,7 @@ def test_a_backend_that_is_not_here_is_refused_by_name():
 
 
 def test_auto_is_sdpa_on_the_processor():
-    target = Target(build("llama"))
+    target = Target(build("llama"), engine="views")
     assert target.attention_backend == fastest.choose(target.stack.device, target.stack.dtype, None).name == "sdpa"
 
 
@@ -209,9 +209,16 @@ def test_a_backend_that_disagrees_with_the_model_gives_way_to_sdpa(monkeypatch, 
         return torch.zeros_like(queries).transpose(0, 1).contiguous()
 
     monkeypatch.setattr(fastest, "choose", lambda *given: Backend("broken", attend))
-    target = Target(build("qwen2"))
+    target = Target(build("qwen2"), engine="views")
     assert target.attention_backend == "sdpa" and target.split_error < 1e-3
     assert "attention backend broken does not serve this model here" in caplog.text
+
+
+def test_an_engine_with_attention_of_its_own_says_so():
+    with pytest.raises(ValueError, match="engine 'compiled' has attention of its own"):
+        Target(build("llama"), engine="compiled", attention="reference")
+    target = Target(build("llama"))
+    assert target.attention_backend == ("compiled" if target.engine == "compiled" else "sdpa")
 
 
 def test_pages_are_as_large_as_the_backend_asks():

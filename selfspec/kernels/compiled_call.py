@@ -1,0 +1,62 @@
+"""The structures and functions of `cpu/body.cpp`, as Python calls them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_float, c_int64, c_void_p
+from functools import lru_cache
+from typing import Any
+
+from selfspec.kernels.compiler import library
+
+
+def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Product(Structure):
+    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs", c_int64))
+
+
+class Layer(Structure):
+    _fields_ = (
+        *_all("qkv o gate_up down", Product),
+        *_all("norm mlp_norm q_norm k_norm keys values", c_void_p),
+        *_all("window", c_int64),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        *_all("heads kv_heads head_dim page_size hidden inner", c_int64),
+        *_all("eps mlp_eps qk_eps scale", c_float),
+    )
+
+
+class Call(Structure):
+    _fields_ = (
+        *_all("num_tokens num_rows", c_int64),
+        *_all("positions firsts pages", c_void_p),
+        *_all("row_pages", c_int64),
+        *_all("roots branches", c_void_p),
+        *_all("row_nodes", c_int64),
+        *_all("cos sin", c_void_p),
+    )
+
+
+@lru_cache(maxsize=1)
+def functions() -> ctypes.CDLL:
+    """The compiled library with its functions' types; raises what `library` raises."""
+    lib, p, n = library(), c_void_p, c_int64
+    types = {
+        "selfspec_panel": ([], n),
+        "selfspec_buffer_floats": ([p, n], n),
+        "selfspec_scratch_floats": ([p, n], n),
+        "selfspec_run": ([p, p, n, p, p, p, p, p, p, n, n], None),
+        "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
+        "selfspec_pack": ([p, n, n, p, n, n, n, n], None),
+    }
+    for name, (arguments, result) in types.items():
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, result
+    return lib

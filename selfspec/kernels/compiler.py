@@ -1,0 +1,115 @@
+"""The C++ of `cpu/`, compiled once per machine by the compiler that is there, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from time import perf_counter
+
+from selfspec.errors import NoCompilerError
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off")
+SECONDS = 120  # after which a compiler is given up
+_log = logging.getLogger("selfspec")
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: $CXX, else g++ or clang++; None where there is none."""
+    named = os.environ.get("CXX")
+    return next((found for name in ([named] if named else ["g++", "clang++"]) if (found := shutil.which(name))), None)
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The compiled functions of `cpu/body.cpp`; compiled now if they never were on this machine.
+
+    Raises:
+        NoCompilerError: there is no compiler, or it cannot compile them, with the reason.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise NoCompilerError(
+            "engine 'compiled' needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found; "
+            "install one, or choose engine fused"
+        )
+    file = _folder() / f"body-{_key(compiler)}.so"
+    if not file.is_file():
+        _compile(compiler, file)
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as problem:
+        with suppress(OSError):
+            file.unlink()  # broken, or of another system under the same name: the next program compiles anew
+        raise NoCompilerError(
+            f"engine 'compiled': {file} cannot be loaded ({problem}); run it again, or choose engine fused"
+        ) from problem
+
+
+def _compile(compiler: str, file: Path) -> None:
+    start = perf_counter()
+    reason = ""
+    for machine in (["-march=native"], ["-mcpu=native"], []):  # what this processor has, where the compiler can tell
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".tmp")
+        os.close(handle)
+        reason = _run([compiler, *FLAGS, *machine, str(SOURCES / "body.cpp"), "-o", name])
+        if not reason:
+            os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
+            _log.info("compiled the layers for this machine in %.1f s, kept in %s", perf_counter() - start, file)
+            return
+        with suppress(OSError):
+            os.unlink(name)
+    raise NoCompilerError(f"engine 'compiled': {compiler} fails ({reason}); repair it, or choose engine fused")
+
+
+def _run(command: Sequence[str]) -> str:
+    """Empty, or the last line of what a failed command said."""
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return str(problem)
+    if done.returncode == 0:
+        return ""
+    return next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+
+
+def _key(compiler: str) -> str:
+    """What the compiled file depends on: the sources, the flags, the compiler and the processor."""
+    parts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    stat = os.stat(os.path.realpath(compiler))
+    about = f"{FLAGS} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {platform.machine()} {_features()}"
+    return hashlib.sha256(b"".join([*parts, about.encode()])).hexdigest()[:16]
+
+
+def _features() -> str:
+    """The processor's name and instruction sets: a home folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return platform.processor()
+    kept = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return " ".join(sorted(kept))
+
+
+def _folder() -> Path:
+    """Where compiled files are kept: `compiled` in selfspec's cache folder, else the system's for temporary files."""
+    from selfspec.kernels.places import cache_folder
+
+    try:
+        place = cache_folder() / "compiled"
+        place.mkdir(parents=True, exist_ok=True)
+        if os.access(place, os.W_OK):
+            return place
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="selfspec-"))

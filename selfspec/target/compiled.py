@@ -1,0 +1,211 @@
+"""The body compiled on this machine: all layers of a call in one function, weights packed for products of a few rows.
+
+Reading weights is what a decoded token costs; a product of the usual kind reads them anew for every few rows, and a
+small model spends as long between products as in them. Here (`selfspec/kernels/cpu`) a dozen rows cost little more
+than one, attention reads keys where the paged cache holds them, and nothing else happens between layers. A token's bits
+do not depend on which others share its call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.kernels import compiled_call as c
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.lean import LeanBody, Linear
+from selfspec.target.packed import Packed
+
+FEW = 12  # tokens of a call that mostly waits for weights
+SAMPLES = 4  # numbers looked at in every weight, where edits may have left no trace
+
+
+class CompiledBody(LeanBody):
+    """A lean body whose layers and head are compiled functions; see `serves` for which models.
+
+    Its weights are packed copies, as large as the model's own: `refresh` brings them up to date when those were edited
+    in place.
+
+    Raises:
+        NoCompilerError: see `selfspec.kernels.compiler.library`.
+        AttributeError: the model is of another shape.
+    """
+
+    name = "compiled"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._lib, one = c.functions(), self.layers[0]
+        self._sizes = {
+            "heads": len(one.q.weight) // self.head_dim,
+            "kv_heads": len(one.k.weight) // self.head_dim,
+            "head_dim": self.head_dim,
+            "hidden": self.embedding.shape[1],
+            "inner": len(one.up.weight),
+        }
+        eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
+        self._numbers = {**eps, "scale": one.scale}
+        self._products = [
+            (Packed([x.q, x.k, x.v]), Packed([x.o]), Packed([x.gate, x.up], paired=True), Packed([x.down]))
+            for x in self.layers
+        ]
+        self._packed_head = Packed([self.head])
+        norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
+        self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
+        self._last_norm = self.norm.weight.detach().clone()
+        self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
+        self._weights = [self.head.weight, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+        self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
+        self._seen, self._sampled = self._edits(), self._samples()
+        self.threads_for_few: int | None = None
+        """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
+
+    @classmethod
+    def serves(cls, body: LeanBody) -> bool:
+        """Whether a lean body's model may be compiled: float32 on CPU, SiLU, and one size for all layers."""
+        first = body.layers[0]
+        weights = [w for layer in body.layers for w in _weights(layer)]
+        silu = all(
+            isinstance(x.activation, nn.SiLU) or type(x.activation).__name__ == "SiLUActivation" for x in body.layers
+        )
+        alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
+        plain = all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
+        return silu and alike and plain and body.head_dim % 2 == 0
+
+    @staticmethod
+    def bytes_of(body: LeanBody) -> int:
+        """Memory that packed copies of a body's weights take, about."""
+        return body.head.weight.nbytes + sum(w.nbytes for layer in body.layers for w in _weights(layer))
+
+    def run(
+        self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
+        """See `Stack.run`."""
+        x = F.embedding(given, self.embedding) if start == 0 else given.clone(memory_format=torch.contiguous_format)
+        model, layers = self._in(rows.cache, x)
+        call, longest = self._call(rows)
+        places = None
+        if taps:
+            places = (ctypes.c_void_p * (stop - start))()
+            for depth in taps:
+                if start < depth <= stop:
+                    taps[depth] = tap = torch.empty_like(x)
+                    places[depth - start - 1] = tap.data_ptr()
+        threads = self._threads(len(x))
+        scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
+        buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
+        room = torch.empty(buffers + scratch * threads)
+        last = self._last_norm.data_ptr() if stop == len(self.layers) else None
+        self._lib.selfspec_run(
+            *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
+            *(ctypes.byref(call), x.data_ptr(), places, last),
+            *(room.data_ptr(), room.data_ptr() + 4 * buffers, scratch, threads),
+        )
+        return x
+
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
+        """See `Stack.logits`."""
+        return self.product(self._packed_head, hidden, norm=not normed)
+
+    def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
+        """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
+        hidden = hidden.contiguous()
+        out, room = hidden.new_empty(len(hidden), packed.num_outputs), hidden.new_empty(2, *hidden.shape)
+        weight = self._last_norm.data_ptr() if norm else None
+        self._lib.selfspec_linear(
+            *(ctypes.byref(packed.struct), hidden.data_ptr(), len(hidden), out.data_ptr()),
+            *(weight, self.norm.eps, room.data_ptr(), self._threads(len(hidden))),
+        )
+        return out
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Pack the weights anew where the model's were edited in place since.
+
+        Args:
+            deeply: look at some numbers of every weight too, since edits through `.data` leave no other trace.
+        """
+        seen = self._edits()
+        if seen == self._seen and not (deeply and not torch.equal(self._samples(), self._sampled)):
+            return
+        for layer in self._products:
+            for one in layer:
+                one.fill()
+        self._packed_head.fill()
+        for x, norms in zip(self.layers, self._norms, strict=True):
+            for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
+                if norm is not None and copy is not None:
+                    copy.copy_(norm.weight.detach())
+        self._last_norm.copy_(self.norm.weight.detach())
+        self._seen, self._sampled = seen, self._samples()
+
+    def _threads(self, num_tokens: int) -> int:
+        """Never more than torch's own, which are the caller's to set."""
+        most = torch.get_num_threads()
+        return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
+
+    def _edits(self) -> int:
+        """How often weights were edited in place, all together."""
+        return sum([w._version for w in self._tracked])
+
+    def _samples(self) -> Tensor:
+        flat = [w.detach().view(-1) for w in self._weights]
+        return torch.cat([w[:: max(1, len(w) // SAMPLES)][:SAMPLES] for w in flat])
+
+    def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
+        """What the compiled function is told of a packed call, and the longest row's length."""
+        known = rows.plans.get("compiled")
+        if known is None:
+            longest = self._reach(rows)
+            assert self._tables is not None
+            cos, sin = self._tables
+            spans, nodes = _apart(rows.spans)
+            most = max(len(span.pages) for span in spans)
+            firsts = [0, *accumulate(span.length for span in spans)]
+            pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
+            lists = [(ctypes.c_int64 * len(each))(*each) for each in (firsts, pages, *nodes[:-1])]
+            firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
+            roots, branches = nodes_at or (None, None)
+            call = c.Call(
+                *(rows.num_tokens, len(spans), rows.positions.data_ptr(), firsts_at, pages_at, most),
+                *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
+            )
+            known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
+        return known[0], known[1]
+
+    def _in(self, cache: PagedCache, like: Tensor) -> tuple[c.Model, Any]:
+        """The model, and its layers with the places of their keys and values in a cache."""
+        known = self._structs.get(cache)
+        if known is None:
+            shape, made = like.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
+                places = [None if n is None else n.data_ptr() for n in norms]
+                places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
+                made.append(c.Layer(*(p.struct for p in products), *places, one.reach.window or 0))
+            model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
+            known = self._structs[cache] = model, (c.Layer * len(made))(*made)
+        return known
+
+
+def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
+    """Every node of a tree as a row of its own; and (roots, branches, their width) as `body.cpp` has them, if any."""
+    if all(span.tree is None for span in spans):
+        return spans, ()
+    rows = [row for span in spans for row in ([span] if span.tree is None else span.nodes())]
+    roots = [-1 if row.tree is None else row.root for row in rows]
+    branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
+    width = max(map(len, branches))
+    return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
+
+
+def _weights(layer: Any) -> list[Tensor]:
+    """Every tensor of a layer."""
+    linears: list[Linear] = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
+    norms = [n.weight for n in (layer.norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if n is not None]
+    return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]

@@ -1,0 +1,223 @@
+"""The compiled engine: equal to the model's own forward, and a token's bits the same whatever shares its call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec import hub
+from selfspec.api import Target
+from selfspec.errors import NoCompilerError
+from selfspec.kernels import compiler
+from selfspec.target import engines
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.compiled import CompiledBody
+from selfspec.target.engines import choose
+from selfspec.target.stack import Stack
+from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
+from tests.models import build, tiny
+
+RAGGED = (12, 7, 1, 20)
+LEAN = ["llama", "mistral", "qwen2", "qwen3"]
+
+SHAPES = {  # heads of a whole vector and of none, one shared key head and one each, biases, widths beyond one panel
+    "llama": {},
+    "wide": {"hidden_size": 160, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 200},
+    "many": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 131},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+def compiled(family="llama", **extra):
+    stack = Stack(build(family, **extra))
+    error = choose(stack, "compiled")
+    return stack, error
+
+
+@cache
+def shared(family):
+    return compiled("llama", **SHAPES["many"])[0] if family == "many" else compiled(family)[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_layers_of_any_size_equal_the_models_own(name):
+    stack, error = compiled(**SHAPES[name])
+    assert stack.engine == "compiled"
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_the_compiled_engine_decodes_the_tokens_of_generate(family):
+    target, prompts = Target(build(family), engine="compiled"), make_prompts(RAGGED)
+    done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=12)
+    assert [c.tokens for c in done] == [generate(target.model, prompt, 12) for prompt in prompts]
+
+
+def test_exact_mode_needs_no_second_body_here():
+    target = Target(build("llama"), engine="compiled")
+    assert target.exact_stack is target.stack
+    assert Target(build("llama"), engine="fused").exact_stack.engine == "views"
+
+
+def run(stack, spans, tokens, pages, start=0, stop=None, **more):
+    rows = PackedRows(pages, spans)
+    return stack.run(rows, start, stack.num_layers if stop is None else stop, tokens, **more)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9),
+    page_size=st.sampled_from([4, 7, 64]),
+    family=st.sampled_from(["llama", "mistral", "many"]),
+    data=st.data(),
+)
+def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size, family, data):
+    """Rows in one call, split at any layer and after any token, against every token of every row in a call alone."""
+    stack = shared(family)
+    tokens = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    cut = [data.draw(st.integers(0, n - 1)) for n in lengths]
+    layer = data.draw(st.integers(1, stack.num_layers - 1))
+    together, alone = (PagedCache(128, page_size) for _ in range(2))
+    pages = [together.reserve(n) for n in lengths]
+    own = [alone.reserve(n) for n in lengths]
+    with torch.inference_mode():
+        first = [(p, t, c) for p, t, c in zip(pages, tokens, cut, strict=True) if c]
+        if first:
+            run(stack, [Span(p, 0, c) for p, _, c in first], torch.cat([t[:c] for _, t, c in first]), together)
+        spans = [Span(p, c, len(t) - c) for p, t, c in zip(pages, tokens, cut, strict=True)]
+        early = run(stack, spans, torch.cat([t[c:] for t, c in zip(tokens, cut, strict=True)]), together, 0, layer)
+        got = stack.logits(run(stack, spans, early, together, layer))
+        wanted = []
+        for p, t, c in zip(own, tokens, cut, strict=True):
+            each = [stack.logits(run(stack, [Span(p, i, 1)], t[i : i + 1], alone)) for i in range(len(t))]
+            wanted += each[c:]
+    assert torch.equal(got, torch.cat(wanted))
+
+
+def test_looking_in_gives_what_the_layers_give():
+    stack, pages = compiled()[0], PagedCache(1, 64)
+    tokens, taps = torch.arange(5), {1: None, 3: None, 4: None}
+    with torch.inference_mode():
+        normed = run(stack, [Span([0], 0, 5)], tokens, pages, taps=taps)
+        for layer in (1, 3):
+            assert torch.equal(taps[layer], run(stack, [Span([0], 0, 5)], tokens, pages, 0, layer))
+        assert torch.equal(stack.logits(taps[4], 3), stack.logits(normed))  # taps come before the final norm
+
+
+@pytest.mark.parametrize("edit", ["in place", "data", "replaced"])
+def test_edited_weights_are_honoured(edit):
+    model, prompts = build("llama"), make_prompts(RAGGED)
+    target = Target(model, engine="compiled")
+    first = target.generate(prompts, exit_layer=2, max_new_tokens=10)
+    up = model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        if edit == "in place":
+            up.mul_(-1)
+        elif edit == "data":
+            up.data.mul_(-1)
+        else:
+            up.data = -up.data
+    second = target.generate(prompts, exit_layer=2, max_new_tokens=10)
+    assert target.engine == "compiled"
+    assert [c.tokens for c in second] == [generate(model, prompt, 10) for prompt in prompts]
+    assert [c.tokens for c in second] != [c.tokens for c in first]
+
+
+def test_several_threads_compute_the_same_bits():
+    stack, tokens = compiled(**SHAPES["wide"])[0], torch.arange(20)
+    outputs = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            with torch.inference_mode():
+                outputs.append(stack.logits(run(stack, [Span([0], 0, 20)], tokens, PagedCache(1, 64))))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_engines_are_named_and_chosen():
+    model = build("llama")
+    assert [Target(model, engine=name).engine for name in ("views", "fused", "compiled")] == [
+        "views",
+        "fused",
+        "compiled",
+    ]
+    assert Target(model).engine in ("fused", "compiled")
+    assert tiny("gemma2").engine == "views"
+    with pytest.raises(ValueError, match=r"^engine must be one of auto, views, fused, compiled, got 'turbo'$"):
+        hub.load(model, engine="turbo")
+    with pytest.raises(ValueError, match=r"^engine 'compiled' serves .* float32 on CPU, got llama in float64 on cpu; "):
+        Target(build("llama").double(), engine="compiled")
+    with pytest.raises(ValueError, match=r"^engine 'fused' serves Llama-shaped models .*, got gemma2 in float32"):
+        Target(build("gemma2"), engine="fused")
+
+
+def test_a_body_that_disagrees_with_the_model_is_never_used(monkeypatch):
+    stack = Stack(build("llama"))
+    monkeypatch.setattr(CompiledBody, "logits", lambda self, hidden, normed: torch.zeros(len(hidden), 96))
+    choose(stack, "auto")
+    assert stack.engine == "fused"
+    with pytest.raises(
+        ValueError, match="engine 'compiled' serves models whose layers it computes as the model itself"
+    ):
+        choose(Stack(build("llama")), "compiled")
+
+
+def test_the_faster_engine_is_taken(monkeypatch):
+    slow = {"compiled": 2.0, "fused": 1.0}
+    monkeypatch.setattr(engines, "plain_seconds", lambda body: slow[body.name])
+    assert Target(build("llama")).engine == "fused"
+    slow["fused"] = 3.0
+    assert Target(build("llama")).engine == "compiled"
+
+
+def test_copies_of_the_weights_are_only_made_where_memory_is_free(monkeypatch, caplog):
+    monkeypatch.setattr(engines, "free_memory", lambda: 1000)
+    with caplog.at_level(logging.WARNING, "selfspec"):
+        assert Target(build("llama")).engine == "fused"
+    assert "engine fused instead of compiled, whose copies of the weights need" in caplog.text
+    assert Target(build("llama"), engine="compiled").engine == "compiled"
+
+
+@pytest.fixture
+def compiler_anew(monkeypatch, tmp_path):
+    """A cache folder in which nothing has been compiled yet, and no library in memory."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    compiler.library.cache_clear()
+    yield monkeypatch
+    compiler.library.cache_clear()
+
+
+def test_without_a_compiler_the_fused_engine_serves_and_compiled_says_so(compiler_anew):
+    compiler_anew.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NoCompilerError, match=r"^engine 'compiled' needs a C\+\+ compiler, .* or choose engine fused$"):
+        compiler.library()
+
+
+def test_a_compiler_that_fails_is_named_with_its_reason(compiler_anew, tmp_path):
+    broken = tmp_path / "broken++"
+    broken.write_text("#!/bin/sh\necho 'error: no room' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    compiler_anew.setenv("CXX", str(broken))
+    with pytest.raises(NoCompilerError, match=r"^engine 'compiled': .*broken\+\+ fails \(error: no room\); repair it"):
+        compiler.library()
+    assert not [name for name in os.listdir(tmp_path / "compiled") if name.endswith(".tmp")]
+
+
+def test_what_was_compiled_is_kept(compiler_anew, tmp_path):
+    compiler.library()
+    [file] = (tmp_path / "compiled").iterdir()
+    made = file.stat().st_mtime_ns
+    compiler.library.cache_clear()
+    compiler_anew.setattr(compiler, "_compile", lambda *given: pytest.fail("compiled again"))
+    compiler.library()
+    assert file.stat().st_mtime_ns == made
+    assert shutil.which("g++") or shutil.which("clang++")

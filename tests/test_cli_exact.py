@@ -1,0 +1,39 @@
+"""`selfspec generate --exact`: the same text from every policy, in bfloat16 too."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from selfspec.hf import SelfSpeculative
+from selfspec.target.exact import ExactStack
+from tests import cli_fixtures
+
+run, model_folder = cli_fixtures.run, cli_fixtures.model_folder
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """How often an exact stack was run."""
+    calls, before = [], ExactStack.run
+    monkeypatch.setattr(ExactStack, "run", lambda self, *given, **more: calls.append(1) or before(self, *given, **more))
+    return calls
+
+
+def test_no_policy_changes_the_text(run, model_folder, used):
+    start = ("generate", "--model", model_folder, "--dtype", "bfloat16", "--json", "--max-new-tokens", 24, "--exact")
+    plain = run(*start, "--policy", "plain", "hello there")
+    assert plain.code == 0 and used
+    for options in (["--exit-layer", 1], ["--policy", "pld"], ["--exit-layer", 3, "--num-draft-tokens", 9]):
+        done = run(*start, *options, "hello there")
+        assert json.loads(done.out)["tokens"] == json.loads(plain.out)["tokens"]
+
+
+def test_generate_of_transformers_can_be_exact_too(model_folder, used):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="bfloat16")
+    ids = model.dummy_inputs["input_ids"][:1]
+    outputs = [
+        model.generate(ids, custom_generate=SelfSpeculative(policy=policy, exact=True), max_new_tokens=16)
+        for policy in ("plain", "fixed")
+    ]
+    assert outputs[0].tolist() == outputs[1].tolist() and used
