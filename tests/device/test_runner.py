@@ -250,6 +250,10 @@ def test_results_are_copies_that_later_replays_leave_alone():
         kept = [one.clone() for one in (first, taps[1], taps[2])]
         stack.run(PackedRows(cache, [Span(pages, 2, 1)]), 0, 3, torch.tensor([7]))
         stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
+        other = {2: None}
+        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), other)
+        plain = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]))
+        assert torch.equal(other[2], kept[2]) and torch.equal(plain, kept[0])
         for one, same in zip((first, taps[1], taps[2]), kept, strict=True):
             assert one.isfinite().all() and torch.equal(one, same)
 
