@@ -191,16 +191,20 @@ def test_the_longest_unused_recordings_are_given_up():
     assert len(graphs) == 3 and graphs.num_bytes == 300 and graphs.num_recorded > 3
 
 
-def test_new_exit_heads_are_read_by_rounds_recorded_before():
+def test_rounds_are_recorded_anew_with_new_exit_heads():
     target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
     before = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
     heads = ExitHeads([1], 32, 4)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    target.exit_heads = heads
+    target.exit_heads, runner = heads, target.stack.runner
+    recorded, kept = runner.graphs.num_recorded, len(runner.graphs)
     after = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
     assert [one.tokens for one in after] == [one.tokens for one in before]
     assert [one.stats for one in after] != [one.stats for one in before], "the new heads draft otherwise"
+    assert runner.graphs.num_recorded > recorded and len(runner.graphs) <= kept + 2, (
+        "recorded anew, in place of the old"
+    )
 
 
 def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog):
