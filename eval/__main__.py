@@ -42,6 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     commands.add_parser("compare", help="what changed from one run folder to another", add_help=False)
     commands.add_parser("gpu", help="a GPU's kernels, bandwidth and tokens per second, in ten minutes", add_help=False)
     commands.add_parser("exact", help="what exact mode costs, on a synthetic target", add_help=False)
+    commands.add_parser("kernels", help="registers of every GPU kernel, compiled here for a device", add_help=False)
     bench = commands.add_parser(
         "bench", help="plain and self-speculative decoding beside transformers' own, one process"
     )
@@ -256,6 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.gpu import bench as gpu
 
         return gpu.main(given[1:])
+    if given[:1] == ["kernels"]:
+        from eval.gpu import command
+
+        return command.main(given[1:])
     options = parse_arguments(given)
     try:
         run(options)

@@ -97,5 +97,7 @@ def model(target: Target, name: str) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in own.parameters()),
         "dtype": str(target.stack.dtype).removeprefix("torch."),
         "attention_of_transformers": getattr(own.config, "_attn_implementation", None),
+        "attention_of_selfspec": target.attention_backend,
+        "graphs_of_selfspec": target.stack.runner is not None,
         "engine_of_selfspec": target.stack.engine,
     }

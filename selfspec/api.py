@@ -16,10 +16,11 @@ from selfspec.control.costs import Costs
 from selfspec.control.led import Led
 from selfspec.control.plan import Policy
 from selfspec.control.tracker import is_prior
-from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
+from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.request import Completion, Processor, Request, make_request
 from selfspec.decoding.results import Round
 from selfspec.decoding.stopping import Criterion
+from selfspec.device.runner import install
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import whole
 from selfspec.learn import Learner
@@ -58,6 +59,9 @@ class Target:
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.
+        attention: who computes attention, see `selfspec.target.backends`; "auto": the fastest that this machine has.
+        graphs: on CUDA, capture rounds and layers in graphs and replay those, which takes the time of launching kernels
+            from Python away and gives the same tokens. They may keep up to 2 GiB.
         engine: what runs the layers: "views" (the model's own modules, for every family), "fused" (the same products
             in fewer steps, for Llama-shaped models in float32 and float64), "compiled" (those models' layers in one
             function, compiled on this machine when it is first wanted; float32 on CPU; its packed copies take as much
@@ -66,7 +70,8 @@ class Target:
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
         NoCompilerError: engine "compiled" on a machine without a C++ compiler.
-        ValueError: exit heads of a model of another shape, or an engine that does not serve the model.
+        ValueError: exit heads of a model of another shape, or an engine or attention backend that does not
+            serve it or is not here.
     """
 
     def __init__(
@@ -77,11 +82,18 @@ class Target:
         check: bool = True,
         exit_heads: ExitHeads | None = None,
         engine: str = "auto",
+        attention: str = "auto",
+        graphs: bool = True,
     ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
+        self._attention, self._graphs = attention, graphs
         self._engine = check_engine(engine)
         if not check and engine not in ("auto", "views"):
             raise ValueError(f"engine {engine!r} is used after the self-check alone; leave check=False out")
+        if attention != "auto" and engine == "compiled":
+            raise ValueError(f"engine 'compiled' has attention of its own; leave attention={attention!r} out")
+        if attention != "auto" and engine == "auto":
+            self._engine = "views"
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
@@ -89,11 +101,13 @@ class Target:
 
     def _open(self) -> None:
         self._state = copied_state(self.model)
-        self.stack = Stack(self.model)
+        self.stack = Stack(self.model, self._attention)
         if not self._check:
             self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = choose(self.stack, self._engine) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
+        if self._graphs:
+            install(self.stack)
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
         self._prior: dict[str, Any] | None = None
@@ -127,6 +141,11 @@ class Target:
     def engine(self) -> str:
         """What runs the layers: "views", "fused" or "compiled"."""
         return self.stack.engine
+
+    @property
+    def attention_backend(self) -> str:
+        """Who computes attention: sdpa, triton, flash, varlen, reference or compiled; in graphs it is always triton."""
+        return "compiled" if self.engine == "compiled" else self.stack.backend.name
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -265,7 +284,7 @@ class Target:
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
-        longest += -longest % CUDA_PAGE_SIZE  # whole pages, so that every row of a full batch has its own
+        longest += -longest % page_size_of(self.stack)  # whole pages, so that every row of a full batch has its own
         engine = Engine(
             self,
             policy=policy,

@@ -32,6 +32,8 @@ def load(
     exit_heads: str | Path | ExitHeads | None = None,
     check: bool = True,
     engine: str = "auto",
+    attention: str = "auto",
+    graphs: bool = True,
 ) -> Target:
     """A model that drafts and verifies itself.
 
@@ -45,6 +47,8 @@ def load(
             folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
         engine: what runs the layers, one of "auto", "views", "fused" and "compiled"; see `Target`.
+        attention: who computes attention, see `Target`.
+        graphs: on CUDA, decode from captured graphs, see `Target`.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
@@ -57,7 +61,7 @@ def load(
     check_engine(engine)
     heads = _exit_heads(model, exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
-    return Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine)
+    return Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
 
 
 def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:

@@ -13,7 +13,18 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; it must know before they are imported
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)  # rounding, and so every pinned choice, is that of one thread
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that were asked for and need a device that is not here are skipped, and say so."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 

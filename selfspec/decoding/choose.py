@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.control.plan import Plan, Seconds, confidence_bin
 from selfspec.control.seconds import likely_seconds
-from selfspec.decoding.pick import Subset, among, pick, scored, second_choices, surely
+from selfspec.decoding.pick import Subset, among, pick, pick_surely, scored, second_choices, surely
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
 from selfspec.drafting.exit import Branch
@@ -52,13 +52,15 @@ class Chooser:
             logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
         positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
         samplings = [row.request.sampling for row in rows]
-        if self._plan.reads_confidence:
+        if self._plan.seconds is not None and self._plan.reads_confidence:
             scores = scored(logits, samplings, positions, self._noise, tokens)
             best, sure = surely(scores)
             picks = among(best, tokens)
             going = self._confident(sure.tolist(), members)
-            if self._plan.seconds is not None:
-                self._steps.append(_Step(members, scores, best, tokens))
+            self._steps.append(_Step(members, scores, best, tokens))
+        elif self._plan.reads_confidence:
+            picks, sure = pick_surely(logits, samplings, positions, self._noise, tokens)
+            going = self._confident(sure.tolist(), members)
         else:
             picks, going = pick(logits, samplings, positions, self._noise, tokens), members
         if self._processes:

@@ -24,7 +24,6 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError, whole
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -89,6 +88,11 @@ def policy_for(
     return made if ranks is None else Led(made, ranks.leads, ranks.agreed)
 
 
+def page_size_of(stack: Stack) -> int:
+    """Tokens of a small page: as many as the stack's attention backend can read pages of."""
+    return max(CUDA_PAGE_SIZE, stack.backend.page_multiple)
+
+
 class Engine:
     """Decodes requests in a running batch whose rows join and leave between rounds.
 
@@ -101,7 +105,7 @@ class Engine:
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
         page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64
-            on CUDA.
+            on CUDA, or what the attention backend asks for.
         prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
@@ -138,7 +142,7 @@ class Engine:
             max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
         if page_size is None:
             share = max(1, max_cached_tokens // max_batch_size)
-            page_size = share if self.stack.device.type == "cpu" else min(share, CUDA_PAGE_SIZE)
+            page_size = share if self.stack.device.type == "cpu" else min(share, page_size_of(self.stack))
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
         if learn is not None and self.stack.ranks is not None:
@@ -150,7 +154,7 @@ class Engine:
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.cache = PagedCache(max_cached_tokens // page_size, page_size, self.stack.num_layers)
+        self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
         self._noise, self._recycled = NoiseAhead(), Recycled(self.stack.vocab_size)
         self.datastore = datastore
@@ -232,7 +236,9 @@ class Engine:
         outcomes = []
         try:
             teach = None if self.learn is None else self.learn.take
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles)
+            verdicts = decode_round(
+                self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles, whole=True
+            )
             pairs = list(zip(ready, verdicts, strict=True))
             looks = [row.looked(verdict.block, reads_ranks) if reads_lookup else None for row, verdict in pairs]
             for row, verdict in pairs:

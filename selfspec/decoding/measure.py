@@ -122,8 +122,8 @@ class _Clock:
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
         self.room = self.base + max(widest, 2 * max(BESIDE) + 2)
-        self.cache, self.pages = _rows(max(batch_sizes), self.room)
-        self.far = _rows(1, self.long + 1)
+        self.cache, self.pages = _rows(stack, max(batch_sizes), self.room)
+        self.far = _rows(stack, 1, self.long + 1)
         self.taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
         self.keeps, self.thin = False, False
         self.inputs: dict[tuple[int, bool], torch.Tensor] = {}
@@ -278,7 +278,7 @@ class _Clock:
         return perf_counter()
 
 
-def _rows(count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
+def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
     """A cache with one page for each of `count` rows."""
-    cache = PagedCache(count, room)
+    cache = stack.new_cache(count, room)
     return cache, [cache.reserve(room) or [] for _ in range(count)]

@@ -24,6 +24,8 @@ from transformers.generation.logits_process import (
 
 from selfspec.errors import whole
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
+from selfspec.kernels.layout import SamplingTensors
+from selfspec.kernels.suite import pick_for
 
 LEAST_TEMPERATURE = 1e-6
 LIKELIEST = 256  # tokens that top-p looks at first
@@ -171,6 +173,9 @@ def pick(
     subset: Subset | None = None,
 ) -> Tensor:
     """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
+    fused = pick_for(logits.device) if subset is None else None
+    if fused is not None:
+        return fused(logits, sampling_tensors(samplings, positions))[0]
     return among(scored(logits, samplings, positions, noise, subset).argmax(-1), subset)
 
 
@@ -182,6 +187,9 @@ def pick_surely(
     subset: Subset | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and how sure each is, see `surely`."""
+    fused = pick_for(logits.device) if subset is None else None
+    if fused is not None:
+        return fused(logits, sampling_tensors(samplings, positions))
     picks, sure = surely(scored(logits, samplings, positions, noise, subset))
     return among(picks, subset), sure
 
@@ -194,6 +202,18 @@ def surely(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
     picks = scores.argmax(-1, keepdim=True)
     return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()
+
+
+def sampling_tensors(samplings: Sequence[Sampling], positions: Tensor) -> SamplingTensors:
+    """The same for the kernels, in one upload."""
+    floats = torch.tensor([[s.temperature, s.top_p, s.min_p] for s in samplings]).view(torch.int32)
+    ints = torch.tensor([[s.seed, s.top_k] for s in samplings])
+    told = torch.cat([ints, floats.long()], 1).t().contiguous()
+    told = told.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else told
+    temperature, top_p, min_p = told[2:].int().view(torch.float32)
+    sampled = [s for s in samplings if s.temperature > 0]
+    filtered = any(s.top_k or s.top_p < 1 or s.min_p for s in sampled)
+    return SamplingTensors(temperature, told[1].int(), top_p, min_p, told[0], positions, bool(sampled), filtered)
 
 
 def second_choices(scores: Tensor, picks: Tensor) -> Tensor:

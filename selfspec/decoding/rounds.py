@@ -14,6 +14,7 @@ from selfspec.decoding.pick import filtered, pick
 from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
+from selfspec.decoding.whole import whole_round
 from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
@@ -31,11 +32,17 @@ def decode_round(
     teach: Teach | None = None,
     noise: NoiseAhead | None = None,
     recycles: bool = False,
+    whole: bool = False,
 ) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`.
 
-    Where it `recycles`, verdicts say which tokens were likely at the places that count.
+    Where it `recycles`, verdicts say which tokens were likely at the places that count. A round that is asked for
+    `whole` is decoded as one recording, where the stack has a runner that offers it; its time is then told as `verify`.
     """
+    done = whole_round(stack, cache, rows, plan, recycles) if whole and teach is None else None
+    if done is not None:
+        seconds.lap("verify")
+        return done
     tapped = plan.shadow.layers if plan.shadow is not None else ()
     draft, chooser = _draft(stack, cache, rows, plan, seconds, noise, tapped)
     start = plan.exit_layer or 0

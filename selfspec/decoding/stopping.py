@@ -83,7 +83,7 @@ class Stopper:
         stop: Sequence[str] = (),
         criteria: Sequence[Criterion] = (),
     ) -> None:
-        self.max_new_tokens, self._eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
+        self.max_new_tokens, self.eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
         self._by_token = bool(stop) or bool(criteria)
 
     def cut(self, content: Sequence[int], emitted: int, block: Sequence[int]) -> tuple[int, str, FinishReason | None]:
@@ -96,7 +96,7 @@ class Stopper:
         reason: FinishReason | None = None
         text, kept = "", len(block)
         for i, token in enumerate(block):
-            if token in self._eos:
+            if token in self.eos:
                 reason = "eos"
             if self._by_token:
                 text += self._push([token], last=False)

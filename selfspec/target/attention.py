@@ -1,4 +1,4 @@
-"""Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device.
+"""Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device; see `backends`.
 
 Registered with transformers under a name that has no mask function, so the model builds no mask of its own. A query
 sees exactly its row's content up to itself, through the layer's sliding window or chunk if it has one; in a tree, the
@@ -70,7 +70,7 @@ def attend(
     keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = Reach(sliding_window, chunk_size(module, layer_idx))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend_rows(rows, query[0], keys, values, reach, scale, softcap, s_aux)
+    out = (rows.attend or attend_rows)(rows, query[0], keys, values, reach, scale, softcap, s_aux)
     return out[None].contiguous(), None
 
 

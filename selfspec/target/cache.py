@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,21 +82,28 @@ class PagedCache:
     Args:
         num_layers: on CPU, where memory is there once it is written, so many first layers share one tensor as far as
             they are alike: what is done to all of them takes one step then.
+        shares: another cache whose storage is used too, of the same page size and no fewer pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_layers: int = 0) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_layers: int = 0, shares: PagedCache | None = None) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
         self.num_layers = num_layers
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._store = self if shares is None else shares  # who has the storage
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {} if shares is None else shares._layers
         self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
         self._others: list[Tensor] = []  # storage that is not in it
 
     @property
     def num_free_pages(self) -> int:
         return len(self._free)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it holds in all."""
+        return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -110,9 +118,9 @@ class PagedCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
         index = list(pages)
-        if self._pool is not None:
-            self._pool[:, :, index] = 0
-        for storage in self._others:
+        if self._store._pool is not None:
+            self._store._pool[:, :, index] = 0
+        for storage in self._store._others:
             storage[index] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
@@ -122,7 +130,7 @@ class PagedCache:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)
         if known is None:
-            known = self._layers[layer_idx] = self._place(layer_idx, key, value)
+            known = self._layers[layer_idx] = self._store._place(layer_idx, key, value)
         return known
 
     def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,6 +146,12 @@ class PagedCache:
         self._others += made
         return made
 
+    def clear(self) -> None:
+        """Zero everything, as if no token had been written."""
+        for storage in (self._store._pool, *self._store._others):
+            if storage is not None:
+                storage.zero_()
+
     def copy(self, page: int, to: int) -> None:
         """Give one page the keys and values of another, in every layer that has written any."""
         for keys, values in self._layers.values():
@@ -147,10 +161,10 @@ class PagedCache:
         """Copy a row's keys and values from some positions of storage to others, in every layer, as if all at once."""
         size = self.page_size
         source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
-        if self._pool is not None:
-            pool = self._pool.flatten(2, 3)
+        if self._store._pool is not None:
+            pool = self._store._pool.flatten(2, 3)
             pool[:, :, target] = pool[:, :, source]
-        for other in self._others:
+        for other in self._store._others:
             storage = other.flatten(0, 1)
             storage[target.to(storage.device)] = storage[source.to(storage.device)]
 
@@ -168,20 +182,32 @@ class PackedRows:
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
-        flat = [p for span in self.spans for p in span.positions()]
-        self.positions = torch.tensor([flat], device=device)  # [1, N]
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
-        size = cache.page_size
-        if len(spans) == 1 and len(spans[0].pages) == 1:
-            first = spans[0].pages[0] * size + spans[0].start
-            self._slots: slice | Tensor = slice(first, first + spans[0].length)
-        else:
-            slots = [pages[p // size] * size + p % size for pages, at, n, _ in spans for p in range(at, at + n)]
-            self._slots = torch.tensor(slots, device=device)
+        self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 `[1, N]`."""
+        flat = [p for span in self.spans for p in span.positions()]
+        return torch.tensor([flat], device=self.device)
+
+    @cached_property
+    def _slots(self) -> slice | Tensor:
+        size = self.cache.page_size
+        if len(self.spans) == 1 and len(self.spans[0].pages) == 1:
+            first = self.spans[0].pages[0] * size + self.spans[0].start
+            return slice(first, first + self.spans[0].length)
+        slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
+        return torch.tensor(slots, device=self.device)
 
     @property
     def num_tokens(self) -> int:
-        return self.positions.shape[1]
+        return sum(span.length for span in self.spans)
+
+    @property
+    def most_tokens(self) -> int:
+        """No row holds more tokens, the new ones included."""
+        return max(span.start + span.length for span in self.spans)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages."""

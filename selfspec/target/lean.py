@@ -67,6 +67,7 @@ class LeanBody:
         self.head = _linear(model.lm_head)
         self._rotary = base.rotary_emb
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._outgrown: list[tuple[Tensor, Tensor]] = []  # recordings may go on reading them
 
     @classmethod
     def of(cls, model: Any) -> LeanBody | None:
@@ -115,7 +116,8 @@ class LeanBody:
         heads = q.shape[1]
         qk = _rotate(torch.cat((q, k), 1), cos, sin)
         keys, values = rows.write(layer.layer_idx, qk[:, heads:], v)
-        out = attend_rows(rows, qk[:, :heads].transpose(0, 1), keys, values, layer.reach, layer.scale)
+        attend = rows.attend or attend_rows
+        out = attend(rows, qk[:, :heads].transpose(0, 1), keys, values, layer.reach, layer.scale, None, None)
         x = _add_linear(x, out.reshape(n, -1), layer.o)
         h = _rms(x, layer.mlp_norm)
         gated = layer.activation(F.linear(h, *layer.gate)).mul_(F.linear(h, *layer.up))
@@ -133,8 +135,9 @@ class LeanBody:
 
     def _reach(self, rows: PackedRows) -> int:
         """The call's longest row, in tokens; afterwards the tables are as long."""
-        last = max(span.start + span.length for span in rows.spans)
+        last = rows.most_tokens
         if self._tables is None or last > self._tables[0].shape[0]:
+            self._outgrown += [] if self._tables is None else [self._tables]
             self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
         return last
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.target import backends
 from selfspec.target.attention import SHORT
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, Span
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
 
+_log = logging.getLogger("selfspec")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 # Two rows: tokens in all, tokens prefilled before the draft begins. The first is long enough for a call of its own.
 LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
@@ -40,7 +44,7 @@ def split_error(stack: Stack) -> float:
 
 
 def _split_logits(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
-    cache = PagedCache(len(prompts), max(LENGTHS))
+    cache = stack.new_cache(len(prompts), max(LENGTHS))
     pages = [[row] for row in range(len(prompts))]
 
     def rows(spans: list[tuple[int, int, int]]) -> PackedRows:
@@ -64,7 +68,8 @@ def _split_logits(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tenso
 def self_check(stack: Stack) -> float:
     """The split error, or UnsupportedModelError with the reason when it is beyond what rounding explains.
 
-    A lean body that does not pass is dropped in favour of the views, which are then checked themselves.
+    A lean body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
+    attention backend in favour of `sdpa`, with a warning.
     """
     kind = getattr(stack.config, "model_type", "model")
     if stack.num_layers < 2:
@@ -79,7 +84,7 @@ def self_check(stack: Stack) -> float:
             return error
         stack.lean = None
     try:
-        error = split_error(stack)
+        error = _error_by_any_backend(stack, allowed)
     except Exception as problem:
         raise UnsupportedModelError(
             f"{kind}: its layers cannot be run in two parts ({type(problem).__name__}: {problem}); "
@@ -92,3 +97,19 @@ def self_check(stack: Stack) -> float:
             "decode it with transformers' own generate()"
         )
     return error
+
+
+def _error_by_any_backend(stack: Stack, allowed: float) -> float:
+    """The split error with the stack's attention backend; where that is too large, with `sdpa` in its place."""
+    if stack.backend.name == "sdpa":
+        return split_error(stack)
+    try:
+        error = split_error(stack)
+        if error <= allowed:
+            return error
+        problem = f"its logits differ by {error:.2g} standard deviations"
+    except Exception as raised:
+        problem = f"{type(raised).__name__}: {raised}"
+    _log.warning("attention backend %s does not serve this model here (%s); sdpa does", stack.backend.name, problem)
+    stack.backend = backends.named("sdpa", stack.device)
+    return split_error(stack)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from selfspec.target import attention
-from selfspec.target.cache import PackedRows
+from selfspec.target import backends, fastest
+from selfspec.target.attention import NAME, attend
+from selfspec.target.cache import PackedRows, PagedCache
 from selfspec.target.draft_head import DraftHead, Frequencies
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
@@ -19,7 +20,7 @@ from selfspec.target.ranks import ranks_of
 from selfspec.target.shortlist import sample_of, short_head
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
-AttentionInterface.register(attention.NAME, attention.attend)  # no mask function: transformers then builds no mask
+AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
 
 Value = TypeVar("Value")
 Taps = dict[int, Tensor | None]  # number of layers run -> hidden states there, filled in by the call
@@ -28,17 +29,22 @@ Taps = dict[int, Tensor | None]  # number of layers run -> hidden states there, 
 class Stack:
     """A causal LM opened up at its layers. The model it is made from is never touched; its weights are shared.
 
+    Args:
+        attention: the name of an attention backend, see `selfspec.target.backends`; "auto": the fastest of those that
+            this machine has, by a short measurement on CUDA, `sdpa` on CPU.
+
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
+        ValueError: an attention backend that this machine does not have.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, attention: str = "auto") -> None:
         self.model: Any = unwrap(model)
         self.family = family_of(self.model)
         self.ranks = ranks_of(self.model)
         """The processes that the model is spread over; None: this one alone."""
         self._twin: Any = make_twin(self.model)
-        self._twin.set_attn_implementation(attention.NAME)
+        self._twin.set_attn_implementation(NAME)
         self._base: Any = base_of(self._twin, self.family)
         self._head: Any = head_view(self._twin, self.family)
         self._views: dict[tuple[int, int], Any] = {}
@@ -53,6 +59,13 @@ class Stack:
         self.vocab_size = int(embedding.shape[0] if sized else self.config.get_text_config().vocab_size)
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
+        auto = attention == "auto"
+        self.backend = (
+            fastest.choose(self.device, self.dtype, self.config) if auto else backends.named(attention, self.device)
+        )
+        """Who computes attention."""
+        self.runner: Any = None
+        """A `selfspec.device.runner.Runner`, which runs layers and whole rounds from recordings; None: nobody does."""
         self._short = short_head(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
         self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
@@ -108,6 +121,23 @@ class Stack:
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
         """
+        if self.runner is not None:
+            done = self.runner.run(rows, start, stop, given, taps)
+            if done is not None:
+                return done
+        return self.run_here(rows, start, stop, given, taps)
+
+    def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
+        """A cache for this stack's rows."""
+        if self.runner is None:
+            return PagedCache(num_pages, page_size, self.num_layers)
+        made: PagedCache = self.runner.new_cache(num_pages, page_size)
+        return made
+
+    def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """What `run` does, launched operation by operation."""
+        if rows.attend is None:
+            rows.attend = self.backend.attend
         if self.lean is not None:
             return self.lean.run(rows, start, stop, given, taps)
         self._looking.taps = taps

@@ -137,6 +137,7 @@ def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> Any:
     layers = list(getattr(base, family.layers))
     setattr(part, family.layers, nn.ModuleList(layers[start:stop]))
     config.num_hidden_layers = stop - start
+    config.pad_token_id = None  # else GPT-2 looks for it among the tokens, to warn, and waits for the answer
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[start:stop]
     part.config = config

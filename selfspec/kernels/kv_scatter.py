@@ -1,0 +1,42 @@
+"""New keys and values into their pages (Triton). The plain twin is `selfspec.kernels.reference.scatter`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write `[N, kv_heads, head_dim]` into pages `[pages, page_size, kv_heads, head_dim]` at `slots`, int64 `[N]`.
+
+    A negative slot is nowhere: its token is skipped. Pages are contiguous; keys and values may be of any strides but
+    the last, which is 1.
+    """
+    count, heads, dim = key.shape
+    if count == 0:
+        return
+    width = triton.next_power_of_2(heads * dim)
+    _scatter[(count,)](
+        key, value, keys, values, slots, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        DIM=dim, WIDTH=heads * dim, BLOCK=width, num_warps=min(8, max(1, width // 256)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _scatter(
+    key_ptr, value_ptr, keys_ptr, values_ptr, slots_ptr, key_token, key_head, value_token, value_head,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    head, d = at // DIM, at % DIM
+    token = token.to(tl.int64)
+    key = tl.load(key_ptr + token * key_token + head * key_head + d, mask=inside)
+    value = tl.load(value_ptr + token * value_token + head * value_head + d, mask=inside)
+    tl.store(keys_ptr + slot * WIDTH + at, key, mask=inside)
+    tl.store(values_ptr + slot * WIDTH + at, value, mask=inside)

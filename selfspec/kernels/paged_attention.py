@@ -1,0 +1,227 @@
+"""Attention of ragged rows over paged keys and values (Triton): every new token over its own row's content.
+
+Decoding is bound by reading keys and values once, so the work is split along them (flash-decoding, Dao et al. 2023):
+one program takes one key head, a few of a row's queries with all the query heads that share that key head, and one
+stretch of the row's tokens; a second kernel adds the stretches up. The stretches begin at fixed positions of the row
+and are added in order, so a row's result does not depend on which rows stand beside it. The plain twin is
+`selfspec.kernels.reference.attend`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec.kernels.layout import MOST_NODES, Layout
+
+SPLIT = 256  # tokens of a row that one program reads
+SHORT = 16  # rows with more new tokens than this (prompts) have queries enough to fill a device without splitting
+MOST_ROWS = 64  # of a tile of queries
+LOG2E = 1.4426950408889634
+
+
+def attend(
+    queries: Tensor,  # [N, heads, head_dim]
+    keys: Tensor,  # [pages, page_size, kv_heads, head_dim], the new tokens written
+    values: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
+    tile_rows: int | None = None,
+) -> Tensor:  # [N, heads, head_dim]; zeros at padding
+    """Attention of every new token over its row's content up to itself, or up to its own ancestors.
+
+    Args:
+        window: the last so many positions are seen.
+        chunk: positions of the same chunk are seen.
+        softcap: scores are bounded by it, softcap * tanh(score / softcap).
+        sinks: a logit per head that takes weight and gives nothing.
+        tile_rows: rows of a tile of queries, a power of two of at least 16; None: by the call's shape. Sums are taken
+            in an order that may depend on it.
+    """
+    count, heads, dim = queries.shape
+    page_size, kv_heads = keys.shape[1], keys.shape[2]
+    share = heads // kv_heads
+    rows = tile_rows or tile_rows_for(share, layout.most_new, queries.element_size())
+    block_d = max(16, triton.next_power_of_2(dim))
+    split = layout.most_new <= SHORT
+    splits = triton.cdiv(layout.most_tokens, SPLIT) if split else 1
+    blocks = triton.cdiv(layout.most_new, rows // share)
+    out = (queries.new_empty if split else queries.new_zeros)((count, heads, dim))
+    partial = queries.new_empty((splits, count, heads, dim), dtype=torch.float32) if split else out
+    tops, totals = queries.new_empty((2, splits, count, heads), dtype=torch.float32) if split else (out, out)
+    roots, nodes, ancestors = layout.trees or (None, None, None)
+    _split[(layout.counts.shape[0] * blocks, kv_heads, splits)](
+        queries, keys, values, partial, tops, totals, sinks,
+        layout.starts, layout.counts, layout.lengths, layout.pages, layout.positions, roots, nodes, ancestors,
+        scale, softcap or 0.0, window or 0, chunk or 0,
+        queries.stride(0), queries.stride(1), layout.pages.stride(0), count, blocks,
+        HEADS=heads, SHARE=share, DIM=dim, PAGE_SIZE=page_size, KV_HEADS=kv_heads,
+        ROWS=rows, BLOCK_D=block_d, BLOCK_N=_keys_per_step(page_size, block_d, queries.element_size()),
+        SPLIT=SPLIT if split else 0, NODES=0 if layout.trees is None else MOST_NODES, WINDOW=window is not None,
+        CHUNK=chunk is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None and not split,
+        UPCAST=triton.knobs.runtime.interpret, num_warps=8 if block_d * rows > 8192 else 4, num_stages=2,
+    )  # fmt: skip
+    if split:
+        _combine[(count, heads)](
+            partial, tops, totals, sinks, out, layout.rows, layout.lengths, count,
+            HEADS=heads, DIM=dim, BLOCK_D=block_d, SPLIT=SPLIT, SINKS=sinks is not None, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def tile_rows_for(share: int, most_new: int, itemsize: int) -> int:
+    """Rows of a tile: every query and query head that reads the same keys, in a power of two from 16 to 64.
+
+    In float32, which has no tensor cores, 16: its products are made in registers.
+    """
+    wanted = triton.next_power_of_2(share * min(most_new, MOST_ROWS))
+    return int(max(16, triton.next_power_of_2(share), min(MOST_ROWS if itemsize < 4 else 16, wanted)))
+
+
+def _keys_per_step(page_size: int, block_d: int, itemsize: int) -> int:
+    """As many as registers and shared memory hold; within one page, if pages allow it."""
+    fits = 64 if block_d * itemsize <= 256 else 32 if block_d * itemsize <= 512 else 16
+    return min(fits, page_size) if page_size in (16, 32, 64) else fits
+
+
+@triton.jit(do_not_specialize=["window", "chunk", "num_tokens", "blocks"])
+def _split(
+    q_ptr, k_ptr, v_ptr, out_ptr, tops_ptr, totals_ptr, sinks_ptr,
+    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, positions_ptr, roots_ptr, nodes_ptr, ancestors_ptr,
+    scale, softcap, window, chunk, q_token, q_head, pages_row, num_tokens, blocks,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * (ROWS // SHARE)  # query of the row that this tile begins with
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    count, length = tl.load(counts_ptr + slot), tl.load(lengths_ptr + slot)
+    if (first >= count) | (split * SPLIT >= length):
+        return
+    context = length - count  # tokens the row held before
+    start = tl.load(starts_ptr + slot)
+    r = tl.arange(0, ROWS)
+    query = first + r // SHARE
+    token = (start + query).to(tl.int64)
+    head = kv_head * SHARE + r % SHARE
+    live = (r // SHARE < ROWS // SHARE) & (query < count)
+    d = tl.arange(0, BLOCK_D)
+    q_mask = live[:, None] & (d < DIM)[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_token + (head * q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)
+    position = context + query
+    root = length
+    seen_by = tl.zeros((ROWS,), tl.int64)
+    if NODES > 0:
+        root = tl.load(roots_ptr + slot)
+        position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int32)
+        seen_by = tl.load(ancestors_ptr + token, mask=live, other=0)
+    # The tokens that any query of the tile may see, in whole steps from fixed positions.
+    high = length if NODES > 0 else tl.minimum(context + first + ROWS // SHARE, length)
+    lowest = tl.minimum(root, context + first)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(low, lowest - window + 1)
+    if CHUNK:
+        low = tl.maximum(low, lowest // chunk * chunk)
+    low = low // BLOCK_N * BLOCK_N
+    if SPLIT > 0:
+        low = tl.maximum(low, split * SPLIT)
+        high = tl.minimum(high, split * SPLIT + SPLIT)
+    if UPCAST:
+        q = q.to(tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for base in range(low, high, BLOCK_N):
+        kv = base + tl.arange(0, BLOCK_N)
+        there = kv < high
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(pages_ptr + slot * pages_row + base // PAGE_SIZE).to(tl.int64)
+            place = page * PAGE_SIZE + kv % PAGE_SIZE
+        else:
+            page = tl.load(pages_ptr + slot * pages_row + kv // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+            place = page * PAGE_SIZE + kv % PAGE_SIZE
+        at = (place * KV_HEADS + kv_head) * DIM
+        kv_mask = there[:, None] & (d < DIM)[None, :]
+        # What is not there may hold anything, even NaN: it is never read, so that 0 * NaN cannot arise.
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP:
+            score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+        key_at = kv[None, :]
+        seen = there[None, :] & (key_at <= position[:, None])
+        if NODES > 0:
+            node = tl.minimum(tl.maximum(kv - root, 0), NODES - 1)
+            inside = there & (kv >= root)
+            bit = (seen_by[:, None] >> node[None, :].to(tl.int64)) & 1
+            seen = tl.where(inside[None, :], bit != 0, seen)
+            if WINDOW or CHUNK:
+                key_at = tl.where(inside, tl.load(nodes_ptr + slot * NODES + node, mask=inside, other=0), kv)[None, :]
+        if WINDOW:
+            seen = seen & (position[:, None] - key_at < window)
+        if CHUNK:
+            seen = seen & (key_at // chunk == position[:, None] // chunk)
+        score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(top - safe)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    if SPLIT > 0:
+        line = (split * num_tokens + token) * HEADS + head
+        tl.store(tops_ptr + line, top, mask=live)
+        tl.store(totals_ptr + line, total, mask=live)
+        tl.store(out_ptr + line[:, None] * DIM + d[None, :], acc, mask=q_mask)
+    else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            acc = acc * tl.exp2(top - higher)[:, None]
+            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+        out = acc / tl.where(live, total, 1.0)[:, None]
+        line = token * HEADS + head
+        tl.store(out_ptr + line[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine(
+    partial_ptr, tops_ptr, totals_ptr, sinks_ptr, out_ptr, rows_ptr, lengths_ptr, num_tokens,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows_ptr + token)
+    d = tl.arange(0, BLOCK_D)
+    out_at = (token.to(tl.int64) * HEADS + head) * DIM + d
+    if row < 0:
+        tl.store(out_ptr + out_at, tl.zeros((BLOCK_D,), out_ptr.dtype.element_ty), mask=d < DIM)
+        return
+    splits = (tl.load(lengths_ptr + row) + SPLIT - 1) // SPLIT
+    here = token.to(tl.int64) * HEADS + head
+    top = float("-inf")
+    if SINKS:
+        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+    sink = top
+    for split in range(0, splits):
+        top = tl.maximum(top, tl.load(tops_ptr + split * num_tokens * HEADS + here))
+    total = 0.0
+    if SINKS:
+        total = tl.exp2(sink - top)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for split in range(0, splits):
+        line = split * num_tokens * HEADS + here
+        weight = tl.exp2(tl.load(tops_ptr + line) - top)
+        total += weight * tl.load(totals_ptr + line)
+        acc += weight * tl.load(partial_ptr + line * DIM + d, mask=d < DIM, other=0.0)
+    tl.store(out_ptr + out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < DIM)

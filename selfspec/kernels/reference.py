@@ -1,0 +1,143 @@
+"""The plain-torch twin of every kernel: the same arguments, the same results, on any device and in any dtype.
+
+They read what they do from tensors alone, never from the host, so that they too may be captured and replayed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensors
+
+
+def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """See `selfspec.kernels.kv_scatter.scatter`."""
+    real = slots >= 0
+    # What goes nowhere repeats the first token that goes somewhere; if none does, a slot is given what it holds.
+    source = torch.where(real, torch.arange(len(slots), device=slots.device), real.int().argmax())
+    index = slots[source].clamp(min=0)
+    for pages, new in ((keys, key), (values, value)):
+        flat = pages.flatten(0, 1)
+        flat[index] = torch.where(real.any(), new[source], flat[index])
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tile_rows: int | None = None,
+) -> Tensor:
+    """See `selfspec.kernels.paged_attention.attend`."""
+    count, heads, dim = queries.shape
+    share = heads // keys.shape[2]
+    own = layout.rows.clamp(min=0).long()  # [N]
+    at = torch.arange(layout.most_tokens, device=queries.device)
+    pages = layout.pages[own][:, (at // keys.shape[1]).clamp(max=layout.pages.shape[1] - 1)].long()  # [N, T]
+    length = layout.lengths[own][:, None]
+    there = (at < length) & (layout.rows >= 0)[:, None]
+    places = torch.where(there, pages * keys.shape[1] + at % keys.shape[1], 0)
+    seen = there & _visible(layout, own, at, window, chunk)
+    mask = there[:, :, None, None]
+    k = keys.flatten(0, 1)[places].masked_fill_(~mask, 0)  # [N, T, kv_heads, dim]
+    v = values.flatten(0, 1)[places].masked_fill_(~mask, 0)
+    q = queries.reshape(count, -1, share, dim)
+    high = torch.promote_types(queries.dtype, torch.float32)
+    scores = torch.einsum("nksd,ntkd->nkst", q.to(high), k.to(high)).reshape(count, heads, -1) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(high)[None, :, None].expand(count, -1, 1)], -1)
+    weights = scores.softmax(-1)[:, :, : layout.most_tokens].masked_fill(~seen[:, None], 0)
+    out = torch.einsum("nkst,ntkd->nksd", weights.view(count, -1, share, layout.most_tokens), v.to(high))
+    return out.reshape(count, heads, dim).to(queries.dtype)
+
+
+def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """bool `[N, T]`: whether each new token may look at each token of its row."""
+    position = layout.positions[:, None]
+    key_at = at.expand(len(own), -1)
+    seen = key_at <= position
+    if layout.trees is not None:
+        roots, positions, ancestors = layout.trees
+        node = at - roots[own][:, None]  # [N, T]
+        inside = node.clamp(0, MOST_NODES - 1)
+        seen = torch.where(node < 0, seen, ((ancestors[:, None] >> inside) & 1).bool())
+        key_at = torch.where(node < 0, key_at, positions[own].gather(1, inside))
+    if window is not None:
+        seen = seen & (position - key_at < window)
+    if chunk is not None:
+        seen = seen & (key_at // chunk == position // chunk)
+    return seen
+
+
+def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `selfspec.kernels.fused_pick.pick`."""
+    scores = logits.float()
+    if sampling.sampled:
+        hot = (sampling.temperature > 0)[:, None]
+        scaled = scores / torch.where(hot, sampling.temperature[:, None], 1)
+        kept = scaled
+        if sampling.filtered:
+            kept = scaled.masked_fill(scaled < _bounds(scaled, sampling)[:, None], float("-inf"))
+        if noise is None:
+            noise = gumbel(sampling.seeds, sampling.positions, scores.shape[1])
+        scores = torch.where(hot, kept + noise, scores)
+    picks = scores.argmax(-1, keepdim=True)
+    return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0]
+
+
+def _bounds(scaled: Tensor, sampling: SamplingTensors) -> Tensor:
+    """The least scaled logit that each row keeps, fp32 `[N]`; of equals, all or none are kept."""
+    ordered = scaled.sort(-1, descending=True).values
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1]).clamp(max=scaled.shape[1]).long()
+    bound = ordered.gather(1, top_k[:, None] - 1)
+    mass = (ordered - ordered[:, :1]).exp().masked_fill(ordered < bound, 0)
+    before = mass.cumsum(-1) - mass  # what is likelier
+    enough = (before < sampling.top_p[:, None] * mass.sum(-1, keepdim=True)).sum(-1, keepdim=True).clamp(min=1)
+    nucleus = torch.maximum(bound, ordered.gather(1, enough - 1))
+    bound = torch.where(sampling.top_p[:, None] < 1, nucleus, bound)[:, 0]
+    return torch.maximum(bound, ordered[:, 0] + sampling.min_p.log())
+
+
+def accept(
+    fed: Tensor,
+    picks: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    room: Tensor,
+    eos: Tensor,
+    most_new: int,
+    sums: Tensor | None = None,
+) -> Accepted:
+    """See `selfspec.kernels.fused_accept.accept`."""
+    place = torch.arange(most_new, device=fed.device)
+    counts, room = counts.long()[:, None], room.long()[:, None]
+    drafted = (counts - 1).clamp(min=0)
+    at = starts.long()[:, None] + place
+    guess = torch.where(place < drafted, fed[(at + 1).clamp(max=len(fed) - 1)], -1)
+    own = torch.where(place < counts, picks[at.clamp(max=len(fed) - 1)], -1)
+    wrong = (place < drafted) & (guess != own)
+    accepted = torch.where(wrong, place, drafted).amin(1, keepdim=True)
+    ends = (own[:, :, None] == eos[:, None]).any(-1) & (place <= accepted) & (place < counts)
+    end = torch.where(ends, place, most_new + 1).amin(1, keepdim=True)
+    block = torch.where(counts > 0, accepted + 1, 0)
+    kept = torch.minimum(torch.minimum(block, end + 1), room)
+    ended = torch.where(kept == end + 1, 1, torch.where(kept == room, 2, 0)) * (counts > 0)
+    last = torch.where(place == kept - 1, own, 0).sum(1)
+    if sums is not None:
+        right = torch.minimum(accepted, kept)
+        judged = torch.minimum(right + 1, torch.where(kept < accepted, kept, drafted))
+        sums[0, :most_new] += (place < judged).sum(0)
+        sums[1, :most_new] += (place < right).sum(0)
+    record = torch.cat([drafted, accepted, kept, guess, own], 1)
+    accepted, kept, ended = (one[:, 0].int() for one in (accepted, kept, ended))
+    return Accepted(accepted, kept, ended, last, record)

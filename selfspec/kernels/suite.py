@@ -1,0 +1,67 @@
+"""The four kernels as one value: Triton's on a device, their plain twins anywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.kernels import reference
+from selfspec.kernels.layout import Accepted, SamplingTensors
+
+_log = logging.getLogger("selfspec")
+Pick = Callable[[Tensor, SamplingTensors], tuple[Tensor, Tensor]]
+
+
+class Kernels(NamedTuple):
+    """Whoever runs rounds on a device is handed one of these; see each function for what it takes."""
+
+    name: str
+    scatter: Callable[..., None]
+    attend: Callable[..., Tensor]
+    pick: Pick
+    accept: Callable[..., Accepted]
+
+
+REFERENCE = Kernels("reference", reference.scatter, reference.attend, reference.pick, reference.accept)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; selfspec works without it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def pick_for(device: torch.device) -> Pick | None:
+    """The fused pick of a CUDA device, once it has been seen to work there; None elsewhere."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    try:
+        from selfspec.kernels.fused_pick import pick
+
+        logits = torch.arange(99.0, device=device).view(3, 33)
+        floats, ints = logits.new_tensor([0.0, 1.0, 0.5]), torch.arange(3, device=device)
+        sampling = SamplingTensors(floats, ints.int(), 1 - floats / 4, floats / 9, ints, ints)
+        agree = torch.equal(pick(logits, sampling)[0], reference.pick(logits, sampling)[0])
+        problem = "its picks are wrong"
+    except Exception as raised:  # whatever a compiler or driver has to say
+        agree, problem = False, f"{type(raised).__name__}: {raised}"
+    if not agree:
+        _log.warning("the fused pick does not work on %s (%s), so torch's operations pick", device, problem)
+    return pick if agree else None
+
+
+def triton_kernels() -> Kernels:
+    """Raises ImportError where Triton is not installed."""
+    from selfspec.kernels.fused_accept import accept
+    from selfspec.kernels.fused_pick import pick
+    from selfspec.kernels.kv_scatter import scatter
+    from selfspec.kernels.paged_attention import attend
+
+    return Kernels("triton", scatter, attend, pick, accept)

@@ -1,0 +1,52 @@
+"""The command that checks kernels on a device: here in the interpreter, on small shapes, and with a broken kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from eval.gpu import kernels
+from selfspec.kernels import fused_accept, fused_pick, paged_attention, reference
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(kernels, "HEADS", ((4, 2, 16),))
+
+
+def test_every_kernel_agrees_with_its_twin(small):
+    said = []
+    cases = kernels.check_kernels("cpu", said.append, most=64)
+    assert {case["kernel"] for case in cases} == {"scatter", "attend", "pick", "accept"}
+    assert [case for case in cases if not case["agrees"]] == []
+    assert len(said) == len(cases)
+
+
+def test_a_broken_kernel_is_found(small, monkeypatch):
+    def careless(queries, keys, values, layout, *given, **options):  # reads what no row has written
+        beyond = layout._replace(
+            lengths=layout.lengths + 1, positions=layout.positions + 1, pages=layout.pages.clamp(max=len(keys) - 1)
+        )
+        return paged_attention_of(queries, keys, values, beyond, *given, **options)
+
+    paged_attention_of = reference.attend
+    monkeypatch.setattr(paged_attention, "attend", careless)
+    monkeypatch.setattr(fused_pick, "pick", lambda logits, sampling: (logits.argmin(-1), None))
+    monkeypatch.setattr(
+        fused_accept, "accept", lambda *given: reference.accept(*given[:4], torch.ones_like(given[4]), *given[5:])
+    )
+    wrong = {case["kernel"] for case in kernels.check_kernels("cpu", lambda text: None, most=64) if not case["agrees"]}
+    assert wrong == {"attend", "pick", "accept"}
+
+
+@pytest.mark.gpu
+def test_every_kernel_agrees_on_the_device():
+    assert [case for case in kernels.check_kernels("cuda", print) if not case["agrees"]] == []
+
+
+@pytest.mark.gpu
+def test_a_device_copies_and_multiplies():
+    told = kernels.bandwidth(torch.device("cuda"), 0.25, 2048, 3)
+    assert told["copy_bytes_per_second"] > 1e10 and told["matmul_flops_per_second"] > 1e11

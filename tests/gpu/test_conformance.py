@@ -1,0 +1,143 @@
+"""What must hold on a CUDA device (`pytest -m gpu`), each also run here by stand-ins, so that the tests are tested.
+
+The kernels themselves are compared with their twins in `tests/eval/test_gpu_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.api import Target
+from selfspec.decoding.engine import Engine
+from selfspec.target.attention import Reach
+from selfspec.target.backends import importable
+from selfspec.target.cache import PackedRows, Span
+from tests.device.standin import with_runner
+from tests.helpers import Always, Schedule, decode, make_prompts
+from tests.models import FAMILIES, build
+from tests.target.test_backends import check, packed_call
+
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HALF = {"cpu": torch.float32, "cuda": torch.bfloat16}
+CALLS = (  # (row, first position, tokens)
+    [(0, 0, 30), (1, 0, 50), (2, 0, 10)],
+    [(0, 30, 5), (2, 10, 1)],
+    [(1, 50, 3)],
+    [(0, 35, 1), (1, 53, 2)],
+)
+on_places = pytest.mark.parametrize("place", PLACES)
+
+
+def targets(family, place, dtype=torch.float32):
+    """The same model, decoded from recordings and eagerly."""
+    model = build(family).to(place, dtype)
+    recorded, eager = Target(model), Target(model, graphs=False)
+    if place == "cpu":
+        with_runner(recorded)
+    assert recorded.stack.runner is not None and eager.stack.runner is None
+    return recorded, eager
+
+
+@pytest.mark.parametrize(
+    ("place", "family"), [("cpu", "llama"), *(pytest.param("cuda", one, marks=pytest.mark.gpu) for one in FAMILIES)]
+)
+def test_speculation_from_recordings_is_plain_decoding(place, family):
+    recorded, eager = targets(family, place)
+    prompts = make_prompts([5, 23, 40])
+    how = {"max_new_tokens": 24, "temperature": [0.0, 0.8, 1.0], "seed": [1, 2, 3], "top_p": [1.0, 1.0, 0.9]}
+    plain = decode(eager, prompts, Always(None, 0), **how)
+    for target in (recorded, eager):
+        spoken = decode(target, prompts, Schedule(1, 4), engine={"page_size": 64}, **how)
+        assert [one.tokens for one in spoken] == [one.tokens for one in plain]
+    assert recorded.stack.runner.refused is None
+
+
+@on_places
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_layers_from_a_recording_are_layers_run_eagerly(place, family):
+    recorded, eager = targets(family, place, HALF[place])
+    for stack in (recorded.stack, eager.stack):
+        stack.lean = None
+    outs = []
+    for stack in (recorded.stack, eager.stack):
+        with torch.inference_mode():
+            cache = stack.new_cache(8, 64)
+            pages = [cache.reserve(128) for _ in range(3)]
+            made = []
+            tokens = torch.arange(90, device=place) % 90 + 3
+            for at in (
+                [(0, 0, 30), (1, 0, 50), (2, 0, 10)],
+                [(0, 30, 5), (2, 10, 1)],
+                [(1, 50, 3)],
+                [(0, 35, 1), (1, 53, 2)],
+            ):
+                rows = PackedRows(cache, [Span(pages[row], first, count) for row, first, count in at], place)
+                hidden = stack.run(rows, 0, 2, tokens[: rows.num_tokens])
+                made.append(stack.run(rows, 2, 4, hidden).float())
+            outs.append(torch.cat(made))
+    exact = HALF[place] == torch.float32
+    torch.testing.assert_close(*outs, rtol=1e-3 if exact else 0.1, atol=1e-4 if exact else 0.1)
+    assert recorded.stack.runner.graphs.num_recorded >= 6
+
+
+@on_places
+@pytest.mark.parametrize("reach", [Reach(None, None), Reach(9, None)])
+def test_every_importable_backend_keeps_the_contract(place, reach):
+    for backend in importable(place).values():
+        for page_size in (64, 256):
+            rows = [(300, 3), (0, 1), (20, 34), (64, 1)]
+            packed, *tensors = packed_call(rows, page_size, 8, 2, 64, HALF[place], 0)
+            rows_here = PackedRows(packed.cache, packed.spans, place)
+            check(backend, (rows_here, *(one.to(place) for one in tensors)), reach)
+
+
+@on_places
+def test_not_a_number_in_rejected_slots_changes_nothing(place):
+    recorded, eager = targets("llama", place)
+    prompts = make_prompts([5, 23])
+    wanted = decode(eager, prompts, Always(None, 0), max_new_tokens=20)
+    engine = Engine(recorded, policy=Schedule(4, 4), max_batch_size=2, max_cached_tokens=256, page_size=64)
+    for prompt in prompts:
+        engine.submit(prompt, max_new_tokens=20)
+    tokens = {0: [], 1: []}
+    while engine.has_work:
+        for row in engine.step().rows:
+            tokens[row.request_id] += row.tokens
+        with torch.inference_mode():
+            for row in engine.rows:
+                if row.num_cached < len(row.content) - 1:
+                    continue
+                for position in range(row.num_cached, 64 * len(row.pages)):
+                    for storage in engine.cache._layers.values():
+                        for pages in storage:
+                            pages[row.pages[position // 64], position % 64] = float("nan")
+    assert [tokens[0], tokens[1]] == [one.tokens for one in wanted]
+
+
+@on_places
+def test_a_second_call_records_nothing(place):
+    recorded, _ = targets("llama", place)
+    prompts = make_prompts([5, 23])
+    first = recorded.generate(prompts, exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
+    count = recorded.stack.runner.graphs.num_recorded
+    again = recorded.generate(prompts, exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
+    assert [one.tokens for one in again] == [one.tokens for one in first]
+    assert recorded.stack.runner.graphs.num_recorded == count > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backend_is_chosen_by_measurement_and_named(dtype):
+    target = Target(build("llama").to("cuda", dtype))
+    assert target.attention_backend in set(importable("cuda")) - {"reference"}
+    for name in importable("cuda"):
+        assert Target(build("llama").to("cuda", dtype), attention=name, graphs=False).attention_backend == name
+
+
+@pytest.mark.gpu
+def test_memory_that_recordings_keep_is_counted():
+    recorded, _ = targets("llama", "cuda", torch.bfloat16)
+    recorded.generate(make_prompts([5, 23]), exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
+    graphs = recorded.stack.runner.graphs
+    assert 0 < graphs.num_bytes < graphs.budget

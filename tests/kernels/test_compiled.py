@@ -1,0 +1,42 @@
+"""Every kernel compiles for a Hopper device, in bf16, as it is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+PROGRAM = """
+import json, sys
+from eval.gpu.compiled import compile_all
+print(json.dumps([one._asdict() for one in compile_all(only=sys.argv[1:])]))
+"""
+ONE_OF_EACH = [
+    "scatter, 8 key heads of 128",
+    "attend, 5 tokens, 16:8 heads of 256, window, softcap",
+    "attend, tree of 16, 32:8 heads of 128",
+    "pick, filtered, 128256 tokens",
+    "accept, 8 places",
+]
+
+
+@pytest.mark.parametrize("calls", [ONE_OF_EACH, pytest.param([], id="all", marks=pytest.mark.slow)])
+def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path, calls):
+    """In a process of its own: here, kernels are run in the interpreter."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    told = subprocess.run([sys.executable, "-c", PROGRAM, *calls], env=own, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr[-2000:]
+    made = json.loads(told.stdout)
+    kernels = {"_scatter", "_split", "_combine", "_bound", "_pick_of_block", "_pick_of_row", "_accept"}
+    assert {one["kernel"] for one in made} == kernels
+    for one in made:
+        assert 0 < one["registers"] <= 255, one
+        assert one["stack_bytes"] <= 64, one  # more would be spills in a loop
+        assert one["shared_bytes"] <= 227 * 1024, one
