@@ -67,7 +67,7 @@ def _compile(compiler: str, file: Path) -> None:
         reason = _run([compiler, *FLAGS, *more, str(SOURCES / "body.cpp"), "-o", name])
         if not reason:
             os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
-            _log.info("compiled the layers for this machine in %.1f s, kept in %s", perf_counter() - start, file)
+            _log.warning("compiled the layers for this machine, once, in %.1f s: %s", perf_counter() - start, file)
             return
         with suppress(OSError):
             os.unlink(name)
