@@ -172,8 +172,8 @@ def _measure(target: Any, name: str, exit_layer: int, repeats: int, record: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from eval.__main__ import rounded
     from eval.cpu.table import render
+    from eval.digits import rounded
     from selfspec.errors import UnsupportedModelError
 
     options = parse_arguments(arguments)
