@@ -27,6 +27,7 @@ def own_cache(tmp_path_factory):
     """Profiles go to a folder of this run, never to the user's; processes that tests start inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OMP_NUM_THREADS", "1")  # which the command line leaves as it is
         with suppress(NoCompilerError):
             library()  # compiled here, so that no test hears of it
         yield
