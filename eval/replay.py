@@ -22,12 +22,18 @@ from selfspec.control.plan import (
     Policy,
     RowOutcome,
     RowState,
+    SecondChoices,
     Seconds,
     Shadow,
+    TokenTree,
     confidence_bin,
 )
 from selfspec.control.policies import make_policy
+from selfspec.control.seconds import likely_seconds
+from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.recycle import Recycled
+from selfspec.drafting.sources import Guesser
 
 PREFILL_CHUNK = 512  # the engine's default
 
@@ -72,14 +78,16 @@ class Replayed:
 class _Row:
     request_id: int
     trace: Trace
+    recycled: Recycled
+    datastore: Datastore | None
     at: int = 0  # tokens emitted
     num_cached: int = 0  # prompt tokens read
     content: list[int] = field(init=False)
-    lookup: Lookup = field(init=False)
+    guesser: Guesser = field(init=False)
 
     def __post_init__(self) -> None:
         self.content = list(self.trace.prompt)
-        self.lookup = Lookup(self.content)
+        self.guesser = Guesser(self.content, self.recycled, self.datastore)
 
     @property
     def state(self) -> RowState:
@@ -92,10 +100,12 @@ def replay(
     costs: Costs,
     batch_size: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
+    datastore: Datastore | None = None,
 ) -> Replayed:
     """Decode the traces in order, `batch_size` at a time, as the engine would with this policy."""
     done = Replayed()
-    waiting = deque(_Row(i, trace) for i, trace in enumerate(traces))
+    recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
+    waiting = deque(_Row(i, trace, recycled, datastore) for i, trace in enumerate(traces))
     rows: list[_Row] = []
     while waiting or rows:
         while waiting and len(rows) < batch_size:
@@ -134,8 +144,9 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
 
 
 def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) -> None:
-    reads_lookup = getattr(policy, "reads_lookup", False)
-    states = [row.state._replace(match=row.lookup.match if reads_lookup else 0) for row in ready]
+    asked = [getattr(policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
+    reads_lookup, reads_ranks, recycles = asked
+    states = [row.state._replace(guesses=row.guesser if reads_lookup else None) for row in ready]
     clock = Seconds()
     plan = policy.plan(states)
     clock.lap("control")
@@ -143,8 +154,15 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
     outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
     if reads_lookup:
-        outcomes = [o._replace(looked=_looked(row, o.num_accepted + 1)) for row, o in zip(ready, outcomes, strict=True)]
-    took = Seconds(**costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context))
+        pairs = zip(ready, outcomes, strict=True)
+        outcomes = [o._replace(looked=_looked(row, o.num_emitted, reads_ranks)) for row, o in pairs]
+    if recycles:
+        for row, outcome in zip(ready, outcomes, strict=True):
+            came = slice(row.at, row.at + outcome.num_emitted)
+            row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
+    beside = [o.num_beside for o in outcomes]
+    stages = costs.stages(plan.exit_layer, [o.num_drafted for o in outcomes], context, beside if any(beside) else ())
+    took = Seconds(**stages)
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
@@ -161,13 +179,16 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
 
 
 def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
-    if plan.exit_layer == LOOKUP:
-        outcome = draft_by_lookup(row.lookup, row.trace.tokens[row.at :], length)
+    if plan.exit_layer == LOOKUP and plan.trees is not None:
+        tree = plan.trees[index]
+        outcome = RowOutcome(0, 0, 0) if tree is None else draft_tree(tree, row.trace.tokens[row.at :])
+    elif plan.exit_layer == LOOKUP:
+        outcome = draft_by_lookup(row.guesser.lookup, row.trace.tokens[row.at :], length)
     else:
         outcome = draft(row.trace, row.at, plan, length)
     shadow = None
     if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
-        stop = row.at + min(outcome.num_accepted + 1, plan.shadow.max_columns)
+        stop = row.at + min(outcome.num_emitted, plan.shadow.max_columns)
         trace, exact = row.trace, plan.shadow.exact
         hits = trace.hits if exact else trace.short_hits
         sure = trace.confidences if exact else trace.short_confidences
@@ -214,9 +235,20 @@ def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutc
     return RowOutcome(0, len(guess), num_right(guess, rest))
 
 
-def _looked(row: _Row, num_emitted: int) -> Looked | None:
-    guess, came = row.lookup.draft(num_emitted), row.trace.tokens[row.at : row.at + num_emitted]
-    return Looked(guess.match, num_emitted, num_right(guess.tokens, came)) if guess.match else None
+def draft_tree(tree: TokenTree, rest: Sequence[int]) -> RowOutcome:
+    """What a tree comes to where the output goes on with `rest`: down the children that it goes on with."""
+    node = depth = 0
+    while True:
+        pairs = zip(tree.tokens, tree.parents, strict=True)
+        after = next((i for i, (t, p) in enumerate(pairs, 1) if p == node and t == rest[depth]), None)
+        if after is None:
+            return RowOutcome(0, len(tree.tokens), depth)
+        node, depth = after, depth + 1
+
+
+def _looked(row: _Row, num_emitted: int, with_ranks: bool) -> Looked:
+    seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted], with_ranks)
+    return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored, seen.ranks)
 
 
 def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
@@ -235,7 +267,16 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
         raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
     judged = min(accepted + 1, length)
     away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
-    return RowOutcome(0, length, accepted, confidences, away)
+    outcome = RowOutcome(0, length, accepted, confidences, away)
+    return outcome if plan.seconds is None else _with_second(trace, at, plan.seconds, line, outcome)
+
+
+def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome: RowOutcome) -> RowOutcome:
+    """What was drafted beside the draft, and came of it."""
+    room = len(trace.tokens) - at
+    found = likely_seconds(rule, outcome.confidences, min(rule.most, room - 1 - outcome.num_drafted))
+    second = bool(trace.seconds[line, at + outcome.num_accepted]) if outcome.num_accepted in found else None
+    return outcome._replace(second=second, num_beside=len(found))
 
 
 def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
@@ -249,10 +290,10 @@ def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
 
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
-    emitted = outcome.num_accepted + 1
+    emitted = outcome.num_emitted
     row.content += row.trace.tokens[row.at : row.at + emitted]
     row.at += emitted
-    return ReplayedRow(row.request_id, outcome.num_drafted, outcome.num_accepted, emitted)
+    return ReplayedRow(row.request_id, outcome.num_drafted + outcome.num_beside, emitted - 1, emitted)
 
 
 def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: int, stop: int) -> Shadow:

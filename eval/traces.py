@@ -21,21 +21,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.decoding.pick import Sampling, pick, pick_surely
+from selfspec.decoding.pick import Sampling, pick, pick_surely, scored, second_choices, surely
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
+from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
 ROWS = 64  # wrong drafts continued together
-VERSION = 2  # of the files: since 2 they hold the prompt's tokens
+VERSION = 3  # of the files: since 2 they hold the prompt's tokens, since 3 second choices
+# and likely tokens
 WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "short_hits", "short_confidences")
+_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "seconds", "short_hits", "short_confidences")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,9 @@ class Trace:
         divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
         wrong: `[L - 1, n, steps]`, the confidences of what the layer would have drafted after a wrong pick; NaN
             elsewhere.
+        vocab_size: of the model.
+        likely: int32 `[n, 8]`, the model's likeliest tokens at each position, the likeliest first.
+        seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
         prompt_hits, prompt_confidences: `[L - 1, up to 32]`, the same at the prompt's last positions.
     """
@@ -60,10 +65,13 @@ class Trace:
     confidences: Floats
     divergences: Floats
     wrong: Floats
+    seconds: Bools
     short_hits: Bools
     short_confidences: Floats
     prompt_hits: Bools
     prompt_confidences: Floats
+    likely: NDArray[np.int32]
+    vocab_size: int
 
     @property
     def prompt_length(self) -> int:
@@ -76,7 +84,7 @@ class Trace:
     def cut(self, num_tokens: int) -> Trace:
         """The same output, ended after `num_tokens`."""
         cut = {name: getattr(self, name)[:, :num_tokens] for name in _BY_TOKEN}
-        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
+        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], likely=self.likely[:num_tokens], **cut)
 
 
 def record(
@@ -90,6 +98,10 @@ def record(
     """Record the trace of `tokens`, which `stack` wrote after `prompt` with `sampling` (default: greedy)."""
     with torch.inference_mode():
         return _Recorder(stack, prompt, tokens, sampling or Sampling(), wrong_steps).trace(task)
+
+
+# Hits, confidences, divergences, whether second choices hit; and hits and confidences as the shortlist sees them.
+_Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
 
 
 class _Recorder:
@@ -106,10 +118,13 @@ class _Recorder:
         self.pages = self.cache.reserve(len(self.content)) or []
         self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position looked at
         self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
+        self.likely: list[Tensor] = []  # per chunk [positions, k]
 
     def trace(self, task: str) -> Trace:
         parts = list(self.forward())
-        hits, sure, divergences, short_hits, short_sure = (np.concatenate([p[i] for p in parts], 1) for i in range(5))
+        hits, sure, divergences, seconds, short_hits, short_sure = (
+            np.concatenate([p[i] for p in parts], 1) for i in range(6)
+        )
         at = self.prompt_length - 1 - self.first
         own = torch.cat(self.picks, 1)[:, at:]
         wrong = np.full((*hits[:, at:].shape, self.wrong_steps), np.nan, np.float32)
@@ -123,14 +138,17 @@ class _Recorder:
             sure[:, at:],
             divergences[:, at:],
             wrong,
+            seconds[:, at:],
             short_hits[:, at:],
             short_sure[:, at:],
             short_hits[:, :at],
             short_sure[:, :at],
+            torch.cat(self.likely)[at:].numpy(force=True).astype(np.int32),
+            self.stack.vocab_size,
         )
 
-    def forward(self) -> Iterator[tuple[Bools, Floats, Floats, Bools, Floats]]:
-        """Teacher-forced, chunk by chunk, from `first` on: hits, confidences, divergences, and the shortlist's view."""
+    def forward(self) -> Iterator[_Judged]:
+        """Teacher-forced, chunk by chunk, from `first` on."""
         inputs = self.content[:-1]
         for start in range(0, len(inputs), CHUNK):
             part = inputs[start : start + CHUNK]
@@ -142,7 +160,7 @@ class _Recorder:
             if skip < len(part):
                 yield self.judge(last[skip:], {e: h[skip:] for e, h in taps.items() if h is not None}, start + skip)
 
-    def judge(self, last: Tensor, taps: dict[int, Tensor], first: int) -> tuple[Bools, Floats, Floats, Bools, Floats]:
+    def judge(self, last: Tensor, taps: dict[int, Tensor], first: int) -> _Judged:
         positions = torch.arange(first + 1, first + 1 + len(last), device=last.device)
         samplings = [self.sampling] * len(last)
         target = self.stack.logits(last)
@@ -150,21 +168,24 @@ class _Recorder:
         own = torch.tensor(self.tokens, device=last.device)
         past = positions >= self.prompt_length
         judged[past] = own[positions[past] - self.prompt_length]
+        self.likely.append(target.topk(min(NUM_CANDIDATES, target.shape[1])).indices)
         log_p = target.log_softmax(-1)
         picks, rows = [], []
         for e in self.exits:
             logits = self.stack.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
-            chosen, sure = pick_surely(logits, samplings, positions)
+            scores = scored(logits, samplings, positions)
+            chosen, sure = surely(scores)
             away = (log_p.exp() * (log_p - log_q)).sum(-1)
-            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away)])
+            second = second_choices(scores, chosen) == judged
+            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away, second)])
             picks.append(chosen)
         self.picks.append(torch.stack(picks))
-        hits, confidences, divergences = (np.stack([row[i] for row in rows]) for i in range(3))
+        hits, confidences, divergences, seconds = (np.stack([row[i] for row in rows]) for i in range(4))
         seen_there = torch.stack([taps[e] for e in self.exits])
         short = shadow_picks(self.stack, self.exits, seen_there, samplings, positions, target, judged)
         seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
-        return hits, confidences.astype(np.float32), divergences.astype(np.float32), *seen
+        return hits, confidences.astype(np.float32), divergences.astype(np.float32), seconds, *seen
 
     def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: Floats) -> None:
         """Fill `into[i]` with the confidences of the draft that goes on after the wrong pick at output position i."""
@@ -225,9 +246,14 @@ def _trace(arrays: Any, i: int) -> Trace:
         "task": str(given["task"]),
         "prompt": tuple(int(t) for t in given["prompt"]),
         "tokens": tuple(int(t) for t in given["tokens"]),
+        "vocab_size": int(given["vocab_size"]),
     }
     shape = (len(given["hits"]), len(given["tokens"]))
     shapes = {given[name].shape[:2] for name in _BY_TOKEN}
-    if shapes != {shape} or given["prompt_hits"].shape != given["prompt_confidences"].shape:
+    if (
+        shapes != {shape}
+        or len(given["likely"]) != shape[1]
+        or given["prompt_hits"].shape != given["prompt_confidences"].shape
+    ):
         raise ValueError(f"the arrays of output {i} do not fit together")
     return Trace(**given)

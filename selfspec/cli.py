@@ -57,6 +57,22 @@ Examples:
   selfspec calibrate org/name --device cuda --dtype bfloat16 --batch-sizes 1,2,4,8,16,32
 """
 
+DATASTORE_HELP = """Index a corpus, so that drafts can be taken from it. A datastore belongs to one tokenizer."""
+BUILD_HELP = """Build a datastore from text files, a document each, and JSON-lines files, a document per line.
+
+Several processes can share one; building it again replaces it at once, and whoever reads the old one keeps it.
+
+Examples:
+
+  selfspec datastore build demo src/*.py -o code.store
+
+  selfspec datastore build org/name answers.jsonl --field completion -o answers.store
+"""
+INFO_HELP = """Say what is in a datastore. Exit code 1 if it is damaged or none.
+
+Example:  selfspec datastore info code.store --verify
+"""
+
 app = typer.Typer(
     help="Faster decoding for Hugging Face models: their first layers draft, the rest verify. No token changes.",
     epilog="Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.",
@@ -79,7 +95,7 @@ def _selfspec(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise Failure("a command is missing, generate, inspect or calibrate; see 'selfspec --help'")
+        raise Failure("a command is missing, generate, inspect, calibrate or datastore; see 'selfspec --help'")
 
 
 def _with_options_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
@@ -143,6 +159,46 @@ def _calibrate(
 
     with notices(quiet):
         calibrate(model, dtype, device, adapter, exit_heads, engine, threads, batch_sizes or [], plan, as_json, quiet)
+
+
+datastores = typer.Typer(help=DATASTORE_HELP)
+app.add_typer(datastores, name="datastore")
+
+
+@datastores.callback(invoke_without_command=True)
+def _datastore(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise Failure("a command is missing, build or info; see 'selfspec datastore --help'")
+
+
+@datastores.command("build", help=BUILD_HELP)
+def _build(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", show_default=False, help="Whose tokenizer: demo, a folder, or a hub id.")
+    ],
+    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS...", show_default=False, help="Files, UTF-8.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="The datastore.")],
+    field: Annotated[
+        str, typer.Option(help="Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.")
+    ] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+) -> None:
+    from selfspec.commands.datastore import build
+
+    with notices(quiet):
+        build(model, corpus, output, field, as_json, quiet)
+
+
+@datastores.command("info", help=INFO_HELP)
+def _info(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The datastore.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and compare it with its checksum.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    from selfspec.commands.datastore import info
+
+    info(file, verify, as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,10 @@ class CacheFullError(ValueError):
     """A request needs more cached tokens than the engine was given."""
 
 
+class DatastoreError(ValueError):
+    """A file is no datastore, is damaged, or is one of another tokenizer or format."""
+
+
 def whole(name: str, value: object, least: int | None = None) -> int:
     """`value` as an int; ValueError when it is no whole number or below `least`."""
     try:

@@ -102,6 +102,20 @@ def open_model(
     return opened.to(place), tokenizer
 
 
+def open_tokenizer(model: str | Path) -> Any:
+    """The tokenizer saved beside a model that is given by name, without its weights; None for a folder without one.
+
+    Raises:
+        FileNotFoundError: no such model.
+        OSError: the tokenizer cannot be read.
+    """
+    from selfspec import checkpoint
+
+    source, local_only = find(str(model))
+    with quiet():
+        return checkpoint.read_tokenizer(source, str(model), local_only)
+
+
 def find(name: str) -> tuple[str, bool]:
     """The folder or hub id that `name` means, and whether only files on this machine will be asked for."""
     if name == "demo":

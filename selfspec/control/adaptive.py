@@ -19,16 +19,18 @@ from typing import Any
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.finder import Finder
 from selfspec.control.plan import (
-    DRAFTS,
+    DEFAULT_DRAFTS,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
     RowState,
+    SecondChoices,
     Seconds,
     Shadow,
     ShadowPlan,
     SurvivalStop,
 )
+from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
 from selfspec.control.worth import MOST, Worth
@@ -46,6 +48,7 @@ LOOK_EVERY = 4  # rounds between looks at the clock
 # More rows draft by layers only: by lookup some rows draft much and others nothing, and so ragged a verification takes
 # up to twice what the table says of as many tokens.
 LOOKUP_ROWS = 2
+MOST_BESIDE = 8  # second choices drafted for a row
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
@@ -67,12 +70,14 @@ class Adaptive:
         prior: Any = None,
         exit_layers: Sequence[int] | None = None,
         most: int | None = None,
-        drafts: Sequence[str] = DRAFTS,
+        drafts: Sequence[str] = DEFAULT_DRAFTS,
     ) -> None:
         self.costs, self.tracker = costs, Tracker(costs.num_layers, prior)
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        self._finder = Finder(most) if "lookup" in drafts else None
+        self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
+        self._second_rates = SecondRates(costs.num_layers) if "tree" in drafts else None
+        self._seconds: SecondChoices | None = None
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = 1.0  # and early passes, beside the verifications of the same rounds
         self._worth: Worth | None = None
@@ -101,6 +106,16 @@ class Adaptive:
     def reads_lookup(self) -> bool:
         """Whether rows may draft by lookup: only few together, see `LOOKUP_ROWS`."""
         return self._finder is not None and self._batch <= LOOKUP_ROWS
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether branches may be drafted beside what lookup finds."""
+        return self._finder is not None and self._finder.branches and self._batch <= LOOKUP_ROWS
+
+    @property
+    def recycles(self) -> bool:
+        """Whether what verification thought likely is kept."""
+        return self._finder is not None and self._finder.recycles and self._batch <= LOOKUP_ROWS
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
@@ -137,7 +152,13 @@ class Adaptive:
             return self._idle
         shadow = None if self._credit < 0 else self._shadow(self._exit_layer)
         return Plan(
-            self._exit_layer, lengths, stop=self._stop, keep_confidence=True, shadow=shadow, speedup=self._speedup
+            self._exit_layer,
+            lengths,
+            stop=self._stop,
+            keep_confidence=True,
+            shadow=shadow,
+            seconds=self._seconds,
+            speedup=self._speedup,
         )
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
@@ -149,7 +170,9 @@ class Adaptive:
             return
         emitted = 0
         for outcome in outcomes:
-            emitted += outcome.num_accepted + 1
+            emitted += outcome.num_emitted
+            if plan.exit_layer and outcome.second is not None and self._second_rates is not None:
+                self._second_rates.add(plan.exit_layer, outcome.confidences[outcome.num_accepted], outcome.second)
             if plan.exit_layer and outcome.num_judged:
                 judged, accepted = outcome.num_judged, outcome.num_accepted
                 hits = [j < accepted for j in range(judged)]
@@ -159,10 +182,13 @@ class Adaptive:
                 if plan.exit_layer is None:
                     self._next = self._round  # something to decide upon
         self.tracker.pass_time(emitted / max(1, len(outcomes)) + self._idle_rounds)
+        if self._second_rates is not None:
+            self._second_rates.pass_time(emitted / max(1, len(outcomes)))
         self._compare(plan, emitted, outcomes)
         if self._round % LOOK_EVERY == 0:
-            lengths = [outcome.num_drafted for outcome in outcomes]
-            self._look_at_clock(self.costs.stages(plan.exit_layer, lengths, self._context), seconds)
+            lengths, beside = ([*each] for each in zip(*[(o.num_drafted, o.num_beside) for o in outcomes], strict=True))
+            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside if any(beside) else ())
+            self._look_at_clock(expected, seconds)
         self._idle_rounds = 0
         self._pay(plan, seconds)
 
@@ -215,7 +241,12 @@ class Adaptive:
         self._length = float(drafted[line, rates[line].argmax()])
         self._acceptance = float((right[line] * share[line]).sum())
         value = rate / max(self._acceptance, 1e-6)  # of a second, in chances of being right so far
-        self._stop = SurvivalStop(tuple(right[line].tolist()), value * worth.one_more(exit_layer, self._length))
+        calibration = tuple(right[line].tolist())
+        self._stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, self._length))
+        if self._second_rates is not None:
+            second = self._second_rates.of(exit_layer)
+            fixed, each = worth.beside(exit_layer, self._length)
+            self._seconds = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
         if self._worth is None or self._worth_for[0] != num_rows:

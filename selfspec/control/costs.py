@@ -72,6 +72,7 @@ class Costs:
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
         context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
             together, as far as the longest of them goes.
+        wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
     """
 
     num_layers: int
@@ -84,6 +85,7 @@ class Costs:
     short: Table
     context: float = 0.0
     first: Mapping[int, Table] = field(default_factory=dict)
+    wide: Table | None = None
     _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
@@ -97,6 +99,14 @@ class Costs:
             return self._between(self.first, num_rows, exit_layer, "first") + extra
         return self._between(self.early, num_rows, exit_layer, "early") + extra
 
+    def wide_pass(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
+        """`exit_layer` layers over `num_tokens` tokens of `num_rows` rows in all."""
+        if self.wide is not None:
+            one, wider = self.wide(num_rows), self.wide(num_tokens)
+        else:
+            one, wider = (self._between(self.late, num_rows, n / num_rows, "late") for n in (num_rows, num_tokens))
+        return self.early_pass(exit_layer, num_rows, context) * wider / max(one, 1e-12)
+
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """The layers from `exit_layer` on over `num_tokens` tokens in all."""
         extra = num_rows * self.context * max(0.0, context - CONTEXT)
@@ -104,7 +114,12 @@ class Costs:
         return (self.num_layers - exit_layer) * (one + extra)
 
     def stages(
-        self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT, draft_share: float = 1.0
+        self,
+        exit_layer: int | None,
+        lengths: Sequence[int],
+        context: float = CONTEXT,
+        beside: Sequence[int] = (),
+        draft_share: float = 1.0,
     ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
@@ -112,10 +127,11 @@ class Costs:
 
         Args:
             context: cached tokens of the longest row.
+            beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
-        tokens = sum(lengths) + rows
+        tokens = sum(lengths) + rows + sum(beside)
         if exit_layer == LOOKUP:
             draft = rows * LOOKUP_SECONDS
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
@@ -125,7 +141,13 @@ class Costs:
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
-                draft += self.early_pass(exit_layer, sum(length >= step for length in lengths), context, step == 0)
+                live = sum(length >= step for length in lengths)
+                more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
+                draft += (
+                    self.wide_pass(exit_layer, live, live + more, context)
+                    if more
+                    else self.early_pass(exit_layer, live, context, step == 0)
+                )
                 picking = sum(length > step for length in lengths)
                 if picking:
                     head += draft_share * self.head(picking)
@@ -135,10 +157,15 @@ class Costs:
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def round(
-        self, exit_layer: int | None, lengths: Sequence[int], context: float = CONTEXT, draft_share: float = 1.0
+        self,
+        exit_layer: int | None,
+        lengths: Sequence[int],
+        context: float = CONTEXT,
+        beside: Sequence[int] = (),
+        draft_share: float = 1.0,
     ) -> float:
         """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, draft_share).values())
+        return sum(self.stages(exit_layer, lengths, context, beside, draft_share).values())
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Shadow picks at `num_positions` positions for `num_layers` layers each."""
@@ -177,6 +204,7 @@ class Costs:
             **{name: plain(getattr(self, name)) for name in ("plain", "head", "pick", "rest", "short")},
             **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("first", "early", "late")},
             "context": self.context,
+            "wide": None if self.wide is None else plain(self.wide),
         }
 
     @classmethod
@@ -191,7 +219,8 @@ class Costs:
             context = float(given["context"])
             if not 0 <= context < float("inf"):
                 raise ValueError(f"context must be finite and not negative, got {context}")
-            return cls(int(given["num_layers"]), **ones, **many, context=context)  # type: ignore[arg-type]
+            wide = None if given.get("wide") is None else _read(given["wide"])
+            return cls(int(given["num_layers"]), **ones, **many, context=context, wide=wide)  # type: ignore[arg-type]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 

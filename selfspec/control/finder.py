@@ -1,51 +1,110 @@
-"""`Finder`, the part of `Adaptive` that drafts by lookup, where that promises more than any other round."""
+"""`Finder`, the part of `Adaptive` that drafts what is free to guess, where that promises more than any other round."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from selfspec.control.matches import MOST_FOUND, Matches
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
+from selfspec.control.growth import Grown, Ranks, grow
+from selfspec.control.matches import MOST_FOUND, Matches, choose
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
+STRENGTHS = (3,)  # bounds between matches whose forecasts are trusted apart: those of weak ones are too good oftener
+SURE = 0.97  # no chance of being right counts for more where it is asked whether a draft could pay at all
+
 
 class Finder:
-    """Plans from what earlier matches came to; every round tells it more, whoever drafted.
+    """Plans from what earlier guesses came to; every round tells it more, whoever drafted.
 
     Args:
         most: longest draft; default: as long as it pays.
+        drafts: of "lookup", "recycle" and "tree", those to use.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.matches = Matches()
+    def __init__(self, most: int | None = None, drafts: Sequence[str] = DEFAULT_DRAFTS) -> None:
+        self.matches, self.stored, self.ranks = Matches(), Matches(), Ranks()
+        self._looks_up, self.recycles = "lookup" in drafts, "recycle" in drafts
+        self.branches = "tree" in drafts or self.recycles
+        self._is_tree = "tree" in drafts
         self._most = MOST_FOUND if most is None else min(most, MOST_FOUND)
-        self._trust = Trust()
+        self._trusts = [Trust() for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
+        self._trust = self._trusts[0]  # of the round that was planned last
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
-        """Drafts for the rows with a match; None where they promise less than `usual` tokens per second of all rows."""
-        matches = [(row.request_id, row.match) for row in rows]
-        if not any(match for _, match in matches):
-            return None
+        """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
+        chains = [self._chances(row) for row in rows]
+        self._trust = self._trusts[bisect_right(STRENGTHS, max(row.match for row in rows))]
         seconds = worth.lookups()
-        lengths, rate = self.matches.choose(matches, [min(self._most, row.room - 1) for row in rows], seconds)
+        if not self._could_pay(chains, seconds, usual):
+            return None
+        grown = [self._grow(row, chances) for row, chances in zip(rows, chains, strict=True)]
+        offers = [
+            chances if one is None else [one.chances[node] for node in one.order][: row.room - 1]
+            for row, chances, one in zip(rows, chains, grown, strict=True)
+        ]
+        lengths, rate = choose(offers, seconds)
         trusted = self._trust.ratio * rate
         if not any(lengths) or trusted < usual:
             return None
         self._forecast = rate * seconds[sum(lengths)]
-        return Plan(LOOKUP, tuple(lengths), speedup=trusted * worth.plain_seconds / len(rows))
+        trees: list[TokenTree | None] = [None] * len(rows)
+        for i, (row, one, length) in enumerate(zip(rows, grown, lengths, strict=True)):
+            if one is not None:
+                trees[i] = one.best(length)
+            elif length and row.guesses is not None:
+                trees[i] = TokenTree(tuple(row.guesses.chain(length)), tuple(range(length)))
+        lengths = [0 if tree is None else len(tree.tokens) for tree in trees]
+        speedup = trusted * worth.plain_seconds / len(rows)
+        return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
+
+    def _chances(self, row: RowState) -> list[float]:
+        """Of the chain of a row to be right as far as each token."""
+        guesses = row.guesses
+        if guesses is None or not self._looks_up or guesses.match == 0:
+            return []
+        matches = self.stored if guesses.is_stored else self.matches
+        return matches.survivals(guesses.match, row.request_id)[: min(self._most, row.room - 1)]
+
+    def _could_pay(self, chains: Sequence[Sequence[float]], seconds: Sequence[float], usual: float) -> bool:
+        """Whether drafts could promise enough if every token were as likely as the first."""
+        if self.branches:
+            lines = self.ranks.rates[::2]
+            likely = max(sum(line) for line in lines) if self._is_tree else max(line[0] for line in lines)
+            firsts = [max(chances[0] if chances else 0.0, likely) for chances in chains]
+        else:
+            firsts = [chances[0] if chances else 0.0 for chances in chains]
+        most = sum(1 / (1 - min(first, SURE)) for first in firsts)
+        return max(firsts) > 0 and self._trust.ratio * most > usual * seconds[1]
+
+    def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
+        """A tree or chain for a row; None where the chain alone will do."""
+        if not self.branches or row.guesses is None:
+            return None
+        grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
+        return grown if len(grown.chances) > len(chances) else None
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
-        """Set what came of a round beside what lookup would have drafted, and beside what it promised."""
+        """Set what came of a round beside what would have been guessed, and beside what it promised."""
         emitted = 0
         for outcome in outcomes:
-            emitted += outcome.num_accepted + 1
-            if outcome.looked is not None:
-                self.matches.add(outcome.looked, outcome.request_id)
-        self.matches.keep_rows([outcome.request_id for outcome in outcomes])
+            emitted += outcome.num_emitted
+            looked = outcome.looked
+            if looked is None:
+                continue
+            if looked.match:
+                (self.stored if looked.is_stored else self.matches).add(looked, outcome.request_id)
+            if looked.ranks:
+                self.ranks.add(looked.ranks)
+        alive = [outcome.request_id for outcome in outcomes]
         tokens = emitted / max(1, len(outcomes))
-        self.matches.pass_time(tokens)
-        self._trust.pass_time(tokens)
+        for kind in (self.matches, self.stored):
+            kind.keep_rows(alive)
+            kind.pass_time(tokens)
+        self.ranks.pass_time(tokens)
+        for trust in self._trusts:
+            trust.pass_time(tokens)
         if plan.exit_layer == LOOKUP:
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))

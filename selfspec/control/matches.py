@@ -112,30 +112,27 @@ class Matches:
             out.append(survival)
         return out
 
-    def choose(self, matches: Sequence[tuple[int, int]], most: Sequence[int], seconds: Sequence[float]) -> Choice:
-        """Lengths of the most expected tokens per second.
 
-        Args:
-            matches: per row, its request and its match, 0 where it has none and drafts nothing.
-            most: per row, the longest draft.
-            seconds: of a round of these rows that drafts 0, 1, 2, .. tokens in all.
-        """
-        offers = []  # (chance of being right as far as this token, row)
-        for row, ((request_id, match), longest) in enumerate(zip(matches, most, strict=True)):
-            if match:
-                offers += [(survival, row) for survival in self.survivals(match, request_id)[:longest]]
-        if len(matches) > 1:
-            offers.sort(reverse=True)  # a row's own chances fall along its draft, so that any first offers are drafts
-        tokens = float(len(matches))
-        best, count = tokens / seconds[0], 0
-        for i, (survival, _) in enumerate(offers[: len(seconds) - 1], 1):
-            tokens += survival
-            if tokens > best * seconds[i]:
-                best, count = tokens / seconds[i], i
-        lengths = [0] * len(matches)
-        for _, row in offers[:count]:
-            lengths[row] += 1
-        return Choice(lengths, best)
+def choose(offers: Sequence[Sequence[float]], seconds: Sequence[float]) -> Choice:
+    """How many of each row's offers to draft, for the most expected tokens per second.
+
+    Args:
+        offers: per row, how likely each token is come to, and right; falling.
+        seconds: of a round of these rows that drafts 0, 1, 2, .. tokens in all.
+    """
+    merged = [(chance, row) for row, chances in enumerate(offers) for chance in chances]
+    if len(offers) > 1:
+        merged.sort(reverse=True)  # a row's own chances fall, so that any first of all offers are first of each row's
+    tokens = float(len(offers))
+    best, count = tokens / seconds[0], 0
+    for i, (chance, _) in enumerate(merged[: len(seconds) - 1], 1):
+        tokens += chance
+        if tokens > best * seconds[i]:
+            best, count = tokens / seconds[i], i
+    lengths = [0] * len(offers)
+    for _, row in merged[:count]:
+        lengths[row] += 1
+    return Choice(lengths, best)
 
 
 def bin_of(match: int) -> int:

@@ -21,8 +21,25 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-DRAFTS = ("exit", "lookup")  # where drafts may come from
+DRAFTS = ("exit", "lookup", "recycle", "tree")
+"""Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
+tokens before; "tree" lets drafts have branches."""
+DEFAULT_DRAFTS = ("exit", "lookup", "tree")  # keeping what was likely takes more time than it has been seen to save
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
+
+
+class Guesses(Protocol):
+    """What is free to guess of how a row goes on; see `selfspec.drafting.sources.Guesser`."""
+
+    @property
+    def match(self) -> int: ...
+    @property
+    def is_stored(self) -> bool: ...
+    @property
+    def last(self) -> tuple[int, int]: ...
+    def chain(self, num_tokens: int) -> Sequence[int]: ...
+    def candidates(self, token: int, previous: int) -> tuple[int, list[int]]: ...
+    def first_candidates(self) -> tuple[int, list[int]]: ...
 
 
 class RowState(NamedTuple):
@@ -31,7 +48,12 @@ class RowState(NamedTuple):
     request_id: int
     content_length: int  # prompt and output so far, in tokens
     room: int  # tokens it may still emit, at least 1
-    match: int = 0  # how many of its last tokens a lookup finds earlier; told to policies that read it
+    guesses: Guesses | None = None  # told to policies that read lookups
+
+    @property
+    def match(self) -> int:
+        """How many of its last tokens a lookup finds earlier."""
+        return 0 if self.guesses is None else self.guesses.match
 
 
 class SurvivalStop(NamedTuple):
@@ -50,6 +72,26 @@ class SurvivalStop(NamedTuple):
         return sum(survivals) >= self.least * len(survivals)
 
 
+class SecondChoices(NamedTuple):
+    """Beside which tokens of a draft its layer's second choice is drafted as well, for where the first is wrong.
+
+    They go through the early layers together, in the pass that feeds the draft's last token anyway.
+    """
+
+    right: tuple[float, ...]  # by confidence bin of the first choice: how often that is right
+    second: tuple[float, ...]  # and how often the second is
+    least: float  # drafted are those likelier than this to be come to, and right
+    most: int  # of a row
+    enough: float = 0.0  # and none of a row where by all of them together that is exceeded by no more than this
+
+
+class TokenTree(NamedTuple):
+    """Tokens that may come next, and after those; node 0 is the row's last token, the first of `tokens` is node 1."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # of each of them: the node it goes on from, 0 or one before it
+
+
 class ShadowPlan(NamedTuple):
     """At which layers, and for which rows, to see after the round what each layer would have picked."""
 
@@ -64,7 +106,8 @@ class Plan:
     """One round: where to leave early and how far each row guesses. `exit_layer` None is plain decoding.
 
     Exit layer 0 (`LOOKUP`) drafts what followed the last time that the row's text ended as it does now, and nothing
-    where it never did; such drafts have no confidences, so that no stop ends them, and no divergences.
+    where it never did, or else the trees that the plan brings along; such drafts have no confidences, so that no stop
+    ends them, and no divergences.
 
     Both stops end a row's draft after a token and never withdraw it, which would bias sampled output.
     """
@@ -76,13 +119,30 @@ class Plan:
     keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
+    seconds: SecondChoices | None = None  # drafted beside the exit's own
+    trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property
     def reads_confidence(self) -> bool:
-        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None
+        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.seconds is not None
         return wants and self.exit_layer != LOOKUP
+
+
+def check_trees(plan: Plan) -> None:
+    """ValueError unless the plan's trees are trees, of the tokens it says, for drafts that no layer writes."""
+    if plan.exit_layer != LOOKUP:
+        raise ValueError(f"a plan brings trees along only where its exit_layer is {LOOKUP}, got {plan.exit_layer}")
+    trees = plan.trees or ()
+    sizes = [0 if tree is None else len(tree.tokens) for tree in trees]
+    if sizes != list(plan.draft_lengths):
+        raise ValueError(f"a plan's trees must have its draft_lengths {list(plan.draft_lengths)} tokens, got {sizes}")
+    for tree in trees:
+        if tree is not None and not (
+            len(tree.parents) == len(tree.tokens) and all(0 <= p <= i for i, p in enumerate(tree.parents))
+        ):
+            raise ValueError(f"a tree needs, per token, a node before it to go on from, got {list(tree.parents)}")
 
 
 class Shadow(NamedTuple):
@@ -94,15 +154,17 @@ class Shadow(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """What a draft by lookup, made or not, would have come to in a round."""
+    """What free guesses, made or not, would have come to in a round."""
 
-    match: int  # of the row before the round, at least 1
+    match: int  # of the row before the round, 0 where nothing was found
     num_compared: int  # tokens that the target picked, the last of them beyond any draft
-    num_right: int  # first tokens of the draft that they equal
+    num_right: int  # first tokens of the draft by lookup that they equal
+    is_stored: bool = False  # whether that came from a corpus
+    ranks: tuple[tuple[int, bool, int], ...] = ()  # of tokens that it did not offer: see `control.growth.Ranks`
 
 
 class RowOutcome(NamedTuple):
-    """What became of a row's draft in a round."""
+    """What became of a row's draft in a round. Second choices are counted in `second` alone."""
 
     request_id: int
     num_drafted: int
@@ -110,7 +172,14 @@ class RowOutcome(NamedTuple):
     confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
     shadow: Shadow | None = None
-    looked: Looked | None = None  # told to policies that read matches, of rows that had one
+    looked: Looked | None = None  # told to policies that read lookups
+    second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
+    num_beside: int = 0  # second choices drafted
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that came, the target's own included, unless the row ended before it."""
+        return self.num_accepted + 1 + bool(self.second)
 
     @property
     def num_judged(self) -> int:
@@ -146,10 +215,11 @@ class Seconds:
 class Policy(Protocol):
     """Chooses plans; its decisions change speed, never tokens.
 
-    A policy whose `reads_lookup` is true is told what lookup finds (`RowState.match`, `RowOutcome.looked`), which takes
-    an index of every row. A policy may also have `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a
-    prompt are then looked at while it is read, and `seed(row, shadow)`, which is handed what was seen, perhaps in two
-    parts.
+    A policy whose `reads_lookup` is true is told what lookup finds (`RowState.guesses`, `RowOutcome.looked`), which
+    takes an index of every row; one whose `reads_ranks` is true, also where tokens stood among other candidates; and
+    where `recycles` is true, what verification thought likely is kept for later. A policy may also have
+    `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
+    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -14,7 +14,7 @@ from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.fs import FiniteState
 from selfspec.control.gammatune import GammaTune, GammaTunePlus
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
-from selfspec.control.plan import DRAFTS, Policy
+from selfspec.control.plan import DEFAULT_DRAFTS, DRAFTS, Policy
 from selfspec.control.smartspec import SmartSpec
 from selfspec.control.synergy import Synergy
 from selfspec.errors import whole
@@ -79,7 +79,7 @@ def make_policy(
     if policy == "adaptive":
         assert costs is not None
         exits = None if exit_layer is None else [exit_layer]
-        return Adaptive(costs(), prior, exits, num_draft_tokens, DRAFTS if drafts is None else drafts)
+        return Adaptive(costs(), prior, exits, num_draft_tokens, DEFAULT_DRAFTS if drafts is None else drafts)
     return _make(policy, num_layers, exit_layer, num_draft_tokens, costs)
 
 

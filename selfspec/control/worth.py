@@ -111,3 +111,15 @@ class Worth:
         line, at = exit_layer - 1, min(int(drafted), MOST - 2)
         wider = (self._verify[line, at + 2] - self._verify[line, at]) / 2
         return float(self._step[line, 0] + wider) / self.num_rows
+
+    def beside(self, exit_layer: int, drafted: float) -> tuple[float, float]:
+        """Seconds that drafting tokens beside the others adds to a round of about `drafted` per row: at all, and each.
+
+        The last pass becomes wider, and verification.
+        """
+        line, costs, rows = exit_layer - 1, self._costs, self.num_rows
+        narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n) for n in (0, 1, 5))
+        at = min(int(drafted), MOST - 2)
+        wider = float(self._verify[line, at + 2] - self._verify[line, at]) / (2 * rows)
+        each = self._passes * (many - some) / 4
+        return self._passes * (some - narrow) - each, each + wider

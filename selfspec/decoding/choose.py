@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan, Seconds, confidence_bin
-from selfspec.decoding.pick import Subset, pick, pick_surely
+from selfspec.control.seconds import likely_seconds
+from selfspec.decoding.pick import Subset, among, pick, scored, second_choices, surely
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
+from selfspec.drafting.exit import Branch
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
+
+
+class _Step(NamedTuple):
+    """What the tokens of a draft step were picked from."""
+
+    members: list[int]
+    scores: Tensor  # [members, vocab]
+    best: Tensor  # int64 [members]
+    tokens: Subset | None
 
 
 class Chooser:
@@ -26,6 +38,7 @@ class Chooser:
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
+        self._steps: list[_Step] = []  # where second choices are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
@@ -39,8 +52,12 @@ class Chooser:
         positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
         samplings = [row.request.sampling for row in rows]
         if self._plan.reads_confidence:
-            picks, sure = pick_surely(logits, samplings, positions, self._noise, tokens)
+            scores = scored(logits, samplings, positions, self._noise, tokens)
+            best, sure = surely(scores)
+            picks = among(best, tokens)
             going = self._confident(sure.tolist(), members)
+            if self._plan.seconds is not None:
+                self._steps.append(_Step(members, scores, best, tokens))
         else:
             picks, going = pick(logits, samplings, positions, self._noise, tokens), members
         if self._processes:
@@ -78,3 +95,16 @@ class Chooser:
         log_q = torch.stack(self.logits[row][: len(target)]).log_softmax(-1)
         terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
         return tuple(terms.sum(-1).tolist())
+
+    def branches(self, row: int, length: int) -> list[Branch]:
+        """The second choices worth drafting beside a row's `length` tokens, in their order."""
+        rule = self._plan.seconds
+        assert rule is not None
+        most = min(rule.most, self._rows[row].room - 1 - length)
+        found = likely_seconds(rule, self.confidences[row], most)
+        if not found:
+            return []
+        at = [(self._steps[node], self._steps[node].members.index(row)) for node in found]
+        scores, best = torch.stack([s.scores[i] for s, i in at]), torch.stack([s.best[i] for s, i in at])
+        seconds = among(second_choices(scores, best), at[0][0].tokens).tolist()
+        return [Branch(node, token) for node, token in zip(found, seconds, strict=True)]

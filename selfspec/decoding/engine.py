@@ -9,14 +9,18 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds, check_trees
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
 from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.rounds import Teach, Verdict, decode_round
+from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
+from selfspec.decoding.verdict import Verdict
+from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError, whole
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.cache import PagedCache
@@ -89,7 +93,7 @@ class Engine:
         target: what `selfspec.load` returns.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
-        drafts: where those of `adaptive` may come from, some of "exit" and "lookup"; default: both.
+        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
@@ -97,6 +101,8 @@ class Engine:
             on CUDA.
         prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
+        datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
+            lookup, texts of the corpus continue a row, too.
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.target.exact`.
     """
@@ -114,6 +120,7 @@ class Engine:
         page_size: int | None = None,
         prefill_chunk: int = 512,
         learn: Learns | None = None,
+        datastore: Datastore | None = None,
         exact: bool = False,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
@@ -133,9 +140,10 @@ class Engine:
         self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.cache = PagedCache(max_cached_tokens // page_size, page_size)
+        self.cache = PagedCache(max_cached_tokens // page_size, page_size, self.stack.num_layers)
         self.rows: list[Row] = []
-        self._noise = NoiseAhead()
+        self._noise, self._recycled = NoiseAhead(), Recycled(self.stack.vocab_size)
+        self.datastore = datastore
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
@@ -206,16 +214,21 @@ class Engine:
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
             return None
-        reads_lookup = getattr(self.policy, "reads_lookup", False)
-        plan = self.policy.plan([row.state._replace(match=row.lookup.match if reads_lookup else 0) for row in ready])
+        asked = [getattr(self.policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
+        reads_lookup, reads_ranks, recycles = asked
+        plan = self.policy.plan([row.state._replace(guesses=row.guesser if reads_lookup else None) for row in ready])
         self._check(plan, ready)
         seconds.lap("control")
         outcomes = []
         try:
             teach = None if self.learn is None else self.learn.take
-            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise)
-            for row, verdict in zip(ready, verdicts, strict=True):
-                looked = row.looked(verdict.block) if reads_lookup else None
+            verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles)
+            pairs = list(zip(ready, verdicts, strict=True))
+            looks = [row.looked(verdict.block, reads_ranks) if reads_lookup else None for row, verdict in pairs]
+            for row, verdict in pairs:
+                if verdict.likely is not None:
+                    row.guesser.learn(verdict.block, verdict.likely)
+            for (row, verdict), looked in zip(pairs, looks, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
                 outcomes.append(verdict.outcome(result.request_id, result.num_accepted, looked))
@@ -249,7 +262,9 @@ class Engine:
             self._waiting.popleft()
             self.stack.frequencies.add(request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
-            self.rows.append(Row(request_id, request, self._stopper(request), pages, list(request.prompt)))
+            row = Row(request_id, request, self._stopper(request), pages, list(request.prompt))
+            row.recycled, row.datastore = self._recycled, self.datastore
+            self.rows.append(row)
 
     def _stopper(self, request: Request) -> Stopper:
         eos = self.target.eos_token_ids if request.eos is None else request.eos
@@ -276,6 +291,8 @@ class Engine:
             whole("a plan's draft_vocab", plan.draft_vocab, 1)
         if plan.exit_layer is None:
             return
+        if plan.trees is not None:
+            check_trees(plan)
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
         given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
         if not LOOKUP <= plan.exit_layer <= last:
@@ -287,12 +304,12 @@ class Engine:
         emitted = len(row.content) - row.num_prompt_tokens
         with row.blamed():
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
-        accepted, drafted = min(verdict.accepted, kept), len(verdict.drafted)
+        accepted, branch = min(verdict.accepted, kept), verdict.branch()
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
         self.stack.frequencies.add(verdict.block[:kept])
-        row.stats.add_round(drafted, accepted, kept)
+        row.stats.add_round(len(branch), accepted, kept, len(verdict.drafted) - len(branch))
         row.finish_reason = reason
-        return RowResult(row.request_id, verdict.block[:kept], text, verdict.drafted, accepted, self._ended(row))
+        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row))
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from selfspec.control.costs import CONTEXT, Costs, Table
-from selfspec.control.plan import Plan, Seconds
+from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, Seconds
 from selfspec.decoding.pick import Sampling, pick
 from selfspec.decoding.request import Request
 from selfspec.decoding.rounds import decode_round
@@ -29,6 +29,7 @@ LOW = 1 / 8  # the share of a piece's readings that lie below the one that count
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
 BATCH_WIDTHS, MOST = (1, 2, 4, 8, 18, 32), 256  # of several rows: tokens per row, and in all
+BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
@@ -96,6 +97,12 @@ class _Laps(Seconds):
         self._last = at
 
 
+class _Endless:
+    """Stands for the stopper of a row that has room for any draft."""
+
+    max_new_tokens = 1 << 20
+
+
 class _Clock:
     """Runs every probe in turn, and all again, so that what drifts reaches all alike.
 
@@ -113,7 +120,7 @@ class _Clock:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        self.room = self.base + widest
+        self.room = self.base + max(widest, 2 * max(BESIDE) + 2)
         self.cache, self.pages = _rows(max(batch_sizes), self.room)
         self.far = _rows(1, self.long + 1)
         self.taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
@@ -145,6 +152,8 @@ class _Clock:
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
+        if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
+            yield from (partial(self.beside, more) for more in BESIDE)
         yield partial(self.plain, 1, self.long, "long")
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
@@ -166,6 +175,7 @@ class _Clock:
             rest=Table.of({rows: REST * (1 + rows) for rows in (1, 64)}),
             short=Table.of(self.typical("short")[1]),
             context=context,
+            wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
         )
 
     def typical(self, piece: str) -> dict[int, dict[int, float]]:
@@ -204,13 +214,19 @@ class _Clock:
             if drafting:
                 self.keep(stage, 1, rows * width, judging)
 
+    def beside(self, more: int) -> None:
+        """The last early pass of a draft, with so many tokens drafted beside the others."""
+        rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
+        plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, seconds=rule if more else None)
+        self.keep("wide", 1, 1 + more, self.laps(1, self.base, plan)["draft"][-1])
+
     def laps(self, num_rows: int, context: int, plan: Plan) -> dict[str, list[float]]:
         """Stage -> its seconds, one by one, of a round as the engine decodes it."""
         cache, pages = (self.cache, self.pages) if context < self.room else self.far
         rows = []
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
-            rows.append(Row(i, Request([0]), cast(Any, None), pages[i], content))
+            rows.append(Row(i, Request([0]), cast(Any, _Endless), pages[i], content))
         laps = _Laps(self.now)
         decode_round(self.stack, cache, rows, plan, laps)
         return laps.taken

@@ -171,8 +171,7 @@ def pick(
     subset: Subset | None = None,
 ) -> Tensor:
     """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
-    picks = scored(logits, samplings, positions, noise, subset).argmax(-1)
-    return picks if subset is None else subset.tokens[picks]
+    return among(scored(logits, samplings, positions, noise, subset).argmax(-1), subset)
 
 
 def pick_surely(
@@ -182,12 +181,26 @@ def pick_surely(
     noise: NoiseAhead | None = None,
     subset: Subset | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Picks `[N]`, and how sure each is, see `surely`."""
+    picks, sure = surely(scored(logits, samplings, positions, noise, subset))
+    return among(picks, subset), sure
+
+
+def surely(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and how sure each is: its share in the softmax of the scores it was picked from, fp32 `[N]`.
 
     Greedy, that is the token's probability. Sampled, it tells by how much the token won with this very noise, which
     the target will have too; its probability would say how common the token is, not how likely they are to agree.
     """
-    scores = scored(logits, samplings, positions, noise, subset)
     picks = scores.argmax(-1, keepdim=True)
-    sure = scores.softmax(-1).gather(1, picks)[:, 0].float()
-    return picks[:, 0] if subset is None else subset.tokens[picks[:, 0]], sure
+    return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()
+
+
+def second_choices(scores: Tensor, picks: Tensor) -> Tensor:
+    """What would have been picked instead, int64 `[N]`, from the scores `[N, vocab]` that gave `picks`."""
+    return scores.scatter(1, picks[:, None], float("-inf")).argmax(-1)
+
+
+def among(picks: Tensor, subset: Subset | None) -> Tensor:
+    """The tokens that picks from scores of a subset stand for, int64 `[N]`."""
+    return picks if subset is None else subset.tokens[picks]

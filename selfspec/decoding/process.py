@@ -8,20 +8,31 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.row import Row
+from selfspec.target.cache import Tree
 
 
-def process_packed(rows: Sequence[Row], lengths: Sequence[int], fed: list[int], logits: Tensor) -> Tensor:
+def process_packed(
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    fed: list[int],
+    logits: Tensor,
+    trees: Sequence[Tree | None] | None = None,
+) -> Tensor:
     """Apply each row's processors at every position, each with its own prefix: the content and the drafts before it.
 
     Args:
         lengths: drafted tokens per row.
         fed: every packed token, row after row: the row's last token, then its drafts.
         logits: `[N, vocab]`, at those tokens.
+        trees: per row, how its tokens go on from each other; None: one after the other.
     """
     out, at = [], 0
-    for row, drafted in zip(rows, lengths, strict=True):
-        for j in range(drafted + 1):
-            out.append(process(row, fed[at + 1 : at + 1 + j], logits[at + j]))
+    for row, drafted, tree in zip(rows, lengths, trees or [None] * len(rows), strict=True):
+        tokens = fed[at : at + drafted + 1]
+        before: list[list[int]] = [[]]
+        for j in range(1, drafted + 1):
+            before.append([*before[j - 1 if tree is None else tree.parents[j]], tokens[j]])
+        out += [process(row, before[j], logits[at + j]) for j in range(drafted + 1)]
         at += drafted + 1
     return torch.stack(out)
 

@@ -14,7 +14,7 @@ class RowResult(NamedTuple):
     request_id: int
     tokens: list[int]  # kept tokens: accepted drafts, then the target's own next token unless the row ended before it
     text: str  # text that became certain
-    drafted: list[int]  # everything drafted, rejected tokens included
+    drafted: list[int]  # what was drafted, rejected tokens included; of a tree, the branch that the output followed
     num_accepted: int  # drafted tokens among `tokens`
     completion: Completion | None  # once the row has ended
 

@@ -12,7 +12,9 @@ from selfspec.control.plan import Looked, RowState
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
-from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.recycle import Recycled
+from selfspec.drafting.sources import Guesser
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +33,9 @@ class Row:
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     has_raised: bool = False  # its own processor or criterion did: the engine cancels it
-    _lookup: Lookup | None = None
+    recycled: Recycled | None = None
+    datastore: Datastore | None = None
+    _guesser: Guesser | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -50,16 +54,16 @@ class Row:
         return RowState(self.request_id, len(self.content), self.room)
 
     @property
-    def lookup(self) -> Lookup:
-        """The index over its tokens, made when first asked for."""
-        if self._lookup is None:
-            self._lookup = Lookup(self.content)
-        return self._lookup
+    def guesser(self) -> Guesser:
+        """What is free to guess of how it goes on; its index is made when first asked for."""
+        if self._guesser is None:
+            self._guesser = Guesser(self.content, self.recycled, self.datastore)
+        return self._guesser
 
-    def looked(self, block: list[int]) -> Looked | None:
-        """What a draft by lookup would have come to, before `block` is kept."""
-        guess = self.lookup.draft(len(block))
-        return Looked(guess.match, len(block), num_right(guess.tokens, block)) if guess.match else None
+    def looked(self, block: list[int], with_ranks: bool) -> Looked:
+        """What free guesses would have come to, before `block` is kept."""
+        seen = self.guesser.look(block, with_ranks)
+        return Looked(seen.match, len(block), seen.num_right, seen.is_stored, seen.ranks)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

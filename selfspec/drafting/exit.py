@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
 from selfspec.target.stack import Stack, Taps
 
 
@@ -21,16 +21,30 @@ class DraftRow(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Every token fed to the early layers this round, row after row: the row's last token, then what it drafted."""
+    """Every token fed to the early layers this round, row after row: the row's last token, then what it drafted.
+
+    Where a row's draft is a tree, its nodes in order.
+    """
 
     tokens: Tensor  # int64 [N]
     hidden: Tensor  # [N, hidden_size], after the exit layer
     lengths: list[int]  # drafted tokens per row; N = sum of (length + 1)
     taps: Tensor | None = None  # [K, N, hidden_size] after the K tapped layers below the exit, in their order
+    trees: list[Tree | None] | None = None  # of rows whose tokens do not all follow one another
+    chains: list[int] | None = None  # how many of them do, from the first on, where some do not
+
+
+class Branch(NamedTuple):
+    """A token drafted beside others."""
+
+    parent: int  # the node it goes on from: 0 is the row's last token, then its draft
+    token: int
 
 
 # (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that go on)
 Chooser = Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]
+# (row, how many tokens it has drafted) -> what is to be drafted beside them
+Brancher = Callable[[int, int], Sequence[Branch]]
 
 
 def draft_by_exit(
@@ -41,32 +55,63 @@ def draft_by_exit(
     exit_layer: int,
     choose: Chooser,
     tapped: Sequence[int] = (),
+    branches: Brancher | None = None,
 ) -> Draft:
     """Draft each row's tokens in lock step; rows leave as their lengths end. `tapped`: layers to look in at.
 
     A row's last drafted token runs through the early layers too: verification can then carry on from the exit for every
-    token, and a full acceptance yields its bonus token.
+    token, and a full acceptance yields its bonus token. What is drafted beside the others runs with it.
     """
     steps: list[_Step] = []
     inner = [layer for layer in tapped if layer < exit_layer]
     live, lengths = list(range(len(rows))), [row.length for row in rows]
+    trees: list[Tree | None] = [None] * len(rows)
     while live:
         step = len(steps)
-        packed = PackedRows(cache, [Span(rows[r].pages, rows[r].position + step, 1) for r in live], stack.device)
+        fed, spans = live, [Span(rows[r].pages, rows[r].position + step, 1) for r in live]
+        if branches is not None:
+            beside = [branches(r, step) if lengths[r] == step else () for r in live]
+            if any(beside):
+                fed, tokens, spans = _beside(live, tokens, spans, beside, step, trees)
+        packed = PackedRows(cache, spans, stack.device)
         taps: Taps | None = dict.fromkeys(inner) if inner else None
         hidden = stack.run(packed, 0, exit_layer, tokens, taps)
         seen = torch.stack([h for h in taps.values() if h is not None]) if taps else None
-        steps.append(_Step(live, tokens, hidden, seen))
+        steps.append(_Step(fed, tokens, hidden, seen))
         going = [r for r in live if lengths[r] > step]
         if not going:
             break
-        if len(going) < len(live):
-            hidden = hidden[[live.index(r) for r in going]]
+        if len(going) < len(fed):
+            hidden = hidden[[fed.index(r) for r in going]]
         tokens, kept = choose(hidden, going, step)
         for r in set(going).difference(kept):
             lengths[r] = step + 1  # a row that stops still feeds the token it has just drafted, in the next step
         live = going
-    return _row_major(steps, len(rows))
+    draft = _row_major(steps, len(rows))
+    return draft._replace(trees=trees, chains=lengths) if any(trees) else draft
+
+
+def _beside(
+    live: list[int],
+    tokens: Tensor,
+    spans: list[Span],
+    beside: Sequence[Sequence[Branch]],
+    step: int,
+    trees: list[Tree | None],
+) -> tuple[list[int], Tensor, list[Span]]:
+    """Widen a step: rows that end with it feed what is drafted beside their draft, too. Fills in their trees."""
+    fed: list[int] = []
+    parts: list[Tensor] = []
+    wider = []
+    for i, (row, span, more) in enumerate(zip(live, spans, beside, strict=True)):
+        parts.append(tokens[i : i + 1])
+        fed += [row] * (1 + len(more))
+        if more:
+            tree = Tree((-1, *range(step), *(branch.parent for branch in more)))
+            parts.append(torch.tensor([branch.token for branch in more], device=tokens.device))
+            trees[row], span = tree, span._replace(length=1 + len(more), tree=tree)
+        wider.append(span)
+    return fed, torch.cat(parts), wider
 
 
 class _Step(NamedTuple):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from selfspec.drafting.exit import Draft
+from selfspec.target.cache import Tree
 
 MOST_MATCHED = 16  # longest match told from longer ones
 _NO_KEY = -1
@@ -47,6 +48,21 @@ def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: t
     return Draft(tokens, tokens, drafted)
 
 
+def draft_trees(
+    last: Sequence[int], given: Sequence[tuple[Sequence[int], Sequence[int]] | None], device: torch.device
+) -> Draft:
+    """Draft given (tokens, the node each goes on from) after each row's last token; the whole model verifies them."""
+    fed: list[int] = []
+    trees: list[Tree | None] = []
+    for token, (tokens, parents) in zip(last, (one or ((), ()) for one in given), strict=True):
+        fed += [token, *tokens]
+        is_chain = all(parent == node for node, parent in enumerate(parents))
+        trees.append(None if is_chain else Tree((-1, *parents)))
+    packed = torch.tensor(fed, device=device)
+    lengths = [0 if one is None else len(one[0]) for one in given]
+    return Draft(packed, packed, lengths, trees=trees if any(trees) else None)
+
+
 class Lookup:
     """An index over one row's tokens: the most recent earlier place of the longest suffix that has one.
 
@@ -67,6 +83,7 @@ class Lookup:
         self._content = content
         self._read = 0  # tokens in the index
         self._match, self._place = 0, -1  # of the last of them
+        self._shorter: list[int] = []  # where shorter matches of it occurred last, the shortest first
         self._depths, self._latest = bytearray([0]), array("i", [-1])  # of inner nodes, the root first
         self._count = 0  # nodes in the table: (parent, token) -> inner node, or ~position of a leaf
         self._make_table(len(content) * 2 + 32)
@@ -104,6 +121,14 @@ class Lookup:
         period = self._read - start
         return Guess([content[start + i % period] for i in range(num_tokens)], self._match)
 
+    def alternatives(self) -> list[int]:
+        """What followed the last time that shorter ends of the text occurred, after the longer ones; each once."""
+        self._catch_up()
+        content = self._content
+        places = [place + 1 for place in reversed(self._shorter) if place + 1 < self._read]
+        first = content[self._place + 1] if self._match and self._place + 1 < self._read else None
+        return [token for token in dict.fromkeys(content[place] for place in places) if token != first]
+
     def _catch_up(self) -> None:
         while self._read < len(self._content):
             if 4 * (self._count + 2) > 3 * len(self._keys):
@@ -115,6 +140,7 @@ class Lookup:
         """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
         content, nodes, latest, depths, find = self._content, self._nodes, self._latest, self._depths, self._slot
         node, depth, place = 0, 0, -1
+        shorter = []
         while True:
             slot = find(node, content[position - depth])
             child = nodes[slot]
@@ -134,9 +160,10 @@ class Lookup:
             if child < 0:
                 nodes[slot] = ~position
                 break
+            shorter.append(latest[child])
             latest[child] = position
             node = child
-        self._match, self._place = depth, place
+        self._match, self._place, self._shorter = depth, place, shorter
 
     def _split(self, position: int, place: int, depth: int, child: int) -> int:
         """A new inner node, above `child` and a leaf at `position`, whose contexts differ after `depth` tokens."""

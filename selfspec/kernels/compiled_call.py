@@ -38,6 +38,8 @@ class Call(Structure):
         *_all("num_tokens num_rows", c_int64),
         *_all("positions firsts pages", c_void_p),
         *_all("row_pages", c_int64),
+        *_all("roots branches", c_void_p),
+        *_all("row_nodes", c_int64),
         *_all("cos sin", c_void_p),
     )
 

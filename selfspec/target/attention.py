@@ -1,7 +1,8 @@
 """Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device.
 
 Registered with transformers under a name that has no mask function, so the model builds no mask of its own. A query
-sees exactly its row's content up to itself, through the layer's sliding window or chunk if it has one.
+sees exactly its row's content up to itself, through the layer's sliding window or chunk if it has one; in a tree, the
+content and the nodes it goes on from.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +39,14 @@ class Group:
     take: Tensor | None  # [R * n] index of each query in the packed call; None: the call's own order
     give: tuple[Tensor, Tensor] | None  # (index in the packed call, index in R * n) of the real queries
     single: bool  # one row and one query: nothing to mask but a lower bound
+    branches: Branches | None = None  # where some rows are trees
+
+
+class Branches(NamedTuple):
+    """What the queries of a group see where positions do not tell."""
+
+    seen: Tensor  # bool [R, n, limit]
+    positions: Tensor  # int64 [R, limit], of the keys
 
 
 def attend(
@@ -153,8 +163,12 @@ def _weigh(
 def _mask(group: Group, reach: Reach, dtype: torch.dtype) -> Tensor:
     """Additive mask `[R, 1, n, limit]`: 0 where a query may look, -inf elsewhere."""
     at = group.positions[:, None, :, None]
-    keys = torch.arange(group.limit, device=at.device)
-    seen = keys <= at
+    if group.branches is None:
+        keys = torch.arange(group.limit, device=at.device)
+        seen = keys <= at
+    else:
+        keys = group.branches.positions[:, None, None, :]
+        seen = group.branches.seen[:, None].clone()
     if reach.window is not None:
         seen &= at - keys < reach.window
     if reach.chunk is not None:
@@ -195,7 +209,8 @@ def plan_groups(rows: PackedRows) -> list[Group]:
 def _lone_group(rows: PackedRows, span: Span) -> Group:
     limit = span.start + span.length
     pages = _page_index(rows.cache, [span.pages], limit, rows.device)
-    return Group(rows.positions, limit, pages, None, None, span.length == 1)
+    branches = None if span.tree is None else _branches([span], span.length, limit, rows.device)
+    return Group(rows.positions, limit, pages, None, None, span.length == 1 and branches is None, branches)
 
 
 def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int]) -> Group:
@@ -220,15 +235,38 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
             positions.append([0] * width)
             continue
         span = rows.spans[i]
-        offsets = [min(j, span.length - 1) for j in range(width)]
+        offsets, places = [min(j, span.length - 1) for j in range(width)], span.positions()
         take += [starts[i] + j for j in offsets]
-        positions.append([span.start + j for j in offsets])
+        positions.append([places[j] for j in offsets])
         real += range(starts[i], starts[i] + span.length)
         padded += range(line * width, line * width + span.length)
     as_is = take == list(range(rows.num_tokens))
     index = None if as_is else torch.tensor(take, device=rows.device)
     give = None if as_is else (torch.tensor(real, device=rows.device), torch.tensor(padded, device=rows.device))
-    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, give, False)
+    branches = None
+    if any(rows.spans[i].tree is not None for i in members):
+        of_order = [None if i is None else rows.spans[i] for i in order]
+        branches = _branches(of_order, width, limit, rows.device)
+    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, give, False, branches)
+
+
+def _branches(spans: Sequence[Span | None], width: int, limit: int, device: torch.device) -> Branches:
+    """Of rows some of which are trees; None is an idle page. Padded queries see what the row's last one sees."""
+    keys = np.tile(np.arange(limit), (len(spans), 1))
+    seen = np.zeros((len(spans), width, limit), np.bool_)
+    seen[:, :, 0] = True  # an idle page's query needs something to look at
+    for line, span in enumerate(spans):
+        if span is None:
+            continue
+        last = np.minimum(np.arange(width), span.length - 1)
+        if span.tree is None:
+            seen[line] = keys[line] <= (span.start + last)[:, None]
+            continue
+        root, end = span.root, span.start + span.length
+        keys[line, root:end] = root + np.array(span.tree.depths())
+        seen[line, :, :root] = True
+        seen[line, :, root:end] = span.tree.ancestors()[-span.length :][last]
+    return Branches(torch.from_numpy(seen).to(device), torch.from_numpy(keys).to(device))
 
 
 def _page_index(cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device) -> slice | Tensor:

@@ -1,8 +1,8 @@
 """Keys and values in pages, written by position.
 
-A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is ever cropped
-or
-moved: rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round.
+A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is cropped:
+rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round. The nodes of a
+draft that is a tree lie one after another; accepted ones that do not lie at their positions are moved there.
 """
 
 from __future__ import annotations
@@ -11,30 +11,87 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """Tokens that go on from each other, not all from the one before. Node 0 is a row's last token, known already."""
+
+    parents: tuple[int, ...]  # of every node: one before it; the first node's is not read
+
+    def depths(self) -> list[int]:
+        """Tokens between node 0 and each node, that included: node 0 has 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """`[nodes, nodes]`: whether a node (first index) goes on from another, or is it."""
+        seen = np.eye(len(self.parents), dtype=np.bool_)
+        for node, parent in enumerate(self.parents[1:], 1):
+            seen[node] |= seen[parent]
+        return seen
 
 
 class Span(NamedTuple):
     """The new tokens of one row in a packed call."""
 
     pages: Sequence[int]  # every page of the row, in order of position
-    start: int  # position of the first new token in the row's content
+    start: int  # position of the first new token in the row's content; in a tree, where its keys and values go
     length: int  # number of new tokens, at least 1
+    tree: Tree | None = None  # whose last nodes they are, if they do not follow one another
+
+    @property
+    def root(self) -> int:
+        """The position of the tree's first node; of the first new token where there is no tree."""
+        return self.start if self.tree is None else self.start + self.length - len(self.tree.parents)
+
+    def nodes(self) -> list[Span]:
+        """Its tokens one by one, each as the last node of a tree."""
+        assert self.tree is not None
+        parents, root = self.tree.parents, self.root
+        tokens = range(self.start, self.start + self.length)
+        return [Span(self.pages, at, 1, Tree(parents[: at - root + 1])) for at in tokens]
+
+    def branch(self) -> list[int]:
+        """Of a tree's last node: the positions in storage of the branch that it goes on from, and its own."""
+        assert self.tree is not None
+        node, out = len(self.tree.parents) - 1, []
+        while node >= 0:
+            out.append(self.root + node)
+            node = self.tree.parents[node] if node else -1
+        return out[::-1]
+
+    def positions(self) -> Sequence[int]:
+        """Where each new token stands in the row's content, if its branch is the right one."""
+        if self.tree is None:
+            return range(self.start, self.start + self.length)
+        return [self.root + depth for depth in self.tree.depths()[-self.length :]]
 
 
 class PagedCache:
     """Storage for every layer, `[num_pages, page_size, kv_heads, head_dim]`, made when a layer first writes.
 
     Zero-filled, so that a slot that no token has written yet is finite and can be masked.
+
+    Args:
+        num_layers: on CPU, where memory is there once it is written, so many first layers share one tensor as far as
+            they are alike: what is done to all of them takes one step then.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_layers: int = 0) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
+        self.num_layers = num_layers
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
+        self._others: list[Tensor] = []  # storage that is not in it
 
     @property
     def num_free_pages(self) -> int:
@@ -53,8 +110,10 @@ class PagedCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
         index = list(pages)
-        for keys, values in self._layers.values():
-            keys[index], values[index] = 0, 0
+        if self._pool is not None:
+            self._pool[:, :, index] = 0
+        for storage in self._others:
+            storage[index] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
             heapq.heappush(self._free, page)
@@ -63,15 +122,37 @@ class PagedCache:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)
         if known is None:
-            room = (self.num_pages, self.page_size)
-            known = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
-            self._layers[layer_idx] = known
+            known = self._layers[layer_idx] = self._place(layer_idx, key, value)
         return known
+
+    def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        room = (self.num_pages, self.page_size)
+        alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
+        if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
+            self._pool = key.new_zeros(self.num_layers, 2, *room, *key.shape[1:])
+        pool = self._pool
+        fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
+        if fits and alike and pool is not None and layer_idx < len(pool):
+            return pool[layer_idx, 0], pool[layer_idx, 1]
+        made = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
+        self._others += made
+        return made
 
     def copy(self, page: int, to: int) -> None:
         """Give one page the keys and values of another, in every layer that has written any."""
         for keys, values in self._layers.values():
             keys[to], values[to] = keys[page], values[page]
+
+    def move(self, pages: Sequence[int], slots: Sequence[int], to: Sequence[int]) -> None:
+        """Copy a row's keys and values from some positions of storage to others, in every layer, as if all at once."""
+        size = self.page_size
+        source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
+        if self._pool is not None:
+            pool = self._pool.flatten(2, 3)
+            pool[:, :, target] = pool[:, :, source]
+        for other in self._others:
+            storage = other.flatten(0, 1)
+            storage[target.to(storage.device)] = storage[source.to(storage.device)]
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
@@ -87,7 +168,7 @@ class PackedRows:
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
-        flat = [p for _, start, length in spans for p in range(start, start + length)]
+        flat = [p for span in self.spans for p in span.positions()]
         self.positions = torch.tensor([flat], device=device)  # [1, N]
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
         size = cache.page_size
@@ -95,7 +176,7 @@ class PackedRows:
             first = spans[0].pages[0] * size + spans[0].start
             self._slots: slice | Tensor = slice(first, first + spans[0].length)
         else:
-            slots = [pages[p // size] * size + p % size for pages, at, n in spans for p in range(at, at + n)]
+            slots = [pages[p // size] * size + p % size for pages, at, n, _ in spans for p in range(at, at + n)]
             self._slots = torch.tensor(slots, device=device)
 
     @property

@@ -9,6 +9,7 @@ do not depend on which others share its call.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.kernels import compiled_call as c
-from selfspec.target.cache import PackedRows, PagedCache
+from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
 
@@ -164,12 +165,17 @@ class CompiledBody(LeanBody):
             longest = self._reach(rows)
             assert self._tables is not None
             cos, sin = self._tables
-            spans, most = rows.spans, max(len(span.pages) for span in rows.spans)
+            spans, nodes = _apart(rows.spans)
+            most = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
             pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
-            lists = (ctypes.c_int64 * len(firsts))(*firsts), (ctypes.c_int64 * len(pages))(*pages)
-            places = rows.positions.data_ptr(), *map(ctypes.addressof, lists)
-            call = c.Call(rows.num_tokens, len(spans), *places, most, cos.data_ptr(), sin.data_ptr())
+            lists = [(ctypes.c_int64 * len(each))(*each) for each in (firsts, pages, *nodes[:-1])]
+            firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
+            roots, branches = nodes_at or (None, None)
+            call = c.Call(
+                *(rows.num_tokens, len(spans), rows.positions.data_ptr(), firsts_at, pages_at, most),
+                *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
+            )
             known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
         return known[0], known[1]
 
@@ -185,6 +191,17 @@ class CompiledBody(LeanBody):
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
             known = self._structs[cache] = model, (c.Layer * len(made))(*made)
         return known
+
+
+def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
+    """Every node of a tree as a row of its own; and (roots, branches, their width) as `body.cpp` has them, if any."""
+    if all(span.tree is None for span in spans):
+        return spans, ()
+    rows = [row for span in spans for row in ([span] if span.tree is None else span.nodes())]
+    roots = [-1 if row.tree is None else row.root for row in rows]
+    branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
+    width = max(map(len, branches))
+    return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
 
 
 def _weights(layer: Any) -> list[Tensor]:

@@ -135,6 +135,10 @@ def blocks_of(rows: PackedRows, narrow: int, wide: int) -> list[Block]:
         first, rest, at = [], [], 0
         for span, num_prompt in zip(rows.spans, prompts, strict=True):
             # A matter of position alone, not of how a prompt is cut into calls: those that fill whole wide tiles.
+            if span.tree is not None:
+                rest += [(node, at + i) for i, node in enumerate(span.nodes())]
+                at += span.length
+                continue
             n = min(span.length, max(0, num_prompt // wide * wide - span.start))
             if n:
                 first.append((Span(span.pages, span.start, n), at))
@@ -159,7 +163,7 @@ def _cut(rows: PackedRows, spans: Sequence[tuple[Span, int]], width: int) -> lis
         done = 0
         while done < span.length:
             count = min(span.length - done, width - len(index))
-            taken.append(Span(span.pages, span.start + done, count))
+            taken.append(span if span.tree is not None else Span(span.pages, span.start + done, count))
             index += range(at + done, at + done + count)
             done += count
             if len(index) == width:
@@ -174,7 +178,8 @@ def tiles_of(rows: BlockRows, size: int) -> list[Tile]:
     """The tiles that a block's queries stand in: each row's, cut where its positions cross a multiple of `size`."""
     tiles, at = [], 0
     for span in rows.spans:
-        start, stop = span.start, span.start + span.length
+        start = span.positions()[0]
+        stop = start + span.length
         while start < stop:
             first = start // size * size
             last = min(stop, first + size)
@@ -187,6 +192,9 @@ def tiles_of(rows: BlockRows, size: int) -> list[Tile]:
 def _written(rows: PackedRows, span: Span, stop: int) -> slice | Tensor:
     """Where the keys [0, stop) of a row lie in a layer's storage."""
     size = rows.cache.page_size
+    if span.tree is not None:
+        at = torch.tensor([*range(span.root), *span.branch()], device=rows.device)
+        return torch.tensor(span.pages, device=rows.device)[at // size] * size + at % size
     if len(span.pages) == 1:
         return slice(span.pages[0] * size, span.pages[0] * size + stop)
     pages = torch.tensor(span.pages[: rows.cache.pages_for(stop)], device=rows.device)

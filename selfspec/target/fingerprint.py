@@ -48,6 +48,11 @@ def weights_of(stack: Stack) -> str:
     return _digest(list(saved), seen.tolist())
 
 
+def vocabulary_of(tokenizer: Any) -> str:
+    """A hash over every token's text and id, added tokens included: what the ids of a text mean."""
+    return _digest(tokenizer.get_vocab())
+
+
 def device_name(device: torch.device) -> str:
     """The accelerator's own name, or the processor's where the system tells it, else its architecture."""
     if device.type == "cuda":

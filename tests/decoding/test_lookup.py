@@ -103,7 +103,7 @@ def test_the_index_is_made_when_it_is_first_asked_for():
         engine = Engine(target, policy=policy, max_batch_size=1)
         engine.submit(echoes([9])[0], max_new_tokens=8)
         engine.step()
-        assert all((row._lookup is not None) == made for row in engine.rows)
+        assert all((row._guesser is not None) == made for row in engine.rows)
 
 
 @pytest.mark.parametrize("exit_layer", [-1, 4])

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from selfspec.decoding import pick, rounds
+from selfspec.decoding import pick, rounds, verdict
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.process import process
@@ -19,11 +20,12 @@ from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.exit import draft_by_exit
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
-from selfspec.target.cache import PackedRows, PagedCache
+from selfspec.target.cache import PackedRows, PagedCache, Tree
 from tests.decoding.test_cache_audit import check_cache
 from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
 from tests.decoding.test_processors import PROCESSORS, check_processors
 from tests.decoding.test_sampling import check_any_arrival, check_equals_plain, check_law, tiny_vocabulary
+from tests.decoding.test_trees import check_known_trees, check_seconds
 from tests.helpers import Always, Schedule, decode, make_prompts
 from tests.models import tiny
 
@@ -47,7 +49,7 @@ def check_greedy(family="llama", audit=False, longest=4, seeds=3):
 # ---------------------------------------------------------------------------------------------------- processors
 
 
-def bonus_from_raw_logits(rows, lengths, fed, logits, honest=rounds.process_packed):
+def bonus_from_raw_logits(rows, lengths, fed, logits, trees=None, honest=rounds.process_packed):
     out, at = honest(rows, lengths, fed, logits).clone(), -1
     for drafted in lengths:
         at += drafted + 1
@@ -55,7 +57,7 @@ def bonus_from_raw_logits(rows, lengths, fed, logits, honest=rounds.process_pack
     return out
 
 
-def prefix_of_the_round_everywhere(rows, lengths, fed, logits):
+def prefix_of_the_round_everywhere(rows, lengths, fed, logits, trees=None):
     owners = [row for row, drafted in zip(rows, lengths, strict=True) for _ in range(drafted + 1)]
     return torch.stack([process(row, [], one) for row, one in zip(owners, logits, strict=True)])
 
@@ -107,7 +109,7 @@ def test_a_length_limit_that_is_not_cut_is_noticed(monkeypatch):
 # ----------------------------------------------------------------------------------------------- keys and values
 
 
-def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapped=()):
+def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
     """As if the last drafted token had not been through the early layers: its early keys and values stay empty."""
     draft = draft_by_exit(stack, cache, rows, tokens, exit_layer, choose, tapped)
     for row, drafted in zip(rows, draft.lengths, strict=True):
@@ -118,7 +120,7 @@ def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapp
     return draft
 
 
-def exit_changed_in_mid_round(stack, cache, rows, tokens, exit_layer, choose, tapped=()):
+def exit_changed_in_mid_round(stack, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
     """Drafted one layer earlier than verification carries on."""
     return draft_by_exit(stack, cache, rows, tokens, max(1, exit_layer - 1), choose, tapped)
 
@@ -224,15 +226,15 @@ def test_rows_that_are_decoded_after_their_end_are_noticed(monkeypatch):
 def cut_tokens_counted(self, row, verdict, honest=Engine._apply):
     """A step that an end cut short counts all that verification accepted."""
     count = SpecStats.add_round
-    SpecStats.add_round = lambda self, drafted, accepted, emitted: count(self, drafted, verdict.accepted, emitted)
+    SpecStats.add_round = lambda self, drafted, accepted, *rest: count(self, drafted, verdict.accepted, *rest)
     try:
         return honest(self, row, verdict)
     finally:
         SpecStats.add_round = count
 
 
-def columns_beyond_the_first_rejection(self, drafted, accepted, emitted, honest=SpecStats.add_round):
-    honest(self, drafted, min(drafted, accepted + (drafted > accepted)), emitted)
+def columns_beyond_the_first_rejection(self, drafted, accepted, emitted, beside=0, honest=SpecStats.add_round):
+    honest(self, drafted, min(drafted, accepted + (drafted > accepted)), emitted, beside)
 
 
 def test_statistics_polluted_by_what_was_cut_are_noticed(monkeypatch):
@@ -295,3 +297,40 @@ def test_a_draft_that_is_tampered_with_changes_no_token(monkeypatch):
     monkeypatch.setattr(Chooser, "__call__", withdraw_the_unsure)
     check_greedy()
     check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), max_new_tokens=12, temperature=1.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- trees
+
+
+def sees_its_neighbours(self):
+    return np.tri(len(self.parents), dtype=bool)
+
+
+def stands_at_its_place(self):
+    return list(range(len(self.parents)))
+
+
+def left_where_they_are(cache, rows, verdicts):
+    pass
+
+
+def any_child_will_do(tree, guesses, picks, honest=verdict.walk):
+    path = honest(tree, guesses, picks)
+    return next(
+        ([*path, node] for node in range(path[-1] + 1, len(tree.parents)) if tree.parents[node] == path[-1]), path
+    )
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutation"),
+    [
+        (Tree, "ancestors", sees_its_neighbours),
+        (Tree, "depths", stands_at_its_place),
+        (rounds, "_settle", left_where_they_are),
+        (rounds, "walk", any_child_will_do),
+    ],
+    ids=["sees its neighbours", "stands at its place", "left where they are", "any child will do"],
+)
+@pytest.mark.parametrize("check", [check_known_trees, check_seconds])
+def test_trees_taken_for_chains_are_noticed(monkeypatch, check, owner, name, mutation):
+    must_fail(partial(check, "llama"), monkeypatch, owner, name, mutation)

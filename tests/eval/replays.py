@@ -11,7 +11,8 @@ import numpy as np
 from eval.replay import replay
 from eval.traces import Trace, record
 from selfspec.control.costs import Costs, Table
-from selfspec.control.plan import NUM_BINS, Plan, Seconds, ShadowPlan, SurvivalStop
+from selfspec.control.growth import grow
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
 
@@ -37,7 +38,7 @@ def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
     return trace_of(rng.random(shape) < 0.3 + 0.6 * sure, sure, rng, prompt_length, wrong_steps)
 
 
-def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000_000):
+def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
     shape, seen = hits.shape, (len(hits), min(32, prompt_length - 1))
     wrong = np.where(hits[..., None], np.nan, rng.random((*shape, wrong_steps))).astype(np.float32)
     short = rng.random(shape) < 0.5, rng.random(shape, np.float32)
@@ -45,13 +46,15 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000_0
     away = rng.random(shape, np.float32)
     content = tuple(rng.integers(3, 3 + vocab, prompt_length + shape[1]).tolist())
     texts = content[:prompt_length], content[prompt_length:]
-    return Trace("made up", *texts, hits, sure, away, wrong, *short, *prompt)
+    seconds = ~hits & (rng.random(shape) < 0.5)
+    likely = np.array(content[prompt_length:], np.int32)[:, None].repeat(8, 1)
+    return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt, likely, 1 << 20)
 
 
 class Dice:
     """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
 
-    reads_lookup = True
+    reads_lookup = reads_ranks = recycles = True
 
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
@@ -76,6 +79,12 @@ class Dice:
         shadow = ShadowPlan(
             looked_at, self.some(range(len(rows)), least=0), dice.randint(1, 6), exact=dice.random() < 0.5
         )
+        trees = None
+        if exit_layer == LOOKUP and dice.random() < 0.7:
+            trees = tuple(self.tree(row, length) for row, length in zip(rows, lengths, strict=True))
+            lengths = [0 if tree is None else len(tree.tokens) for tree in trees]
+        table = tuple(dice.random() for _ in range(NUM_BINS))
+        rule = SecondChoices(table, table[::-1], dice.choice((-1.0, 0.05)), dice.randint(1, 4), dice.choice((0.0, 0.1)))
         return Plan(
             exit_layer,
             tuple(0 if exit_layer is None else length for length in lengths),
@@ -84,7 +93,15 @@ class Dice:
             keep_confidence=dice.random() < 0.3,
             keep_divergence=dice.random() < 0.5,
             shadow=shadow if looked_at and dice.random() < 0.7 else None,
+            seconds=rule if exit_layer and dice.random() < 0.5 else None,
+            trees=trees,
         )
+
+    def tree(self, row, length):
+        """What the row's guesses let grow, whatever it is worth."""
+        chances = sorted((self.random.random() for _ in range(length)), reverse=True)
+        rates = [sorted((self.random.random() for _ in range(8)), reverse=True) for _ in range(6)]
+        return grow(row.guesses, chances, rates, self.random.random() < 0.7, 0.1).best(length) if length else None
 
     def observe(self, plan, outcomes, seconds):
         pass
@@ -95,9 +112,13 @@ class Witness:
 
     def __init__(self, inner):
         self.inner, self.calls = inner, []
-        self.reads_lookup = getattr(inner, "reads_lookup", False)
         if hasattr(inner, "seed_layers"):
             self.seed_layers, self.seed = self._seed_layers, self._seed
+
+    def __getattr__(self, name):
+        if name in ("reads_lookup", "reads_ranks", "recycles"):
+            return getattr(self.inner, name, False)
+        raise AttributeError(name)
 
     def _seed_layers(self, row):
         layers = tuple(self.inner.seed_layers(row))
@@ -110,7 +131,7 @@ class Witness:
 
     def plan(self, rows):
         plan = self.inner.plan(rows)
-        self.calls.append(("plan", tuple(rows), plan))
+        self.calls.append(("plan", tuple((row.match, row._replace(guesses=None)) for row in rows), plan))
         return plan
 
     def observe(self, plan, outcomes, seconds):

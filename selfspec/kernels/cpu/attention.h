@@ -12,15 +12,29 @@ struct Shape {
     int64_t heads, kv_heads, head_dim, page_size;
 };
 
-// Where a row's tokens are: `count` new ones, the first of them at `position`, written already.
+// Where a row's tokens are: `count` new ones, the first of them at `position`, written already. A node of a tree is a
+// row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...
 struct Span {
     const int64_t* pages;
     int64_t position, first, count;  // first: its index in the packed call
+    int64_t root;
+    const int64_t* branch;  // null: a row's tokens lie at their positions
 };
 
 static inline const float* slot(const float* storage, const Shape& s, const Span& row, int64_t at, int64_t kv_head) {
+    if (row.branch && at >= row.root) at = row.root + row.branch[at - row.root];
     int64_t where = row.pages[at / s.page_size] * s.page_size + at % s.page_size;
     return storage + (where * s.kv_heads + kv_head) * s.head_dim;
+}
+
+// Up to where keys lie one after another from position `at` on.
+static inline int64_t together_until(const Shape& s, const Span& row, int64_t at, int64_t limit) {
+    int64_t stop = (at / s.page_size + 1) * s.page_size;
+    if (row.branch) {
+        int64_t turn = at < row.root ? row.root : at + 1;
+        stop = stop < turn ? stop : turn;
+    }
+    return stop < limit ? stop : limit;
 }
 
 // What queries make of keys: weight of key `at` and query `i` is at[key * per_key + i * per_query].
@@ -37,9 +51,9 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
     Vec acc[Q][D] = {};
     int64_t stride = s.kv_heads * s.head_dim;
     for (int64_t at = low; at < limit;) {
-        int64_t stop = (at / s.page_size + 1) * s.page_size;
+        int64_t stop = together_until(s, row, at, limit);
         const float* value = slot(storage, s, row, at, kv_head) + from;
-        for (stop = stop < limit ? stop : limit; at < stop; at++, value += stride) {
+        for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             Vec v[D];
             for (int d = 0; d < D; d++) v[d] = load(value + d * LANES);
@@ -78,8 +92,7 @@ static Vec scores(const float* turned, const float* storage, const Shape& s, con
     Vec most = splat(-INFINITY), never = splat(-INFINITY);
     int64_t stride = s.kv_heads * s.head_dim;
     for (int64_t at = low; at < limit;) {
-        int64_t stop = (at / s.page_size + 1) * s.page_size;
-        stop = stop < limit ? stop : limit;
+        int64_t stop = together_until(s, row, at, limit);
         const float* key = slot(storage, s, row, at, kv_head);
         while (at < stop) {
             int64_t count = stop - at < TOGETHER ? stop - at : TOGETHER;
@@ -135,8 +148,7 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
     Ints lane = {};
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int64_t at = low; at < limit;) {
-        int64_t stop = (at / s.page_size + 1) * s.page_size;
-        stop = stop < limit ? stop : limit;
+        int64_t stop = together_until(s, row, at, limit);
         int together = stop - at < LANES ? int(stop - at) : LANES;
         const float* key = slot(keys, s, row, at, kv_head);
         int64_t from = 0;

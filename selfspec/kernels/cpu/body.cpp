@@ -32,6 +32,8 @@ struct Call {
     const int64_t* firsts;     // [num_rows + 1]: where each row's tokens begin
     const int64_t* pages;      // [num_rows, row_pages]
     int64_t row_pages;
+    const int64_t *roots, *branches;  // [num_rows], [num_rows, row_nodes]: of nodes of trees; else null, or root -1
+    int64_t row_nodes;
     const float *cos, *sin;  // [positions, head_dim]; sin carries the sign of the turned half
 };
 
@@ -84,7 +86,9 @@ static void share_product(const Product& p, After after, const float* x, int64_t
 
 static Span span_of(const Call& call, int64_t row) {
     int64_t first = call.firsts[row];
-    return {call.pages + row * call.row_pages, call.positions[first], first, call.firsts[row + 1] - first};
+    bool is_node = call.roots && call.roots[row] >= 0;
+    return {call.pages + row * call.row_pages, call.positions[first], first, call.firsts[row + 1] - first,
+            is_node ? call.roots[row] : 0, is_node ? call.branches + row * call.row_nodes : nullptr};
 }
 
 static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,

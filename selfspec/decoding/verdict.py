@@ -1,0 +1,90 @@
+"""`Verdict`: what verification decided for one row, chain or tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from selfspec.control.plan import Looked, RowOutcome, Shadow
+from selfspec.drafting.recycle import Ints
+from selfspec.target.cache import Tree
+
+
+class Verdict(NamedTuple):
+    """What verification decided for one row. Node 0 of a draft is the row's last token, known before."""
+
+    drafted: list[int]
+    path: Sequence[int]  # the nodes accepted, node 0 first
+    block: list[int]  # the accepted drafts and the target's own next token, before any cut
+    logits: Tensor | None  # [len(block), vocab] when the row keeps them
+    scores: Tensor | None
+    tree: Tree | None = None
+    chain: int = 0  # drafted tokens that follow one another, from the first on; others are drafted beside them
+    confidences: tuple[float, ...] = ()  # of the drafted tokens
+    divergences: tuple[float, ...] = ()  # at the judged drafted tokens
+    shadow: Shadow | None = None
+    likely: Ints | None = None  # [len(block), k]: the likeliest tokens at each place of the block
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path) - 1
+
+    @property
+    def num_right(self) -> int:
+        """Accepted tokens of the chain."""
+        if self.tree is None:
+            return len(self.path) - 1
+        return next((i - 1 for i, node in enumerate(self.path) if node != i), self.accepted)
+
+    def branch(self) -> list[int]:
+        """The drafted tokens on the branch that the output followed, and on from where it left: first children."""
+        if self.tree is None:
+            return self.drafted
+        nodes, parents = list(self.path), self.tree.parents
+        for node in range(nodes[-1] + 1, len(parents)):
+            if parents[node] == nodes[-1]:
+                nodes.append(node)
+        return [self.drafted[node - 1] for node in nodes[1:]]
+
+    def outcome(self, request_id: int, num_kept: int, looked: Looked | None = None) -> RowOutcome:
+        """What the policy is told, of a row that kept `num_kept` of its drafted tokens."""
+        if self.tree is not None and self.chain == 0:  # a tree that no layer drafted
+            return RowOutcome(request_id, len(self.drafted), num_kept, shadow=self.shadow, looked=looked)
+        length = self.chain if self.tree is not None else len(self.drafted)
+        right = min(self.num_right, num_kept)
+        drafted = right if num_kept < self.accepted else length  # beyond the row's end nothing was judged
+        return RowOutcome(
+            request_id,
+            drafted,
+            right,
+            self.confidences[:drafted],
+            self.divergences[:drafted],
+            self.shadow,
+            looked,
+            self._second(right) if right < drafted else None,
+            0 if self.tree is None else len(self.drafted) - length,
+        )
+
+    def _second(self, right: int) -> bool | None:
+        """Whether what was drafted beside the chain's first wrong token was accepted; None where nothing was."""
+        if self.tree is None or right not in self.tree.parents[self.chain + 1 :]:
+            return None
+        return self.accepted > right
+
+
+def walk(tree: Tree, guesses: Sequence[int], picks: Sequence[int]) -> list[int]:
+    """From node 0 on to the child that equals the target's pick, as far as there is one: the nodes on the way.
+
+    Args:
+        guesses: the tokens of nodes 1, 2, ...
+        picks: the target's, at every node.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for node in range(len(guesses), 0, -1):  # of equal children the first
+        children[tree.parents[node], guesses[node - 1]] = node
+    path = [0]
+    while (child := children.get((path[-1], picks[path[-1]]))) is not None:
+        path.append(child)
+    return path

@@ -1,0 +1,313 @@
+"""A datastore finds what a naive search over its documents finds, on any machine that shares its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from selfspec.drafting import suffixes
+from selfspec.drafting.datastore import MOST_PLACES, Datastore
+from selfspec.drafting.datastore_build import build
+from selfspec.drafting.datastore_file import DEPTH, FORMAT, MAGIC, PAGE, verify
+from selfspec.errors import DatastoreError
+from selfspec.target.fingerprint import vocabulary_of
+from tests.tokenizers import byte_tokenizer, spaced_tokenizer
+
+ROOT = Path(__file__).parents[2]
+IDS = {2: [0, 1, 254, 255, 256, 65534], 4: [0, 1, 255, 65535, 65536, 69999]}  # whose bytes look alike
+VOCABULARY = {2: 65535, 4: 70000}
+
+
+def naive(documents, context, most):
+    """(length, where each match ends as (document, end)) by trying every suffix at every place."""
+    for length in range(min(most, len(context)), 0, -1):
+        suffix = context[len(context) - length :]
+        ends = [
+            (d, end)
+            for d, document in enumerate(documents)
+            for end in range(length, len(document))
+            if document[end - length : end] == suffix
+        ]
+        if ends:
+            return length, ends
+    return 0, []
+
+
+@st.composite
+def corpora(draw):
+    width = draw(st.sampled_from([2, 4]))
+    ids = st.sampled_from(IDS[width][: draw(st.integers(1, 6))])
+    documents = draw(st.lists(st.lists(ids, max_size=40), min_size=1, max_size=6))
+    documents.append(draw(st.lists(ids, min_size=2, max_size=40)))
+    contexts = draw(st.lists(st.lists(st.sampled_from(IDS[width]), max_size=20), max_size=6))
+    contexts += [document[:end] for document in documents for end in (3, len(document))]
+    return VOCABULARY[width], documents, contexts
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("datastores") / "corpus.store"
+
+
+@example((65535, [[0] * 30, [1, 0, 0]], [[0] * 20, [1, 0]]), 16, 8)
+@given(corpora(), st.integers(1, DEPTH), st.integers(1, 10))
+def test_it_finds_what_a_naive_search_finds(file, corpus, most, num_tokens):
+    vocab_size, documents, contexts = corpus
+    build(file, documents, "", vocab_size)
+    store = Datastore.open(file)
+    for context in contexts:
+        length, ends = naive(documents, context, most)
+        match = store.find(context, most)
+        if length == 0:
+            assert match is None and store.draft(context, num_tokens) == ([], 0)
+            continue
+        assert (match.length, match.num_places) == (length, len(ends))
+        found = store.continuations(match, num_tokens, MOST_PLACES)
+        expected = Counter(tuple(documents[d][end : end + num_tokens]) for d, end in ends)
+        if len(ends) <= MOST_PLACES:
+            assert {tuple(tokens): count for tokens, count in found} == expected
+            assert found[:2] == store.continuations(match, num_tokens, 2)
+        else:
+            assert all(count <= expected[tuple(tokens)] for tokens, count in found)
+            assert sum(count for _, count in found) > MOST_PLACES // 2
+        assert [count for _, count in found] == sorted((count for _, count in found), reverse=True)
+
+
+@given(corpora(), st.integers(1, 10))
+def test_a_draft_takes_the_most_frequent_token_every_time(file, corpus, num_tokens):
+    vocab_size, documents, contexts = corpus
+    build(file, documents, "", vocab_size)
+    store = Datastore.open(file)
+    for context in contexts:
+        length, ends = naive(documents, context, DEPTH)
+        tokens, match = store.draft(context, num_tokens)
+        assert match == length and len(tokens) <= num_tokens
+        if len(ends) > MOST_PLACES:
+            continue
+        left = [documents[d][end : end + num_tokens] for d, end in ends]
+        for i, token in enumerate(tokens):
+            counts = Counter(one[i] for one in left if len(one) > i)
+            assert counts[token] == max(counts.values())
+            left = [one for one in left if one[i : i + 1] == [token]]
+        assert len(tokens) == num_tokens or all(len(one) == len(tokens) for one in left)
+
+
+def test_of_many_places_a_sample_tells_the_most_frequent(file):
+    build(file, [[1, 2, 3]] * 700 + [[1, 4, 5]] * 300, "", 10)
+    store = Datastore.open(file)
+    match = store.find([0, 1])
+    assert (match.length, match.num_places) == (1, 1000)
+    assert store.draft([0, 1], 2) == ([2, 3], 1)
+    (first, many), (second, few) = store.continuations(match, 2, 5)
+    assert (first, second) == ([2, 3], [4, 5]) and many > few > 0 and many + few <= MOST_PLACES
+
+
+def test_neither_match_nor_draft_crosses_the_end_of_a_document(file):
+    build(file, [[1, 2, 3], [4, 5, 6]], "", 10)
+    store = Datastore.open(file)
+    assert store.draft([1, 2], 5) == ([3], 2)
+    assert store.find([2, 3]) is None  # nothing follows
+    assert store.draft([3, 4], 5) == ([5, 6], 1)  # 3 is of another document
+
+
+def test_equally_frequent_continuations_come_in_the_order_of_their_first_tokens_counts(file):
+    build(file, [[0, 1, 1], [0, 2, 1], [0, 2, 2], [0, 2, 3]], "", 10)
+    store = Datastore.open(file)
+    found = store.continuations(store.find([0]), 2, 4)
+    assert [tokens[0] for tokens, _ in found] == [2, 2, 2, 1] and {count for _, count in found} == {1}
+
+
+def test_tokens_beyond_the_vocabulary_match_nothing(file):
+    build(file, [[1, 2, 3, 2]], "", 4)
+    store = Datastore.open(file)
+    assert store.find([4]) is None and store.find([]) is None and store.find([1 << 40]) is None
+    assert store.find([70000, 2]).length == 1
+    with pytest.raises(ValueError, match=r"most must lie in 1..16, got 17"):
+        store.find([1], 17)
+
+
+@example([0] * 50, 3)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.integers(2, 9))
+def test_suffixes_are_sorted_in_chunks_as_in_one_piece(values, chunk):
+    cells = np.array([*values, 0], np.uint16)  # a separator at the end
+    content = cells.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffixes, "CHUNK", chunk)
+        found = suffixes.sort_suffixes(cells, DEPTH).tolist()
+    assert sorted(found) == list(range(len(content)))
+
+    def text(position):  # up to the separator, beyond which no order is promised
+        rest = content[position : position + DEPTH]
+        return rest[: rest.index(0)] if 0 in rest else rest
+
+    assert [text(position) for position in found] == sorted(map(text, range(len(content))))
+
+
+# --------------------------------------------------------------------------------------------------------- building
+
+
+def test_a_builder_that_is_interrupted_leaves_what_was_there(tmp_path):
+    def documents(problem):
+        yield [1, 2, 3]
+        raise problem
+
+    file = tmp_path / "a.store"
+    with pytest.raises(KeyboardInterrupt):
+        build(file, documents(KeyboardInterrupt()), "", 10)
+    assert list(tmp_path.iterdir()) == []
+    build(file, [[1, 2, 3]], "", 10)
+    before = file.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        build(file, documents(KeyboardInterrupt()), "", 10)
+    for wrong in ([[1, 10]], [[-1, 2]], [], [[], [3], [4]]):
+        with pytest.raises(
+            ValueError, match=r"token ids must lie in 0..9, got|needs a document of at least two tokens"
+        ):
+            build(file, wrong, "", 10)
+    assert list(tmp_path.iterdir()) == [file] and file.read_bytes() == before
+    with pytest.raises(IsADirectoryError):
+        build(tmp_path, [[1, 2]], "", 10)
+
+
+def test_a_datastore_is_as_readable_as_any_file(tmp_path):
+    build(tmp_path / "a.store", [[1, 2]], "", 10)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "a.store").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_it_takes_six_bytes_per_token_of_a_small_vocabulary(tmp_path):
+    rng = np.random.default_rng(0)
+    about = build(tmp_path / "a.store", [rng.integers(0, 1000, 50_000)], "", 1000)
+    assert about.num_bytes == (tmp_path / "a.store").stat().st_size < 6 * 50_000 + 2 * PAGE + 4 * 1000
+
+
+# ---------------------------------------------------------------------------------------------------------- trouble
+
+
+@pytest.fixture
+def good(tmp_path):
+    file = tmp_path / "good.store"
+    build(file, [[1, 2, 3, 1, 2, 4]], "of this tokenizer", 10)
+    return file
+
+
+def test_a_truncated_file_is_refused(good):
+    whole = good.read_bytes()
+    for size in range(0, len(whole), 37):
+        good.write_bytes(whole[:size])
+        with pytest.raises(DatastoreError, match=r"ends within its header|bytes where \d+ belong|is no datastore"):
+            Datastore.open(good)
+    good.write_bytes(whole + b"\0")
+    with pytest.raises(DatastoreError, match="bytes where"):
+        Datastore.open(good)
+
+
+def test_a_damaged_header_is_refused_at_once_and_a_damaged_body_when_asked(good):
+    whole = good.read_bytes()
+    assert verify(good).num_tokens == 6
+    end = whole.rindex(b"}", 0, PAGE) + 1
+    for at in [*range(0, end, 7), PAGE, len(whole) - 1]:
+        good.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        if at < PAGE:
+            with pytest.raises(DatastoreError, match=r"damaged|is no datastore|has format"):
+                Datastore.open(good)
+        else:
+            Datastore.open(good)
+        with pytest.raises(DatastoreError):
+            verify(good)
+
+
+def test_ids_beyond_the_vocabulary_of_a_damaged_body_are_never_drafted(good):
+    whole = bytearray(good.read_bytes())
+    cells = whole.index(bytes([0, 5, 0, 3, 0, 2]), PAGE)  # 4, 2 and 1, plus 1
+    whole[cells : cells + 2] = b"\xff\xff"
+    good.write_bytes(whole)
+    store = Datastore.open(good)
+    assert all(token < 10 for num in range(4) for token in store.draft([3, 1, 2], num).tokens)
+
+
+def test_what_is_no_datastore_or_a_newer_one_is_refused_in_a_sentence(good, tmp_path):
+    with pytest.raises(FileNotFoundError, match="selfspec datastore build"):
+        Datastore.open(tmp_path / "none")
+    with pytest.raises(DatastoreError, match="is a folder"):
+        Datastore.open(tmp_path)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(DatastoreError, match="text is no datastore; give a file"):
+        Datastore.open(tmp_path / "text")
+    newer = good.read_bytes().replace(MAGIC + bytes([FORMAT]), MAGIC + bytes([FORMAT + 1]), 1)
+    good.write_bytes(newer)
+    with pytest.raises(DatastoreError, match=f"format {FORMAT + 1} .* format {FORMAT}; update selfspec"):
+        Datastore.open(good)
+
+
+def test_a_datastore_of_another_tokenizer_is_refused(tmp_path):
+    file, ours, other = tmp_path / "a.store", byte_tokenizer(), spaced_tokenizer()
+    build(file, [[1, 2]], vocabulary_of(ours), 257)
+    assert Datastore.open(file, byte_tokenizer()).about.vocab_size == 257
+    with pytest.raises(DatastoreError, match="another tokenizer; build it again"):
+        Datastore.open(file, other)
+    ours.add_tokens(["one more"])
+    with pytest.raises(DatastoreError, match="another tokenizer"):
+        Datastore.open(file, ours)
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+DRAFTING = """
+import json, sys
+from selfspec.drafting.datastore import Datastore
+store = Datastore.open(sys.argv[1])
+print(json.dumps([store.draft(context, 6) for context in json.loads(sys.stdin.read())]))
+"""
+VERIFYING = """
+import sys
+from selfspec.drafting.datastore_file import verify
+print("begun", flush=True)
+seen, tries = set(), 0
+while len(seen) < 2 or tries < 200:
+    seen.add(verify(sys.argv[1]).num_tokens)
+    tries += 1
+print(sorted(seen))
+"""
+
+
+def start(script, file):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", script, file], stdin=pipe, stdout=pipe, env=variables, text=True)
+
+
+def test_another_process_reads_the_same_file(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = rng.integers(0, 5, (20, 500)).tolist()
+    file = tmp_path / "a.store"
+    build(file, documents, "", 5)
+    store, contexts = Datastore.open(file), rng.integers(0, 5, (50, 8)).tolist()
+    expected = [[*store.draft(context, 6)] for context in contexts]
+    with start(DRAFTING, file) as reader:
+        out, _ = reader.communicate(json.dumps(contexts))
+    assert json.loads(out) == expected and reader.returncode == 0
+
+
+def test_readers_see_the_old_file_or_the_new_one_whole(tmp_path):
+    file, old, new = tmp_path / "a.store", [[1, 2, 3]] * 3000, [[1, 4, 5]] * 5000
+    build(file, old, "", 10)
+    store = Datastore.open(file)
+    with start(VERIFYING, file) as reader:
+        assert reader.stdout.readline() == "begun\n"
+        while reader.poll() is None:
+            for documents in (new, old):
+                build(file, documents, "", 10)
+                assert store.draft([1], 2) == ([2, 3], 1)  # whoever has the first one open keeps it
+        assert json.loads(reader.stdout.readline()) == [9000, 15000] and reader.returncode == 0
+    build(file, new, "", 10)
+    assert Datastore.open(file).draft([1], 2) == ([4, 5], 1)

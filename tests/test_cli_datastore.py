@@ -1,0 +1,143 @@
+"""`selfspec datastore`: a corpus becomes a file that can be drafted from, and what is wrong is said in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from selfspec import hub
+from selfspec.commands import corpus
+from selfspec.drafting.datastore import Datastore
+from selfspec.target.fingerprint import vocabulary_of
+from tests import cli_fixtures
+from tests.cli_fixtures import Terminal, assert_refused, save_model
+
+run = cli_fixtures.run
+CODE = Path(corpus.__file__)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return hub.open_tokenizer("demo")
+
+
+def test_a_corpus_of_code_is_built_told_about_and_drafted_from(run, tmp_path, tokenizer):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "def main():\\n    return 0\\n", "id": 1}\n\n{"text": ""}\n{"text": "äö"}\n', "utf-8")
+    file = tmp_path / "code.store"
+    done = run("datastore", "build", "demo", CODE, lines, "-o", file)
+    assert done.code == 0 and done.err == f"building {file}\n"
+    whole = tokenizer(CODE.read_text("utf-8"))["input_ids"]
+    sizes = [len(tokenizer(text)["input_ids"]) for text in ("def main():\n    return 0\n", "äö")]
+    assert "documents    3" in done.out and f"tokens       {len(whole) + sum(sizes):,}\n" in done.out
+    assert run("datastore", "info", file).out == done.out
+    told = json.loads(run("datastore", "info", file, "--verify", "--json").out)
+    assert told["verified"] and told["tokenizer"] == vocabulary_of(tokenizer) and told["num_documents"] == 3
+    assert told["num_bytes"] == file.stat().st_size
+    store = Datastore.open(file, tokenizer)
+    assert store.draft(whole[:200], 8) == (whole[200:208], 16)
+    assert set(tmp_path.iterdir()) == {lines, file}
+
+
+def test_the_file_holds_a_long_text_as_its_tokenizer_reads_it(tmp_path, tokenizer, monkeypatch):
+    text = CODE.read_text("utf-8") + "\n\n\n   end" + "\r\n" + "x" * 500
+    long = tmp_path / "long.txt"
+    long.write_bytes(text.encode())
+    whole = tokenizer(text)["input_ids"]
+    for piece in (200, 1000):
+        monkeypatch.setattr(corpus, "PIECE", piece)
+        assert [ids.tolist() for ids in corpus.documents([long], tokenizer, "text")] == [whole]
+        assert len([*corpus.pieces(long, "text")]) > 2
+
+
+def test_another_field_can_be_the_text_and_batches_keep_the_order(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(corpus, "TOGETHER", 20)
+    lines, texts = tmp_path / "lines.ndjson", [f"answer number {i}" for i in range(9)]
+    lines.write_text("".join(json.dumps({"answer": text}) + "\n" for text in texts), "utf-8")
+    found = [tokenizer.decode(ids) for ids in corpus.documents([lines], tokenizer, "answer")]
+    assert found == texts
+
+
+def test_a_line_without_an_end_is_cut_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 10)
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    parts = [*corpus.pieces(tmp_path / "a.txt", "text")]
+    assert "".join(text for text, _ in parts) == "x" * 1000 and max(len(text) for text, _ in parts) < 200
+    assert [ends for _, ends in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_on_a_terminal_progress_is_one_line_taken_back(run, tmp_path, monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    assert run("datastore", "build", "demo", CODE, "-o", tmp_path / "a.store").code == 0
+    said = screen.getvalue()
+    assert "sorting" in said and "writing" in said and "\n" not in said
+
+
+def test_quiet_and_json_are_for_programs(run, tmp_path):
+    done = run("datastore", "build", "demo", CODE, "-o", tmp_path / "a.store", "--quiet", "--json")
+    assert done.err == "" and json.loads(done.out)["num_documents"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def test_wrong_usage_is_refused_before_a_model_is_looked_for(run, tmp_path):
+    def build(*arguments):
+        return run("datastore", "build", "/no/such/model", *arguments)
+
+    (tmp_path / "notes").write_text("mine")
+    assert_refused(run("datastore"), 2, "build or info", "--help")
+    assert_refused(build("-o", "a"), 2, "CORPUS", "--help")
+    assert_refused(build(CODE), 2, "--output", "--help")
+    assert_refused(build(tmp_path, "-o", tmp_path / "a"), 2, "is a folder", "*.txt")
+    assert_refused(build(tmp_path / "none", "-o", tmp_path / "a"), 2, "there is no file", "none")
+    assert_refused(build(CODE, "-o", tmp_path), 2, "--output", "is a folder")
+    assert_refused(build(CODE, "-o", tmp_path / "no" / "a"), 2, "there is no folder")
+    assert_refused(build(CODE, "-o", tmp_path / "notes"), 2, "is there already and no datastore")
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_what_cannot_be_built_is_said_in_a_sentence_and_leaves_nothing(run, tmp_path):
+    files = {
+        "bad.jsonl": (b'{"text": "a b c"}\n{"text": 3}\n', ["line 2", "'text'", "--field"]),
+        "list.jsonl": (b"[1]\n", ["line 1", "no text", "--field"]),
+        "broken.jsonl": (b'{"text": "a"\n', ["line 1", "not valid JSON"]),
+        "latin.txt": (b"caf\xe9", ["not valid UTF-8"]),
+        "latin.jsonl": (b'{"text": "caf\xe9"}', ["not valid UTF-8"]),
+        "empty.txt": (b"", ["at least two tokens"]),
+    }
+    for name, (content, words) in files.items():
+        (tmp_path / name).write_bytes(content)
+        done = run("datastore", "build", "demo", tmp_path / name, "-o", tmp_path / "a.store", "-q")
+        assert_refused(done, 1, *words)
+    assert {file.name for file in tmp_path.iterdir()} == set(files)
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_stop(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one \\ud800 two"}\n')
+    assert run("datastore", "build", "demo", tmp_path / "a.jsonl", "-o", tmp_path / "a.store").code == 0
+
+
+def test_a_model_that_is_not_there_or_cannot_read_is_refused(run, tmp_path):
+    save_model(tmp_path / "mute", tokenizer=False)
+    refused = run("datastore", "build", tmp_path / "mute", CODE, "-o", tmp_path / "a.store")
+    assert_refused(refused, 1, "has no tokenizer")
+    refused = run("datastore", "build", "/no/such/model", CODE, "-o", tmp_path / "a.store")
+    assert_refused(refused, 1, "/no/such/model", "hub id")
+
+
+def test_a_damaged_datastore_is_refused(run, tmp_path):
+    file = tmp_path / "a.store"
+    assert_refused(run("datastore", "info", file), 1, "there is no datastore", "selfspec datastore build")
+    assert_refused(run("datastore", "info", tmp_path), 1, "is a folder")
+    assert run("datastore", "build", "demo", CODE, "-o", file, "-q").code == 0
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert run("datastore", "info", file).code == 0
+    assert_refused(run("datastore", "info", file, "--verify"), 1, "body", "damaged", "build it again")
+    file.write_bytes(content[:-1])
+    assert_refused(run("datastore", "info", file), 1, "bytes where")
