@@ -30,6 +30,7 @@ from eval.config import (
     load_live_config,
     load_replay_config,
 )
+from eval.digits import rounded
 from selfspec.errors import UnsupportedModelError
 
 
@@ -148,15 +149,6 @@ def folder_of(options: argparse.Namespace) -> Path:
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def rounded(value: Any) -> Any:
-    """The same with six significant digits: no clock is better than that."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def bench(config: BenchConfig, options: argparse.Namespace, say: Any) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from selfspec.errors import NoCompilerError
+from selfspec.kernels.compiler import library
 
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
@@ -34,6 +38,9 @@ def own_cache(tmp_path_factory):
     """Profiles go to a folder of this run, never to the user's; processes that tests start inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OMP_NUM_THREADS", "1")  # which the command line leaves as it is
+        with suppress(NoCompilerError):
+            library()  # compiled here, so that no test hears of it
         yield
 
 

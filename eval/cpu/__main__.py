@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any
 
 QUESTIONS = Path(__file__).parents[2] / "configs" / "eval" / "questions.jsonl"
+REPEATS = 15  # of the embedded model's pieces
 FREQUENT = 16384  # tokens that a synthetic target writes, where its vocabulary is larger: text does not use all either
 
 
@@ -69,7 +70,7 @@ def _embedded(options: argparse.Namespace, record: dict[str, Any], say: Any) -> 
     from selfspec import load
 
     target = load(options.model, device="cpu", engine=options.engine)
-    _measure(target, options.model, max(1, target.stack.num_layers // 4), 15, record, say)
+    _measure(target, options.model, max(1, target.stack.num_layers // 4), REPEATS, record, say)
     by_category: dict[str, list[Any]] = defaultdict(list)
     for question in read_questions(options.questions):
         if len(by_category[question.category]) < options.per_category:
@@ -171,8 +172,8 @@ def _measure(target: Any, name: str, exit_layer: int, repeats: int, record: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from eval.__main__ import rounded
     from eval.cpu.table import render
+    from eval.digits import rounded
     from selfspec.errors import UnsupportedModelError
 
     options = parse_arguments(arguments)

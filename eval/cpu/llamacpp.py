@@ -60,6 +60,7 @@ class LlamaCpp:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            self.close()
             raise ValueError(f"--llama-python {self.python}: llama.cpp could not run this model; see its words above")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -67,7 +68,5 @@ class LlamaCpp:
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         with suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait(timeout=30)
+            self._process.communicate(timeout=30)

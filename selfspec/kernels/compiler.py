@@ -19,7 +19,9 @@ from time import perf_counter
 from selfspec.errors import NoCompilerError
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=off")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off")
+# What this processor has, where the compiler can tell, and threads, where it knows them: the first that works is taken.
+TRIED = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ("-mcpu=native",), ())
 SECONDS = 120  # after which a compiler is given up
 _log = logging.getLogger("selfspec")
 
@@ -59,13 +61,13 @@ def library() -> ctypes.CDLL:
 def _compile(compiler: str, file: Path) -> None:
     start = perf_counter()
     reason = ""
-    for machine in (["-march=native"], ["-mcpu=native"], []):  # what this processor has, where the compiler can tell
+    for more in TRIED:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".tmp")
         os.close(handle)
-        reason = _run([compiler, *FLAGS, *machine, str(SOURCES / "body.cpp"), "-o", name])
+        reason = _run([compiler, *FLAGS, *more, str(SOURCES / "body.cpp"), "-o", name])
         if not reason:
             os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
-            _log.info("compiled the layers for this machine in %.1f s, kept in %s", perf_counter() - start, file)
+            _log.warning("compiled the layers for this machine, once, in %.1f s: %s", perf_counter() - start, file)
             return
         with suppress(OSError):
             os.unlink(name)
@@ -87,7 +89,8 @@ def _key(compiler: str) -> str:
     """What the compiled file depends on: the sources, the flags, the compiler and the processor."""
     parts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
     stat = os.stat(os.path.realpath(compiler))
-    about = f"{FLAGS} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {platform.machine()} {_features()}"
+    about = f"{FLAGS} {TRIED} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns}"
+    about += f" {platform.machine()} {_features()}"
     return hashlib.sha256(b"".join([*parts, about.encode()])).hexdigest()[:16]
 
 

@@ -61,9 +61,10 @@ def choose(stack: Stack, engine: Engine) -> float:
     if engine == "compiled" or _worth_compiling(fused):
         try:
             stack.lean = _with_threads(CompiledBody(stack.twin))
-        except NoCompilerError:
+        except NoCompilerError as problem:
             if engine == "compiled":
                 raise
+            _log.info("%s", problem)
     compiled = stack.lean
     error = self_check(stack)
     if engine == "compiled":

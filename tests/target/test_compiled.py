@@ -212,8 +212,9 @@ def test_a_compiler_that_fails_is_named_with_its_reason(compiler_anew, tmp_path)
     assert not [name for name in os.listdir(tmp_path / "compiled") if name.endswith(".tmp")]
 
 
-def test_what_was_compiled_is_kept(compiler_anew, tmp_path):
+def test_what_was_compiled_is_kept(compiler_anew, tmp_path, caplog):
     compiler.library()
+    assert "compiled the layers for this machine, once, in " in caplog.text
     [file] = (tmp_path / "compiled").iterdir()
     made = file.stat().st_mtime_ns
     compiler.library.cache_clear()

@@ -3,10 +3,15 @@
 // Compiled on the machine it runs on. Every function works on any number of packed rows; a token's bits do not depend
 // on the others of its call. Threads share each step's panels, rows or heads and wait for each other between steps.
 
-#include <omp.h>
-
 #include "attention.h"
 #include "product.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else  // a compiler without it: one thread
+static int omp_get_thread_num() { return 0; }
+static int omp_get_num_threads() { return 1; }
+#endif
 
 struct Layer {
     Product qkv, o, gate_up, down;
