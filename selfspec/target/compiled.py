@@ -112,6 +112,8 @@ class CompiledBody(LeanBody):
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `Stack.logits`."""
+        if hidden.requires_grad:  # an exit head learns through it: the lean body's products have gradients
+            return super().logits(hidden, normed)
         return self.product(self._packed_head, hidden, norm=not normed)
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
