@@ -1,20 +1,23 @@
 """What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate.
 
-Static settings draft by one exit layer. The clairvoyant has all of them, and lookup.
+Static settings draft by one exit layer. The clairvoyant has all of them, and every other source of drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import DRAFTS, LOOKUP
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP
+from selfspec.control.worth import MOST_GUESSES
 from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.recycle import Recycled
+from selfspec.drafting.sources import Guesser
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MOST_DRAFTED = 18
@@ -42,6 +45,13 @@ class RoundCosts:
             [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
         )
         self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
+        self.with_second = np.array(
+            [[costs.round(e, [d], CONTEXT, [1]) for d in range(longest + 1)] for e in range(1, layers)]
+        )
+        wider = [costs.wide_pass(e, 1, 2) / costs.early_pass(e, 1) - 1 for e in range(1, layers)]  # the last pass
+        self.second_slope = self.slope + np.arange(1, layers)[:, None] * np.array(wider)[:, None] * costs.context
+        self.cascades = cascades(costs, longest)
+        self.cascade_slope = np.arange(1, layers)[:, None] * costs.context + self.per_context  # of two passes at least
 
     def plain_at(self, context: float) -> float:
         return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
@@ -50,9 +60,37 @@ class RoundCosts:
         """`[L - 1, longest + 1]`: seconds of rounds at this many cached tokens."""
         return self.base + self.slope * max(0.0, context - CONTEXT)
 
+    def with_second_at(self, context: float) -> NDArray[np.float64]:
+        """`[L - 1, longest + 1]`: the same with one token drafted beside the others."""
+        return self.with_second + self.second_slope * max(0.0, context - CONTEXT)
+
+    def cascades_at(self, context: float, guesses: int) -> NDArray[np.float64]:
+        """`[L - 1, longest + 1]`: the same where so many free guesses are what the exit would write; no less."""
+        return self.cascades[:, :, guesses] + self.cascade_slope * max(0.0, context - CONTEXT)
+
     def by_lookup_at(self, context: float) -> NDArray[np.float64]:
         """`[longest + 1]`: seconds of rounds that draft by lookup."""
         return self.by_lookup + self.per_context * max(0.0, context - CONTEXT)
+
+
+def cascades(costs: Costs, longest: int) -> NDArray[np.float64]:
+    """`[L - 1, longest + 1, longest + 1]`: seconds of a round by drafted tokens, and right guesses, cut up at best."""
+    exits = range(1, costs.num_layers)
+    wide = np.array([[costs.wide_pass(e, 1, n) for n in range(1, MOST_GUESSES + 2)] for e in exits])
+    one = np.array([costs.head(n) + costs.pick(n) for n in range(1, MOST_GUESSES + 2)])
+    passes = np.zeros((longest + 1, longest + 1, len(exits)))
+    for drafted in range(1, longest + 1):
+        for right in range(longest + 1):
+            checked = range(min(right, drafted - 1, MOST_GUESSES) + 1)
+            rest = [passes[drafted - n - 1, max(0, right - n - 1)] + wide[:, n] + one[n] for n in checked]
+            passes[drafted, right] = np.minimum.reduce(rest)
+    first = np.array([costs.early_pass(e, 1, first=True) for e in exits])
+    ends = [
+        [costs.verify(e, 1, d + 1) + costs.head(d + 1) + costs.pick(d + 1) for d in range(longest + 1)] for e in exits
+    ]
+    whole = passes.transpose(2, 0, 1) + np.array(ends)[:, :, None] + costs.rest(1) + first[:, None, None]
+    whole[:, 0] = np.inf
+    return whole
 
 
 def plain_seconds(traces: Sequence[Trace], costs: RoundCosts) -> float:
@@ -136,27 +174,66 @@ def by_lookup(trace: Trace, longest: int) -> NDArray[np.int64]:
     return out
 
 
-def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DRAFTS) -> float:
+def by_candidates(trace: Trace, longest: int) -> NDArray[np.int64]:
+    """Tokens from each position on that stand among recycled candidates, as if all that came before were known."""
+    recycled, content = Recycled(trace.vocab_size), list(trace.prompt)
+    guesser, hits = Guesser(content, recycled), np.zeros(len(trace.tokens), np.bool_)
+    for i, token in enumerate(trace.tokens):
+        hits[i] = token in guesser.first_candidates()[1]
+        guesser.learn([token], trace.likely[i : i + 1])
+        content.append(token)
+    return np.minimum(runs(hits), longest)
+
+
+def free(trace: Trace, longest: int, drafts: Sequence[str]) -> NDArray[np.int64]:
+    """Tokens from each position on that some tree of free guesses holds; -1: there is nothing to guess."""
+    n = len(trace.tokens)
+    found = by_lookup(trace, longest) if "lookup" in drafts else np.full(n, -1)
+    if "recycle" not in drafts:
+        return found
+    more = np.append(by_candidates(trace, longest), 0)
+    reach = [max(c + more[i + c] for c in range(max(0, min(found[i], n - i)) + 1)) for i in range(n)]
+    return np.minimum(np.maximum(np.array(reach), found), longest)
+
+
+def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT_DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
     A round is plain, or drafts what will be accepted, by any of `drafts`. A wrong token, drafted alone, is allowed as
-    well: where a table makes that cheaper than a plain round, a static setting has it too, and the bound must hold.
+    well: where a table makes that cheaper than a plain round, a static setting has it too, and the bound must hold. So
+    is one wrong token with the right one beside it.
     """
     n, most = len(trace.tokens), costs.base.shape[1] - 1
     accepted = np.minimum(runs(trace.hits), most)  # [L - 1, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
-    found = by_lookup(trace, most) if "lookup" in drafts else np.full(n, -1)
+    found, chains = free(trace, most, drafts), by_lookup(trace, most)
     rest = np.zeros(n + most + 2)
     lengths = np.arange(most + 1)
     for i in range(n - 1, -1, -1):
         context = trace.prompt_length + i
         best = costs.plain_at(context) + rest[i + 1]
         if i < n - 1:
-            by_line = np.concatenate((costs.at(context)[: len(accepted)], costs.by_lookup_at(context)[None]))
+            by_exit = costs.at(context)[: len(accepted)]
+            if "cascade" in drafts and chains[i] > 0:
+                by_exit = np.minimum(by_exit, costs.cascades_at(context, int(chains[i]))[: len(accepted)])
+            by_line = np.concatenate((by_exit, costs.by_lookup_at(context)[None]))
             of_round = by_line if found[i] >= 0 else by_line[:-1]
             longest = np.minimum(np.append(accepted[:, i], found[i])[: len(of_round)], n - i - 1)
             options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + most + 2], np.inf)
             wrong = of_round[longest == 0, 1] + rest[i + 1]
             best = min(best, options[:, 1:].min(initial=np.inf), wrong.min(initial=np.inf))
+            if "tree" in drafts:
+                best = min(best, _with_second(trace, costs, accepted[:, i], i, rest))
         rest[i] = best
     return float(rest[0])
+
+
+def _with_second(trace: Trace, costs: RoundCosts, accepted: NDArray[np.int64], i: int, rest: Any) -> float:
+    """Seconds from position i on, where the first round drafts up to a wrong token, and the right one beside it."""
+    n, most = len(trace.tokens), costs.base.shape[1] - 1
+    lines = np.flatnonzero((accepted + 1 <= most) & (i + accepted + 3 <= n))
+    lines = lines[trace.seconds[lines, i + accepted[lines]]]
+    if not len(lines):
+        return float("inf")
+    right = accepted[lines]
+    return float((costs.with_second_at(trace.prompt_length + i)[lines, right + 1] + rest[i + right + 2]).min())

@@ -89,8 +89,8 @@ class Seconds(Schedule):
         )
 
 
-def check_seconds(family, lengths=RAGGED, new=24, audit=True, **options):
-    target, prompts = tiny(family), make_prompts(lengths, seed=1)
+def check_seconds(family, lengths=RAGGED, new=24, audit=True, target=None, **options):
+    target, prompts = target or tiny(family), make_prompts(lengths, seed=1)
     check = partial(audit_cache, model=target.model) if audit else None
     expected = decode(target, prompts, Schedule(0, 4, 0), max_new_tokens=new, **options)
     found = []

@@ -14,7 +14,7 @@ from eval.bounds import MOST_DRAFTED, RoundCosts, best_static, clairvoyant, plai
 from eval.replay import replay
 from selfspec.control.costs import Costs, Table
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.plan import DRAFTS, LOOKUP, Plan
 from selfspec.drafting.lookup import Lookup, num_right
 from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
 
@@ -79,7 +79,7 @@ def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data)
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
     of_rounds = RoundCosts(costs, MOST_DRAFTED)
-    least = clairvoyant(trace, of_rounds)
+    least = clairvoyant(trace, of_rounds, DRAFTS)
     assert least <= best_static([trace], of_rounds, FEW).seconds * (1 + 1e-9)
     chance = replay([trace], NoEmptyDraft(Dice(data.draw(st.integers(0, 99)), trace.num_layers)), costs)
     assert least <= chance.seconds * (1 + 1e-9)
@@ -87,6 +87,8 @@ def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data)
 
 class NoEmptyDraft:
     """A round that drafts nothing is plain: tables of early passes are no measure of it."""
+
+    reads_lookup = reads_ranks = recycles = True
 
     def __init__(self, inner):
         self.inner = inner
@@ -104,7 +106,9 @@ class NoEmptyDraft:
 def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
     trace = data.draw(traces(most_tokens=6, most_layers=3))
     costs = data.draw(costs_for(trace.num_layers))
-    assert clairvoyant(trace, RoundCosts(costs, 6)) == pytest.approx(fastest_schedule(trace, costs))
+    of_rounds, drafts = RoundCosts(costs, 6), ("exit", "lookup", "tree")
+    assert clairvoyant(trace, of_rounds, drafts) == pytest.approx(fastest_schedule(trace, costs))
+    assert clairvoyant(trace, of_rounds, DRAFTS) <= clairvoyant(trace, of_rounds, drafts) * (1 + 1e-9)
 
 
 def fastest_schedule(trace, costs):
@@ -128,6 +132,8 @@ def fastest_schedule(trace, costs):
                 hits = trace.hits[line, at : at + length].tolist()
                 accepted = [*hits, False].index(False)
                 options.append(costs.round(line + 1, [length], context) + rest(at + accepted + 1))
+                if accepted == length - 1 and length + 1 < left and trace.seconds[line, at + accepted]:
+                    options.append(costs.round(line + 1, [length], context, [1]) + rest(at + accepted + 2))
         return min(options)
 
     return rest(0)
