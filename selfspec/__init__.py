@@ -10,13 +10,16 @@ if TYPE_CHECKING:
     from selfspec.decoding.request import Completion, Request
     from selfspec.decoding.results import Round, RowResult
     from selfspec.decoding.stats import SpecStats
-    from selfspec.errors import CacheFullError, UnsupportedModelError
+    from selfspec.drafting.datastore import Datastore
+    from selfspec.errors import CacheFullError, DatastoreError, UnsupportedModelError
     from selfspec.hub import load
 
 __version__ = "0.1.0"
 __all__ = [
     "CacheFullError",
     "Completion",
+    "Datastore",
+    "DatastoreError",
     "Engine",
     "Request",
     "Round",
@@ -30,6 +33,8 @@ __all__ = [
 _HOMES = {
     "CacheFullError": "selfspec.errors",
     "Completion": "selfspec.decoding.request",
+    "Datastore": "selfspec.drafting.datastore",
+    "DatastoreError": "selfspec.errors",
     "Engine": "selfspec.decoding.engine",
     "Request": "selfspec.decoding.request",
     "Round": "selfspec.decoding.results",

@@ -230,7 +230,7 @@ class Target:
                 the row's own text), "recycle" (what the model itself thought likely after such tokens before); "tree"
                 lets drafts of these have branches; default: all.
             datastore: where `adaptive` drafts by lookup, it looks in this corpus too: a file that `selfspec datastore
-                build` wrote with this tokenizer, opened at every call, or an open `Datastore`.
+                build` wrote with this tokenizer, opened at every call, or an open `selfspec.Datastore`.
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
                 that is made at the first such call and kept. The tokens stay the same.

@@ -46,8 +46,8 @@ class SelfSpeculative:
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
         drafts: where those of `adaptive` may come from, some of "exit", "lookup", "recycle" and "tree"; default: all.
-        datastore: a file that `selfspec datastore build` wrote, or a `Datastore`, in which `adaptive` looks drafts up
-            too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
+        datastore: a file that `selfspec datastore build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
+            drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
         exact: run every call in constant shapes, so that not even a rounding depends on how tokens were drafted.

@@ -51,6 +51,7 @@ def test_a_draft_is_what_a_naive_search_finds(content, most, num_tokens, step):
 
 
 @settings(max_examples=100)
+@example([3, 2, 1, 6, 4, 2, 1, 7, 5, 1, 8, 3, 2, 1], 16, 1)  # 7 after two tokens, 8 after one
 @example([0, 1, 2, 1, 3, 2, 0, 1], 16, 1)
 @example([4, 0, 1, 2, 0, 1, 3, 4, 0, 1], 16, 1)
 @given(contents, st.integers(1, 20), st.integers(1, 30))
