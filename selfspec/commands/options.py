@@ -96,9 +96,10 @@ class Generate:
     drafts: Annotated[
         str | None,
         Option(
-            metavar="exit,lookup,recycle,tree",
+            metavar="exit,lookup,recycle,tree,cascade",
             help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text, what "
-            "the model thought likely before; tree lets them have branches. Default: all.",
+            "the model thought likely before; tree lets them have branches, cascade lets early layers check what was "
+            "looked up. Default: all but recycle.",
             rich_help_panel=_DRAFT,
         ),
     ] = None

@@ -42,7 +42,7 @@ class Finder:
             return None
         grown = [self._grow(row, chances) for row, chances in zip(rows, chains, strict=True)]
         offers = [
-            chances if one is None else [one.chances[node] for node in one.order][: row.room - 1]
+            chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
             for row, chances, one in zip(rows, chains, grown, strict=True)
         ]
         lengths, rate = choose(offers, seconds)
@@ -55,7 +55,8 @@ class Finder:
             if one is not None:
                 trees[i] = one.best(length)
             elif length and row.guesses is not None:
-                trees[i] = TokenTree(tuple(row.guesses.chain(length)), tuple(range(length)))
+                tokens = tuple(row.guesses.chain(length))
+                trees[i] = TokenTree(tokens, tuple(range(len(tokens))))
         lengths = [0 if tree is None else len(tree.tokens) for tree in trees]
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
@@ -65,8 +66,11 @@ class Finder:
         guesses = row.guesses
         if guesses is None or not self._looks_up or guesses.match == 0:
             return []
-        matches = self.stored if guesses.is_stored else self.matches
-        return matches.survivals(guesses.match, row.request_id)[: min(self._most, row.room - 1)]
+        most = min(self._most, row.room - 1)
+        if not guesses.is_stored:
+            return self.matches.survivals(guesses.match, row.request_id)[:most]
+        chances = self.stored.survivals(guesses.match, row.request_id)[:most]
+        return chances[: len(guesses.chain(len(chances)))]  # a document may end before
 
     def _could_pay(self, chains: Sequence[Sequence[float]], seconds: Sequence[float], usual: float) -> bool:
         """Whether drafts could promise enough if every token were as likely as the first."""

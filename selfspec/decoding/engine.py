@@ -100,7 +100,8 @@ class Engine:
         target: what `selfspec.load` returns.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
-        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
+        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all but
+            "recycle".
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.

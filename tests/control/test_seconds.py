@@ -11,40 +11,48 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import MOST_BESIDE, Adaptive
-from selfspec.control.plan import NUM_BINS, SecondChoices
-from selfspec.control.seconds import FIRST, FIRST_WEIGHT, HALF_LIFE, SecondRates, likely_seconds
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices
+from selfspec.control.seconds import BOUNDS, FIRST, FIRST_WEIGHT, HALF_LIFE, SecondRates, likely_seconds
 from selfspec.control.worth import Worth
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
 
 # ------------------------------------------------------------------------------------------------------------- rates
 
-observations = st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.floats(0, 4000)), max_size=30)
+observations = st.lists(st.tuples(st.integers(1, 3), st.floats(0, 1), st.booleans(), st.floats(0, 4000)), max_size=30)
 
 
 @given(observations)
 def test_a_layers_rate_is_its_decayed_share_shrunk_to_that_of_all_layers(seen):
     rates = SecondRates(4)
-    for layer, is_right, tokens in seen:
-        rates.add(layer, is_right)
+    for layer, confidence, is_right, tokens in seen:
+        rates.add(layer, confidence, is_right)
         rates.pass_time(tokens)
-    ages = np.cumsum([tokens for _, _, tokens in seen][::-1])[::-1]
+    ages = np.cumsum([tokens for *_, tokens in seen][::-1])[::-1]
     weights = [2.0 ** (-age / HALF_LIFE) for age in ages]
 
-    def shrunk(layer, towards):
-        members = [(w, r) for w, (at, r, _) in zip(weights, seen, strict=True) if layer in (None, at)]
+    def group_of(confidence):
+        return sum(confidence >= bound for bound in BOUNDS)
+
+    def shrunk(layer, group, towards):
+        pairs = zip(weights, seen, strict=True)
+        members = [(w, r) for w, (at, c, r, _) in pairs if layer in (None, at) and group_of(c) == group]
         right = sum(weight for weight, is_right in members if is_right)
         return (right + FIRST_WEIGHT * towards) / (sum(w for w, _ in members) + FIRST_WEIGHT)
 
     for layer in range(1, 4):
-        assert rates.of(layer) == pytest.approx(shrunk(layer, shrunk(None, FIRST)))
+        wanted = [shrunk(layer, group, shrunk(None, group, first)) for group, first in enumerate(FIRST)]
+        bins = [group_of(edge) for edge in (0.0, *CONFIDENCE_EDGES)]
+        assert rates.of(layer) == pytest.approx(tuple(wanted[group] for group in bins))
 
 
 def test_what_one_layer_shows_is_expected_of_the_others_a_little():
     rates = SecondRates(4)
     for _ in range(60):
-        rates.add(2, True)
-    assert 1 > rates.of(2) > rates.of(1) > 0.8 and rates.of(1) == rates.of(3)
+        rates.add(2, 0.9, True)
+    seen, others = rates.of(2)[-1], rates.of(1)[-1]
+    assert 1 > seen > others > 0.8 and rates.of(1) == rates.of(3)
+    assert rates.of(2)[0] == FIRST[0]  # of what is unsure it tells nothing
 
 
 # ------------------------------------------------------------------------------------------------------------- choices
