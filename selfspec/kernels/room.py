@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from contextlib import suppress
 
 import torch
@@ -34,7 +35,8 @@ class Room:
 
 def _chunk(size: int) -> Tensor:
     """float32 zeros of `size` bytes, whose first stands where a large page begins."""
-    memory = mmap.mmap(-1, size + LARGE)
+    private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # shared ones stay small
+    memory = mmap.mmap(-1, size + LARGE, **private)
     whole = torch.frombuffer(memory, dtype=torch.float32)
     start = -whole.data_ptr() % LARGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
