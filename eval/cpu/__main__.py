@@ -148,7 +148,7 @@ def _synthetic(options: argparse.Namespace, record: dict[str, Any], say: Any) ->
     for length in (3, 5):
         whole, small = Fixed(exit_layer, length), Fixed(exit_layer, length, draft_vocab=FREQUENT)
         ours.append(decoding.Ours(target, f"fixed, {exit_layer} layers, {length} tokens", whole))
-        ours.append(decoding.Ours(target, f"the same over {FREQUENT} tokens", small))
+        ours.append(decoding.Ours(target, f"{length} over {FREQUENT} of the vocabulary", small))
     with TemporaryDirectory() as folder:
         rivals: list[Any] = []
         if options.llama_python:

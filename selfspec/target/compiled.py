@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.room import Room
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
@@ -52,11 +53,15 @@ class CompiledBody(LeanBody):
         }
         eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
         self._numbers = {**eps, "scale": one.scale}
+        room = Room()
         self._products = [
-            (Packed([x.q, x.k, x.v]), Packed([x.o]), Packed([x.gate, x.up], paired=True), Packed([x.down]))
+            (
+                *(Packed([x.q, x.k, x.v], room), Packed([x.o], room)),
+                *(Packed([x.gate, x.up], room, paired=True), Packed([x.down], room)),
+            )
             for x in self.layers
         ]
-        self._packed_head = Packed([self.head])
+        self._packed_head = Packed([self.head], room)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
         self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
         self._last_norm = self.norm.weight.detach().clone()

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.kernels.room import Room
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
@@ -86,7 +87,7 @@ class DraftHead(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 bias = linear._parameters["bias"]
                 rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
-            known = self._subsets[size] = Subset(tokens, rows, Packed([rows]) if packs else None, made_of)
+            known = self._subsets[size] = Subset(tokens, rows, Packed([rows], Room()) if packs else None, made_of)
         return known
 
     def logits(self, hidden: Tensor, subset: Subset, normed: Any, body: LeanBody | None) -> Tensor:

@@ -23,7 +23,7 @@ from selfspec.target.stack import Stack
 Engine = Literal["auto", "views", "fused", "compiled"]
 ENGINES: tuple[Engine, ...] = ("auto", "views", "fused", "compiled")
 MOST_MEMORY = 0.5  # of what is free: what `auto` may spend on packed copies of the weights
-READINGS = 5  # of a plain token with each engine
+READINGS = 3  # of a plain token with each engine
 _log = logging.getLogger("selfspec")
 
 

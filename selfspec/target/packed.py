@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.room import Room
 from selfspec.target.lean import Linear
 
 WHOLE = 1 << 40  # more outputs than a weight has: no gap after any of them
@@ -18,10 +19,11 @@ class Packed:
 
     Args:
         parts: weights `[out, in]` with the same input, whose outputs follow each other.
+        room: where to put them; weights that are read one after another are best put into one.
         paired: there are two of one size, a gate and what it gates, and the outputs are `silu(gate) * up`.
     """
 
-    def __init__(self, parts: Sequence[Linear], paired: bool = False) -> None:
+    def __init__(self, parts: Sequence[Linear], room: Room, paired: bool = False) -> None:
         panel, inputs = int(c.functions().selfspec_panel()), parts[0].weight.shape[1]
         half = panel // 2
         self._parts = parts
@@ -30,7 +32,7 @@ class Packed:
         panels = -(-self.num_outputs // (half if paired else panel))
         biased = any(part.bias is not None for part in parts)
         with torch.inference_mode(False):  # it outlives the call that asked for it
-            self.weight = torch.zeros(panels, inputs, panel)
+            self.weight = room.zeros(panels, inputs, panel)
             self.bias = torch.zeros(panels * panel) if biased else None
         bias = None if self.bias is None else self.bias.data_ptr()
         self.struct = c.Product(self.weight.data_ptr(), bias, inputs, self.num_outputs)
