@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.control.plan import RowOutcome
-from selfspec.decoding.rounds import Verdict
 from selfspec.decoding.stopping import Stopper
+from selfspec.decoding.verdict import Verdict
 from selfspec.kernels import reference
 from selfspec.kernels.layout import ENDED_BY_EOS, ENDED_BY_LENGTH
 
@@ -44,7 +44,7 @@ def test_blocks_end_where_the_engine_ends_them(accept, rows, padding):
             accepted = next((i for i, (guess, own) in enumerate(pairs) if guess != own), len(pairs))
             block = picks[starts[-1] :][: accepted + 1]
             kept, _, reason = Stopper(most, frozenset(ends)).cut([], 0, block)
-            verdict = Verdict([guess for guess, _ in pairs], accepted, block, None, None)
+            verdict = Verdict([guess for guess, _ in pairs], range(accepted + 1), block, None, None)
             outcome: RowOutcome = verdict.outcome(0, min(accepted, kept))
             for place in range(outcome.num_judged):
                 judged[place] += 1
