@@ -30,6 +30,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Where there is no C++ compiler, what only the compiled engine can show is not shown, and the reason is given."""
+    try:
+        return (yield)
+    except NoCompilerError as problem:
+        pytest.skip(str(problem))
+
+
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 
 
