@@ -55,7 +55,7 @@ class Target:
     Args:
         model: any transformers causal LM, with PEFT adapters or without. It is never changed; its weights are shared.
             What else changes about it later (adapters, device, dtype) is noticed by `generate` and `stream`; an
-            `Engine` keeps the model as it was when the engine was made, but for weights edited in place.
+            `Engine` keeps the model as it was when the engine was made, but for weights edited in place through torch.
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.

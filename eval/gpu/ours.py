@@ -128,6 +128,7 @@ def forward_seconds(engine: Engine, lengths: Sequence[int], repeats: int = 10) -
 
 def busy_seconds(engine: Engine, rounds: int = 12) -> float:
     """Seconds a round keeps the device busy, by torch's profiler: what the wall clock has beyond it is the host's."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(3):
@@ -136,4 +137,7 @@ def busy_seconds(engine: Engine, rounds: int = 12) -> float:
         for _ in range(rounds):
             engine.step()
         synchronize(engine.stack.device)
-    return sum(event.self_device_time_total for event in seen.key_averages()) / 1e6 / rounds
+    # Launches on the host carry their kernels' time as well: kernels alone are counted.
+    events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
+    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
+    return sum(event.self_device_time_total for event in events) / 1e6 / rounds

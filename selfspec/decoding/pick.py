@@ -206,7 +206,8 @@ def surely(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def sampling_tensors(samplings: Sequence[Sampling], positions: Tensor) -> SamplingTensors:
     """The same for the kernels, in one upload."""
-    floats = torch.tensor([[s.temperature, s.top_p, s.min_p] for s in samplings]).view(torch.int32)
+    numbers = [[s.temperature, s.top_p, s.min_p] for s in samplings]
+    floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32)
     ints = torch.tensor([[s.seed, s.top_k] for s in samplings])
     told = torch.cat([ints, floats.long()], 1).t().contiguous()
     told = told.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else told

@@ -77,7 +77,8 @@ class RoundInputs:
     def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
         """Write a round into the buffers; slots beyond its rows become empty."""
         key, lines = self.key, []
-        floats = torch.tensor([[row.temperature, row.top_p, row.min_p] for row in rows]).view(torch.int32).tolist()
+        numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
+        floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32).tolist()
         for row, (temperature, top_p, min_p) in zip(rows, floats, strict=True):
             ids = [*row.eos, *[-1] * (key.most_eos - len(row.eos))]
             given = [*row.given, *[0] * (key.width - len(row.given))]
@@ -110,7 +111,7 @@ class WholeRound:
         key, fields = self.key, dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
         fields |= {name: fields[name].int().view(torch.float32) for name in ("temperature", "top_p", "min_p")}
         live = fields["content"] > 0
-        sure = torch.zeros((key.slots, key.width - 1), device=live.device)
+        sure = torch.zeros((key.slots, key.width - 1), dtype=torch.float32, device=live.device)
         if key.exit_layer:
             fed, hidden, counts = self._draft(fields, live, sure)
         else:

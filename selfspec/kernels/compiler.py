@@ -27,9 +27,9 @@ _log = logging.getLogger("selfspec")
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: $CXX, else g++ or clang++; None where there is none."""
-    named = os.environ.get("CXX")
-    return next((found for name in ([named] if named else ["g++", "clang++"]) if (found := shutil.which(name))), None)
+    """The C++ compiler: the program that $CXX names, else g++ or clang++; None where there is none."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 @lru_cache(maxsize=1)
@@ -45,11 +45,15 @@ def library() -> ctypes.CDLL:
             "engine 'compiled' needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found; "
             "install one, or choose engine fused"
         )
-    file = _folder() / f"body-{_key(compiler)}.so"
-    if not file.is_file():
-        _compile(compiler, file)
+    folder, is_lasting = _folder()
+    file = folder / f"body-{_key(compiler)}.so"
     try:
-        return ctypes.CDLL(str(file))
+        if not file.is_file():
+            _compile(compiler, file)
+        loaded = ctypes.CDLL(str(file))
+        if not is_lasting:
+            shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded
+        return loaded
     except OSError as problem:
         with suppress(OSError):
             file.unlink()  # broken, or of another system under the same name: the next program compiles anew
@@ -67,7 +71,7 @@ def _compile(compiler: str, file: Path) -> None:
         reason = _run([compiler, *FLAGS, *more, str(SOURCES / "body.cpp"), "-o", name])
         if not reason:
             os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
-            _log.warning("compiled the layers for this machine, once, in %.1f s: %s", perf_counter() - start, file)
+            _log.warning("compiled the layers for this machine in %.1f s, kept in %s", perf_counter() - start, file)
             return
         with suppress(OSError):
             os.unlink(name)
@@ -104,15 +108,15 @@ def _features() -> str:
     return " ".join(sorted(kept))
 
 
-def _folder() -> Path:
-    """Where compiled files are kept: `compiled` in selfspec's cache folder, else the system's for temporary files."""
+def _folder() -> tuple[Path, bool]:
+    """Where compiled files are kept, `compiled` in selfspec's cache folder; else a temporary folder, and False."""
     from selfspec.kernels.places import cache_folder
 
     try:
         place = cache_folder() / "compiled"
         place.mkdir(parents=True, exist_ok=True)
         if os.access(place, os.W_OK):
-            return place
+            return place, True
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="selfspec-"))
+    return Path(tempfile.mkdtemp(prefix="selfspec-")), False

@@ -25,7 +25,6 @@ from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
 
 FEW = 12  # tokens of a call that mostly waits for weights
-SAMPLES = 4  # numbers looked at in every weight, where edits may have left no trace
 
 
 class CompiledBody(LeanBody):
@@ -66,7 +65,8 @@ class CompiledBody(LeanBody):
         self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
         self._last_norm = self.norm.weight.detach().clone()
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
-        self._weights = [self.head.weight, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+        heads = [w for w in self.head if w is not None]
+        self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sampled = self._edits(), self._samples()
         self.threads_for_few: int | None = None
@@ -93,6 +93,8 @@ class CompiledBody(LeanBody):
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
         """See `Stack.run`."""
+        if not rows.num_tokens:
+            return super().run(rows, start, stop, given, taps)
         x = F.embedding(given, self.embedding) if start == 0 else given.clone(memory_format=torch.contiguous_format)
         model, layers = self._in(rows.cache, x)
         call, longest = self._call(rows)
@@ -106,7 +108,7 @@ class CompiledBody(LeanBody):
         threads = self._threads(len(x))
         scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
         buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
-        room = torch.empty(buffers + scratch * threads)
+        room = x.new_empty(buffers + scratch * threads)
         last = self._last_norm.data_ptr() if stop == len(self.layers) else None
         self._lib.selfspec_run(
             *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
@@ -123,6 +125,8 @@ class CompiledBody(LeanBody):
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
         """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
+        if not len(hidden):
+            return hidden.new_empty(0, packed.num_outputs)
         hidden = hidden.contiguous()
         out, room = hidden.new_empty(len(hidden), packed.num_outputs), hidden.new_empty(2, *hidden.shape)
         weight = self._last_norm.data_ptr() if norm else None
@@ -136,9 +140,10 @@ class CompiledBody(LeanBody):
         """Pack the weights anew where the model's were edited in place since.
 
         Args:
-            deeply: look at some numbers of every weight too, since edits through `.data` leave no other trace.
+            deeply: add up every weight too, since edits through `.data` or numpy leave no other trace. Those of weights
+                made in inference mode leave none at all, so that they are added up each time.
         """
-        seen = self._edits()
+        seen, deeply = self._edits(), deeply or len(self._tracked) < len(self._weights)
         if seen == self._seen and not (deeply and not torch.equal(self._samples(), self._sampled)):
             return
         for layer in self._products:
@@ -162,16 +167,13 @@ class CompiledBody(LeanBody):
         return sum([w._version for w in self._tracked])
 
     def _samples(self) -> Tensor:
-        flat = [w.detach().view(-1) for w in self._weights]
-        return torch.cat([w[:: max(1, len(w) // SAMPLES)][:SAMPLES] for w in flat])
+        return torch.stack([part for w in self._weights for part in _sums(w.detach())])
 
     def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
         """What the compiled function is told of a packed call, and the longest row's length."""
         known = rows.plans.get("compiled")
         if known is None:
-            longest = self._reach(rows)
-            assert self._tables is not None
-            cos, sin = self._tables
+            longest, (cos, sin) = self._reach(rows)
             spans, nodes = _apart(rows.spans)
             most = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
@@ -209,6 +211,11 @@ def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
     branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
     width = max(map(len, branches))
     return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
+
+
+def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers that change with a weight: its sum, and that of its rows' extremes."""
+    return weight.sum(), weight.amax(-1).sum()
 
 
 def _weights(layer: Any) -> list[Tensor]:

@@ -50,7 +50,8 @@ def choose(stack: Stack, engine: Engine) -> float:
         stack.lean = None
         return self_check(stack)
     if fused is None:
-        raise ValueError(_refusal(stack, engine, "Llama-shaped models in float32 or float64 without hooks or adapters"))
+        dtypes = "float32 on CPU" if engine == "compiled" else "float32 or float64"
+        raise ValueError(_refusal(stack, engine, f"Llama-shaped models in {dtypes} without hooks or adapters"))
     if engine == "fused":
         error = self_check(stack)
         if stack.lean is None:

@@ -127,19 +127,18 @@ class LeanBody:
         """cos and signed sin `[N, 1, head_dim]` at the call's positions, from a table that grows by doubling."""
         known = rows.plans.get("rope")
         if known is None:
-            self._reach(rows)
-            assert self._tables is not None
+            _, (cos, sin) = self._reach(rows)
             at = rows.positions[0]
-            known = rows.plans["rope"] = (self._tables[0][at], self._tables[1][at])
+            known = rows.plans["rope"] = (cos[at], sin[at])
         return known
 
-    def _reach(self, rows: PackedRows) -> int:
-        """The call's longest row, in tokens; afterwards the tables are as long."""
-        last = rows.most_tokens
-        if self._tables is None or last > self._tables[0].shape[0]:
-            self._outgrown += [] if self._tables is None else [self._tables]
-            self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
-        return last
+    def _reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
+        """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
+        last, tables = rows.most_tokens, self._tables
+        if tables is None or last > tables[0].shape[0]:
+            self._outgrown += [] if tables is None else [tables]
+            tables = self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
+        return last, tables
 
     def refresh(self, deeply: bool = False) -> None:
         """Take over what was edited in the model's weights, for bodies that have copies of them; this one has none."""

@@ -33,7 +33,7 @@ class Packed:
         biased = any(part.bias is not None for part in parts)
         with torch.inference_mode(False):  # it outlives the call that asked for it
             self.weight = room.zeros(panels, inputs, panel)
-            self.bias = torch.zeros(panels * panel) if biased else None
+            self.bias = torch.zeros(panels * panel, dtype=torch.float32, device="cpu") if biased else None
         bias = None if self.bias is None else self.bias.data_ptr()
         self.struct = c.Product(self.weight.data_ptr(), bias, inputs, self.num_outputs)
         self.fill()
