@@ -18,6 +18,7 @@ from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.finder import Finder
+from selfspec.control.parts import WHOLE, Parts, Vocabulary, choose
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
     SEED_POSITIONS,
@@ -100,8 +101,13 @@ class Adaptive:
         self._seeds = 0  # prompts looked at
         self._idle_rounds = 0  # plain rounds that are not counted yet
         self._acceptance = 0.0  # of the exit layer in use
+        self._parts, self._part = Parts(costs), WHOLE  # of the vocabulary, and the one that drafts are over
         self._idle = Plan(None, (0,), speedup=1.0)
         self._most_credit = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
+
+    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+        """Drafts may be over parts of this vocabulary; None: they are over all of it."""
+        self._parts, self._part = Parts(self.costs, vocabulary), WHOLE
 
     @property
     def reads_lookup(self) -> bool:
@@ -163,6 +169,7 @@ class Adaptive:
             shadow=shadow,
             seconds=self._seconds,
             guesses=guesses,
+            draft_vocab=self._part.size,
             speedup=self._speedup,
         )
 
@@ -179,7 +186,8 @@ class Adaptive:
             if plan.exit_layer and outcome.second is not None and self._second_rates is not None:
                 self._second_rates.add(plan.exit_layer, outcome.confidences[outcome.num_accepted], outcome.second)
             if plan.exit_layer and outcome.num_judged:
-                judged, accepted = outcome.num_judged, outcome.num_accepted
+                # What no draft could have picked says nothing of the layer: it is in the part's coverage.
+                judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
                 hits = [j < accepted for j in range(judged)]
                 self.tracker.add(plan.exit_layer, hits, outcome.confidences[:judged])
             if outcome.shadow is not None:
@@ -194,7 +202,8 @@ class Adaptive:
             lengths, beside = ([*each] for each in zip(*[(o.num_drafted, o.num_beside) for o in outcomes], strict=True))
             beside = beside if any(beside) else []
             widths = outcomes[0].widths
-            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside, widths=widths)
+            part = self._parts.share(plan.draft_vocab)
+            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside, part, widths)
             self._look_at_clock(expected, seconds)
         self._idle_rounds = 0
         self._pay(plan, seconds)
@@ -228,13 +237,11 @@ class Adaptive:
         if not self._allowed:
             self._next = self._round + IDLE_ROUNDS
             return
-        rates, drafted = worth.rates(right, share)
-        best = rates.max(1)
-        exit_layer = max(self._allowed, key=lambda e: best[e - 1])
         now = self._exit_layer
-        if now is not None and best[exit_layer - 1] < STAY * best[now - 1]:
-            exit_layer = now
-        rate = float(best[exit_layer - 1])
+        parts = self._parts.now(any(row.has_processors for row in rows))
+        chosen = choose(parts, self._allowed, worth, right, share, (self._part.size, now), STAY)
+        self._part, exit_layer, rates, drafted = chosen
+        right, rate = right * self._part.coverage, float(rates[exit_layer - 1].max())
         trusted = self._trust.ratio * rate
         self._speedup = trusted * worth.plain_seconds / num_rows
         self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)

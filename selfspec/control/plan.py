@@ -54,6 +54,7 @@ class RowState(NamedTuple):
     content_length: int  # prompt and output so far, in tokens
     room: int  # tokens it may still emit, at least 1
     guesses: Guesses | None = None  # told to policies that read lookups
+    has_processors: bool = False  # its drafts are then over the whole vocabulary
 
     @property
     def match(self) -> int:
@@ -182,6 +183,7 @@ class RowOutcome(NamedTuple):
     second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
     num_beside: int = 0  # second choices drafted
     widths: tuple[int, ...] = ()  # of a cascade: tokens of each early pass but the last
+    is_left_out: bool = False  # whether the target's token, where a draft was refused, was none it was picked among
 
     @property
     def num_emitted(self) -> int:
@@ -226,7 +228,8 @@ class Policy(Protocol):
     takes an index of every row; one whose `reads_ranks` is true, also where tokens stood among other candidates; and
     where `recycles` is true, what verification thought likely is kept for later. A policy may also have
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
-    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts.
+    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `tell_vocabulary` is
+    handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

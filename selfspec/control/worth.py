@@ -42,7 +42,7 @@ class Worth:
         self._lengths = np.arange(1.0, MOST + 1)
         self._by_width: tuple[Floats, Floats] | None = None  # of rounds by lookup; and their picks
         self._lines = np.arange(costs.num_layers - 1)[:, None]
-        self._pick = self._passes = 1.0
+        self._pick = self._passes = self._part = 1.0
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -57,15 +57,25 @@ class Worth:
         self._pick, self._passes = pick, passes
         self._price()
 
+    def draft_over(self, share: float) -> None:
+        """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller."""
+        if share != self._part:
+            self._part = share
+            self._price_drafts()
+
     def _price(self) -> None:
-        read = (self._costs.num_layers - self._above) * self._more  # [L - 1, 1], by an early pass
-        # [L - 1, 1]: one drafted token per row, beside the round's first pass
-        self._step = self._passes * (self._early + read) + self.step_head + self._pick * self.step_pick
-        self._begin = self._passes * (self._first + read)
         self._verify = self._late + self._above * self._more + self.head + self._pick * self.pick + self.rest
         self._lookups: list[float] | None = None
         plain = sum(self.plain.values()) + self._costs.num_layers * self._more
         self.plain_seconds = plain + (self._pick - 1) * self.plain["pick"]
+        self._price_drafts()
+
+    def _price_drafts(self) -> None:
+        read = (self._costs.num_layers - self._above) * self._more  # [L - 1, 1], by an early pass
+        picking = self._part * (self.step_head + self._pick * self.step_pick)
+        # [L - 1, 1]: one drafted token per row, beside the round's first pass
+        self._step = self._passes * (self._early + read) + picking
+        self._begin = self._passes * (self._first + read)
         # [L - 1, MOST]: drafts of every length; the last drafted token runs through early layers too, without a head
         self._rounds = self._step * self._lengths + self._begin + self._verify[:, 1:]
 
@@ -139,7 +149,8 @@ class Worth:
         for n, chance in enumerate(chances[:MOST_GUESSES], 1):
             saved += chance * step
             wider = self._passes * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow)
-            wider += costs.head(1 + n) - self.step_head + self._pick * (costs.pick(1 + n) - self.step_pick)
+            picking = costs.head(1 + n) - self.step_head + self._pick * (costs.pick(1 + n) - self.step_pick)
+            wider += self._part * picking
             if saved - wider > best:
                 best, count = saved - wider, n
         return count

@@ -84,7 +84,9 @@ def policy_for(
         return target.costs(batch_size, exact=True) if exact else target.costs(batch_size)
 
     made = make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
-    ranks = target.stack.ranks
+    stack, ranks = target.exact_stack if exact else target.stack, target.stack.ranks
+    if hasattr(made, "tell_vocabulary"):
+        made.tell_vocabulary(stack.frequencies if stack.has_draft_heads else None)
     return made if ranks is None else Led(made, ranks.leads, ranks.agreed)
 
 
@@ -241,14 +243,17 @@ class Engine:
                 self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles, whole=True
             )
             pairs = list(zip(ready, verdicts, strict=True))
+            left_out = [self._is_left_out(plan, verdict) for verdict in verdicts]
             looks = [row.looked(verdict.block, reads_ranks) if reads_lookup else None for row, verdict in pairs]
             for row, verdict in pairs:
                 if verdict.likely is not None:
                     row.guesser.learn(verdict.block, verdict.likely)
-            for (row, verdict), looked in zip(pairs, looks, strict=True):
+            for (row, verdict), looked, is_out in zip(pairs, looks, left_out, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
-                outcomes.append(verdict.outcome(result.request_id, result.num_accepted, looked))
+                outcome = verdict.outcome(result.request_id, result.num_accepted, looked)
+                is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
+                outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
         finally:
             for row in ready:
                 if row.has_raised:
@@ -317,13 +322,20 @@ class Engine:
         if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
             raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 
+    def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
+        """Whether an exit's draft was refused for a token that the plan's part of the vocabulary does not hold."""
+        refused = verdict.num_right < (verdict.chain or len(verdict.drafted))
+        if plan.draft_vocab is None or not plan.exit_layer or not refused or not self.stack.has_draft_heads:
+            return False
+        return verdict.block[verdict.num_right] not in self.stack.frequencies.part(plan.draft_vocab).members
+
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
         with row.blamed():
             kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
-        self.stack.frequencies.add(verdict.block[:kept])
+        self.stack.frequencies.add(verdict.block[:kept], written=True)
         beside = len(verdict.drafted) - len(branch)
         row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason

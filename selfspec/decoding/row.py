@@ -51,7 +51,9 @@ class Row:
 
     @property
     def state(self) -> RowState:
-        return RowState(self.request_id, len(self.content), self.room)
+        return RowState(
+            self.request_id, len(self.content), self.room, has_processors=bool(self.request.logits_processor)
+        )
 
     @property
     def guesser(self) -> Guesser:

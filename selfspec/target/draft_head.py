@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,38 @@ from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
+HALF_LIFE = 64.0  # written tokens after which one counts half in coverage
+SUPPOSED, SUPPOSED_WEIGHT = 0.8, 4.0  # coverage before any are written, and for how many of them that counts
+
+
+class Part:
+    """The most frequent tokens as they were ranked last, and how many of those written since it was asked for it held.
+
+    Attributes:
+        tokens: int64, ascending.
+        members: the same.
+        version: the ranks'.
+    """
+
+    def __init__(
+        self, tokens: Tensor, version: int, coverage: float = SUPPOSED, weight: float = SUPPOSED_WEIGHT
+    ) -> None:
+        self.tokens, self.members, self.version = tokens, frozenset(tokens.tolist()), version
+        self._written, self._held = weight, weight * coverage
+
+    @property
+    def coverage(self) -> float:
+        return self._held / self._written
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """Count what was written beside what was before; older tokens fade."""
+        for token in tokens:
+            self._written = 0.5 ** (1 / HALF_LIFE) * self._written + 1
+            self._held = 0.5 ** (1 / HALF_LIFE) * self._held + (token in self.members)
+
+    def renewed(self, tokens: Tensor, version: int) -> Part:
+        """The same of later ranks."""
+        return Part(tokens, version, self.coverage, self._written)
 
 
 class Frequencies:
@@ -33,15 +65,32 @@ class Frequencies:
         self.vocab_size = vocab_size
         self._counts: Counter[int] = Counter()
         self._seen = self._ranked = 0
+        self._parts: dict[int, Part] = {}
         self.version = 0
         """Grows when it is time to rank anew."""
 
-    def add(self, tokens: Iterable[int]) -> None:
+    def add(self, tokens: Iterable[int], written: bool = False) -> None:
+        """Count tokens of a prompt, or those that the model has `written`."""
         tokens = list(tokens)
+        for size in self._parts if written else ():
+            self.part(size).count(tokens)
         self._counts.update(tokens)
         self._seen += len(tokens)
         if self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4):
             self._ranked, self.version = self._seen, self.version + 1
+
+    def part(self, size: int) -> Part:
+        """The `size` most frequent tokens by the ranks of this version; the same until the next."""
+        known = self._parts.get(size)
+        if known is None or known.version != self.version:
+            tokens = self.top(size)
+            known = Part(tokens, self.version) if known is None else known.renewed(tokens, self.version)
+            self._parts[size] = known
+        return known
+
+    def coverage(self, size: int) -> float:
+        """How many of the lately written tokens were among the `size` most frequent before they were written."""
+        return self.part(size).coverage
 
     def top(self, size: int) -> Tensor:
         """The most frequent tokens, int64 `[size]`, ascending; those never seen by their ids."""
@@ -83,7 +132,7 @@ class DraftHead(nn.Module):
         edits = 0 if linear.weight.is_inference() else linear.weight._version
         made_of = (frequencies.version, edits)
         if known is None or known.made_of != made_of or (known.packed is not None) != packs:
-            tokens = frequencies.top(size).to(linear.weight.device)
+            tokens = frequencies.part(size).tokens.to(linear.weight.device)
             with torch.inference_mode(False), torch.no_grad():
                 bias = linear._parameters["bias"]
                 rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])

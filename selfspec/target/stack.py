@@ -81,6 +81,11 @@ class Stack:
         return self._twin
 
     @property
+    def has_draft_heads(self) -> bool:
+        """Whether `draft_logits` are of fewer tokens; a runner's recorded rounds draft over all of them."""
+        return self._draft_head is not None and self.runner is None
+
+    @property
     def engine(self) -> str:
         """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
         return "views" if self.lean is None else self.lean.name

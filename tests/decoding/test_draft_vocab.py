@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.api import Target
+from selfspec.control import parts
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, Table
 from selfspec.control.fixed import Fixed
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling, Subset, pick, pick_surely, scored
+from selfspec.decoding.request import Request
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.draft_head import AT_LEAST, Frequencies
+from selfspec.target.draft_head import AT_LEAST, SUPPOSED, Frequencies
 from selfspec.target.exit_heads import ExitHeads
+from tests.decoding.test_adaptive_lossless import where_drafts_pay
+from tests.decoding.test_greedy import check_equals_generate
+from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import generate, make_prompts
 from tests.models import build, tiny
 
@@ -123,10 +131,120 @@ def test_an_engine_counts_prompts_and_outputs_and_refuses_an_empty_vocabulary():
     target = Target(build("llama"))
     engine = Engine(target, policy=Fixed(2, 3, draft_vocab=20))
     engine.submit([11, 12, 11], max_new_tokens=6)
+    assert target.stack.frequencies.coverage(96) == SUPPOSED
     emitted = [row.tokens for round_ in engine.run() for row in round_.rows]
     assert target.stack.frequencies._counts.total() == 3 + sum(map(len, emitted)) == 9
+    assert target.stack.frequencies.coverage(96) > SUPPOSED  # of the tokens it has written
     with pytest.raises(ValueError, match=r"^a plan's draft_vocab must be a whole number of at least 1, got 0$"):
         target.generate([[3, 4]], policy=Fixed(2, 3, draft_vocab=0), max_new_tokens=4)
+
+
+def test_coverage_is_of_written_tokens_by_the_ranks_before_them():
+    seen = Frequencies(1000)
+    assert seen.coverage(100) == SUPPOSED
+    seen.add([900] * 50)  # a prompt says how frequent tokens are, not how well they are covered
+    assert seen.coverage(100) == SUPPOSED
+    seen.add([900] * AT_LEAST, written=True)  # ranked anew only after them
+    assert seen.coverage(100) < 0.1
+    assert 900 in seen.part(100).members
+    seen.add([900] * AT_LEAST, written=True)
+    assert seen.coverage(100) > 0.9
+
+
+def test_the_part_that_is_drafted_over_is_the_one_that_coverage_is_of():
+    target, hidden = Target(build("llama")), torch.randn(2, 32)
+    target.stack.frequencies.coverage(20)  # asked for before anything is drafted
+    for tokens in ([95, 94], [93] * (AT_LEAST - 2), [92] * AT_LEAST):
+        target.stack.frequencies.add(tokens)
+        with torch.inference_mode():
+            drafted = target.stack.draft_logits(hidden, 2, 20)[1].tolist()
+        assert {*drafted} == target.stack.frequencies.part(20).members
+    assert {92, 93, 94, 95} <= {*drafted}
+
+
+@pytest.mark.parametrize("draft_vocab", [30, None])
+def test_a_policy_is_told_where_no_draft_could_have_been_right(draft_vocab):
+    """Of a row at a time, the refused place's own token is the last of its round."""
+    target, seen = Target(build("llama")), []
+
+    class Notes(Fixed):
+        def observe(self, plan, outcomes, seconds):
+            seen.extend(outcomes)
+
+    policy = Notes(2, 3, draft_vocab=draft_vocab)
+    engine = Engine(target, policy=policy, max_batch_size=1)
+    for prompt in make_prompts(RAGGED):
+        engine.submit(Request(tuple(prompt), max_new_tokens=20, eos=frozenset()))
+    expected = []
+    while engine.has_work:
+        members = target.stack.frequencies.part(draft_vocab).members if draft_vocab else range(96)
+        for row in engine.step().rows:
+            if row.tokens:
+                refused = row.num_accepted < len(row.drafted) and len(row.tokens) > row.num_accepted
+                expected.append(bool(row.drafted) and refused and row.tokens[-1] not in members)
+    assert [outcome.is_left_out for outcome in seen] == expected
+    assert any(expected) == (draft_vocab is not None) and not all(expected)
+
+
+class Watched(Adaptive):
+    """The default where a head is as dear as several layers; keeps its plans, and what became of them."""
+
+    def __init__(self):
+        costs = replace(where_drafts_pay(), head=Table.of({1: 3.0, 9: 3.1}))
+        super().__init__(costs)
+        self.seen = []
+
+    def observe(self, plan, outcomes, seconds):
+        self.seen += [(plan, outcome) for outcome in outcomes]
+        super().observe(plan, outcomes, seconds)
+
+
+@pytest.mark.parametrize("engine", ["auto", "views"])
+@pytest.mark.parametrize("lengths", [(9,), RAGGED], ids=["one row", "ragged"])
+def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(engine, lengths, monkeypatch):
+    monkeypatch.setattr(parts, "LEAST", 12)  # of 96 tokens
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[20:] *= 0.1  # it writes the first tokens only, nearly always
+    target, prompts = Target(model, engine=engine), make_prompts(lengths, seed=1)
+    greedy, sampled, exact = Watched(), Watched(), Watched()
+    check_equals_generate(target, prompts, greedy, 60)
+    check_equals_plain(target, prompts, sampled, max_new_tokens=60, temperature=0.6, seed=4)
+    plain = target.generate(prompts, policy="plain", exact=True, max_new_tokens=60)
+    drafted = target.generate(prompts, policy=exact, exact=True, max_new_tokens=60)
+    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+    for policy in (greedy, sampled, exact):
+        over = [outcome for plan, outcome in policy.seen if plan.draft_vocab is not None]
+        assert {plan.draft_vocab for plan, _ in policy.seen} <= {None, 12, 24}
+        assert sum(outcome.num_accepted for outcome in over) > 0
+
+
+def test_processors_make_the_default_draft_over_the_whole_vocabulary(monkeypatch):
+    monkeypatch.setattr(parts, "LEAST", 12)
+    target, prompts = Target(build("llama")), make_prompts(RAGGED, seed=1)
+    policy = Watched()
+    plain = target.generate(prompts, policy="plain", max_new_tokens=30, logits_processor=Ban())
+    done = target.generate(prompts, policy=policy, max_new_tokens=30, logits_processor=Ban())
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    assert {plan.draft_vocab for plan, _ in policy.seen} == {None}
+    assert sum(c.stats.num_draft_tokens for c in done) > 0
+
+
+def test_where_a_row_ended_before_the_refusal_nothing_was_left_out():
+    model, seen = build("llama"), []
+    with torch.no_grad():
+        model.lm_head.weight[30:] *= 0.5  # some of its tokens are not drafted, and most are
+
+    class Notes(Fixed):
+        def observe(self, plan, outcomes, seconds):
+            seen.extend(outcomes)
+
+    engine = Engine(Target(model), policy=Notes(3, 4, draft_vocab=30))
+    for prompt in make_prompts([5] * 80):
+        engine.submit(Request(tuple(prompt), max_new_tokens=12, eos=frozenset(range(0, 96, 5))))
+    kept = [(row.drafted, row.num_accepted) for round_ in engine.run() for row in round_.rows]
+    assert any(outcome.is_left_out for outcome in seen) and any(n for _, n in kept)
+    assert all(outcome.num_accepted < outcome.num_drafted for outcome in seen if outcome.is_left_out)
 
 
 def test_costs_of_a_small_head():

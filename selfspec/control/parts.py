@@ -1,0 +1,101 @@
+"""Parts of a vocabulary that drafts may be picked among, where the whole head is dear beside a layer.
+
+A draft over the most frequent tokens costs their share of the head at every token, and is wrong wherever the target
+picks another one (FR-Spec, arXiv 2502.14856). How often that is can be seen without drafting at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from selfspec.control.costs import Costs
+from selfspec.control.tracker import Floats
+from selfspec.control.worth import Worth
+
+DIVISORS = (8, 4)  # of the vocabulary
+LEAST = 4096  # tokens: of smaller heads there is little to save
+
+
+class Vocabulary(Protocol):
+    """What a policy may know of the tokens; see `selfspec.target.draft_head.Frequencies`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def coverage(self, size: int) -> float:
+        """The share of lately written tokens that were among the `size` most frequent before they were written."""
+        ...
+
+
+class Part(NamedTuple):
+    """What a draft is picked among."""
+
+    size: int | None  # tokens; None: the whole vocabulary
+    share: float  # of the vocabulary
+    coverage: float  # of what the target picks
+
+
+WHOLE = Part(None, 1.0, 1.0)
+
+
+class Choice(NamedTuple):
+    """What to draft by, and what `Worth.rates` says of all layers there."""
+
+    part: Part
+    exit_layer: int
+    rates: Floats
+    drafted: Floats
+
+
+class Parts:
+    """The whole vocabulary, and parts of it where the head costs more than an early layer."""
+
+    def __init__(self, costs: Costs, vocabulary: Vocabulary | None = None) -> None:
+        self._vocabulary, self._sizes = vocabulary, list[int]()
+        if vocabulary is not None and costs.head(1) > costs.early_pass(1, 1):
+            sizes = [vocabulary.vocab_size // divisor for divisor in DIVISORS]
+            self._sizes = [size for size in sizes if size >= LEAST]
+
+    def now(self, is_whole: bool = False) -> Sequence[Part]:
+        """Those to choose from, as they cover the text now; `is_whole`: the whole vocabulary alone."""
+        return [WHOLE] if is_whole else [WHOLE, *self._of_sizes()]
+
+    def share(self, size: int | None) -> float:
+        """Of the vocabulary."""
+        return 1.0 if size is None or self._vocabulary is None else size / self._vocabulary.vocab_size
+
+    def _of_sizes(self) -> Iterator[Part]:
+        if self._vocabulary is not None:
+            for size in self._sizes:
+                yield Part(size, self.share(size), self._vocabulary.coverage(size))
+
+
+def choose(
+    parts: Sequence[Part],
+    layers: Sequence[int],
+    worth: Worth,
+    right: Floats,
+    share: Floats,
+    now: tuple[int | None, int | None],
+    stay: float,
+) -> Choice:
+    """The part and exit layer of most tokens per second, which `worth` then prices drafts by.
+
+    Args:
+        right: how often each layer is right among tokens that drafts are picked among, and `share`, as in
+            `Worth.rates`.
+        now: a part's size and a layer, which stay in use unless others promise `stay` times as much.
+    """
+    found: dict[int | None, tuple[Part, Floats, Floats]] = {}
+    best: dict[tuple[int | None, int | None], float] = {}
+    for part in parts:
+        worth.draft_over(part.share)
+        rates, drafted = worth.rates(right * part.coverage, share)
+        found[part.size] = part, rates, drafted
+        best.update({(part.size, layer): rate for layer, rate in enumerate(rates.max(1).tolist(), 1)})
+    size, exit_layer = max(((size, layer) for size in found for layer in layers), key=best.__getitem__)
+    if now[1] is not None and best[size, exit_layer] < stay * best.get(now, 0.0):
+        size, exit_layer = now[0], now[1]
+    part, rates, drafted = found[size]
+    worth.draft_over(part.share)
+    return Choice(part, exit_layer, rates, drafted)

@@ -1,0 +1,171 @@
+"""When drafts are over a part of the vocabulary: where the head is dear, the text is covered, and no row objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Table
+from selfspec.control.parts import WHOLE, Part, Parts, choose
+from selfspec.control.plan import RowOutcome, RowState, Seconds
+from selfspec.control.tracker import Tracker
+from selfspec.control.worth import MOST, Worth
+from tests.eval.replays import made_up_costs
+
+LAYERS, VOCAB = 8, 131072
+DEAR = 5e-3  # seconds of a head, where a layer takes one millisecond
+
+
+class Text:
+    """What is known of a vocabulary: how much of the text each part covers."""
+
+    def __init__(self, vocab_size=VOCAB, **covered):
+        self.vocab_size, self.covered = vocab_size, {int(size[1:]): share for size, share in covered.items()}
+
+    def coverage(self, size):
+        return self.covered.get(size, 0.0)
+
+
+def good_layers(rate=0.9):
+    """A prior in which layer 2 is right so often, and others hardly ever."""
+    tracker = Tracker(LAYERS)
+    for i in range(60):
+        for layer in range(1, LAYERS):
+            tracker.add(layer, [layer == 2 and i % 10 < 10 * rate], [0.9])
+    return tracker.state()
+
+
+def planned(head, text, **kinds):
+    policy = Adaptive(made_up_costs(LAYERS, head=head), good_layers(), drafts=["exit"])
+    policy.tell_vocabulary(text)
+    return policy.plan([RowState(0, 40, 100, **kinds)])
+
+
+def test_the_part_of_most_tokens_per_second_is_drafted_over():
+    assert planned(DEAR, Text(s16384=0.99, s32768=1.0)).draft_vocab == 16384
+    assert planned(DEAR, Text(s16384=0.6, s32768=0.99)).draft_vocab == 32768
+
+
+@pytest.mark.parametrize(
+    "head, text",
+    [(DEAR, Text(s16384=0.3, s32768=0.4)), (2e-4, Text(s16384=1.0, s32768=1.0)), (DEAR, None)],
+    ids=["covers little", "cheap head", "nothing known"],
+)
+def test_elsewhere_drafts_are_over_all_of_it(head, text):
+    plan = planned(head, text)
+    assert plan.exit_layer == 2 and plan.draft_vocab is None
+
+
+def test_small_vocabularies_have_no_parts_however_dear_their_head():
+    dear = made_up_costs(LAYERS, head=DEAR)
+    sizes = {v: [part.size for part in Parts(dear, Text(v)).now()] for v in (4096, 16383, 16384, 32768, VOCAB)}
+    assert sizes == {4096: [None], 16383: [None], 16384: [None, 4096], 32768: [None, 4096, 8192]} | {
+        VOCAB: [None, 16384, 32768]
+    }
+    assert Parts(dear).now() == [WHOLE]
+
+
+def test_rows_with_processors_are_priced_over_the_whole_vocabulary():
+    text = Text(s16384=1.0, s32768=1.0)
+    over_all = planned(DEAR, None)
+    assert planned(DEAR, text).draft_vocab == 16384
+    assert planned(DEAR, text, has_processors=True) == over_all
+    assert over_all.speedup < planned(DEAR, text).speedup
+
+
+def test_what_a_part_does_not_cover_lowers_the_chances_that_drafts_stop_by():
+    sure, unsure = (planned(DEAR, Text(s16384=c, s32768=0.0)) for c in (1.0, 0.9))
+    assert sure.draft_vocab == unsure.draft_vocab == 16384
+    assert unsure.stop.calibration == pytest.approx([0.9 * right for right in sure.stop.calibration])
+    assert unsure.speedup < sure.speedup
+
+
+def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer():
+    def after(is_left_out):
+        policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), exit_layers=[2], drafts=["exit"])
+        policy.tell_vocabulary(Text(s16384=0.9, s32768=0.9))
+        for _ in range(20):
+            plan = policy.plan([RowState(0, 40, 100)])
+            policy.observe(plan, [RowOutcome(0, 3, 2, (0.9,) * 3, is_left_out=is_left_out)], Seconds())
+        return policy.tracker.estimates()[0][1]
+
+    kept, lowered = after(True), after(False)
+    assert kept[7] > 0.9 and lowered[7] < 0.75  # the bin of 0.9
+
+
+def test_it_leaves_a_part_that_no_longer_covers_the_text():
+    text = Text(s16384=1.0, s32768=1.0)
+    policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), drafts=["exit"])
+    policy.tell_vocabulary(text)
+
+    def drive(rounds):
+        seen = []
+        for _ in range(rounds):
+            plan = policy.plan([RowState(0, 40, 100)])
+            n = min(plan.draft_lengths[0], 3)
+            policy.observe(plan, [RowOutcome(0, n, n, (0.9,) * n)], Seconds())
+            seen.append(plan.draft_vocab)
+        return seen
+
+    assert set(drive(10)) == {16384}
+    text.covered.clear()
+    assert drive(20)[-1] is None
+
+
+@pytest.mark.parametrize("used", [(16384, 2), (None, None)], ids=["in use", "nothing in use"])
+def test_the_part_in_use_stays_until_another_promises_enough_more(used):
+    worth, stay, seen = Worth(made_up_costs(LAYERS, head=DEAR), 1), 1.02, set()
+    right, share = np.full((LAYERS - 1, 12), 0.9), np.full((LAYERS - 1, 12), 1 / 12)
+    for coverage in np.linspace(1.0, 0.7, 150):
+        parts = [Part(16384, 0.125, float(coverage)), Part(32768, 0.25, 1.0)]
+        smaller, larger = (
+            choose([part], [2], worth, right, share, (None, None), stay).rates[1].max() for part in parts
+        )
+        found = choose(parts, [2], worth, right, share, used, stay)
+        moves = larger / smaller >= (stay if used[1] else 1.0)
+        assert found.part.size == (32768 if moves else 16384)
+        assert found.rates[1].max() == (larger if moves else smaller)
+        seen.add((bool(moves), bool(larger > smaller)))
+    assert {(False, False), (True, True)} <= seen
+    assert ((False, True) in seen) == (used[1] is not None)
+
+
+@pytest.mark.parametrize("share", [0.125, 1.0])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_worth_and_costs_agree_on_rounds_that_draft_over_a_part(share, rows):
+    costs = made_up_costs(LAYERS, head=DEAR)
+    costs = replace(costs, pick=costs.pick.scaled(20), _known={})
+    worth = Worth(costs, rows)
+    worth.draft_over(share)
+    for drafted in (1, 5, MOST):
+        expected = costs.round(3, [drafted] * rows, draft_share=share)
+        assert worth.rounds(3)[drafted] == pytest.approx(expected)
+
+
+def test_drafting_over_all_of_it_again_prices_drafts_as_before():
+    costs = made_up_costs(LAYERS, head=DEAR)
+    right, share = np.full((LAYERS - 1, 12), 0.8), np.full((LAYERS - 1, 12), 1 / 12)
+    worth, fresh = Worth(costs, 1), Worth(costs, 1)
+    worth.draft_over(0.125)
+    part = worth.rates(right, share)[0]
+    worth.draft_over(1.0)
+    assert np.array_equal(worth.rates(right, share)[0], fresh.rates(right, share)[0])
+    assert (part > fresh.rates(right, share)[0]).all()
+    assert worth.guesses(3, [0.9, 0.8]) >= 1
+
+
+def test_the_clock_is_compared_with_what_a_smaller_head_should_take():
+    """Heads take as long for few tokens as for one, picks not: told of the whole head, it would think picks slow."""
+    costs = made_up_costs(LAYERS, head=2e-2)
+    costs = replace(costs, pick=Table.of({n: 1e-4 * n for n in (1, 64)}), _known={})
+    policy = Adaptive(costs, good_layers(), exit_layers=[2], drafts=["exit"])
+    policy.tell_vocabulary(Text(s16384=1.0))
+    for _ in range(12):
+        plan = policy.plan([RowState(0, 40, 100)])
+        assert (plan.exit_layer, plan.draft_vocab) == (2, 16384)
+        took = costs.stages(2, [3], draft_share=0.125)
+        policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**took))
+    assert policy._pick == pytest.approx(1)
