@@ -103,6 +103,7 @@ class Adaptive:
         self._acceptance = 0.0  # of the exit layer in use
         self._parts, self._part = Parts(costs), WHOLE  # of the vocabulary, and the one that drafts are over
         self._idle = Plan(None, (0,), speedup=1.0)
+        self._made: Plan | None = None  # since the last decision
         self._most_credit = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
@@ -154,14 +155,17 @@ class Adaptive:
             return self._idle
         if self._exit_layer is None:
             return self._idle if self._credit < 0 else Plan(None, self._idle.draft_lengths, shadow=self._shadow(None))
-        lengths = tuple(min(self.most, row.room - 1) for row in rows)
+        lengths = tuple([min(self.most, row.room - 1) for row in rows])
         if not any(lengths):
             return self._idle
         shadow = None if self._credit < 0 else self._shadow(self._exit_layer)
         guesses = 0
         if self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
-            guesses = self._worth.guesses(self._exit_layer, self._finder.chances(rows[0]))
-        return Plan(
+            guesses = self._worth.guesses(self._exit_layer, self._finder.chains[0])
+        made = self._made
+        if made is not None and shadow is None and made.draft_lengths == lengths and made.guesses == guesses:
+            return made  # nothing else changes between decisions
+        made = Plan(
             self._exit_layer,
             lengths,
             stop=self._stop,
@@ -172,6 +176,9 @@ class Adaptive:
             draft_vocab=self._part.size,
             speedup=self._speedup,
         )
+        if shadow is None:
+            self._made = made
+        return made
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
@@ -188,7 +195,7 @@ class Adaptive:
             if plan.exit_layer and outcome.num_judged:
                 # What no draft could have picked says nothing of the layer: it is in the part's coverage.
                 judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
-                hits = [j < accepted for j in range(judged)]
+                hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
                 self.tracker.add(plan.exit_layer, hits, outcome.confidences[:judged])
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
@@ -226,6 +233,7 @@ class Adaptive:
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
+        self._made = None
         num_rows, longest = len(rows), max([row.content_length for row in rows])
         if num_rows != self._batch:
             self._batch = num_rows

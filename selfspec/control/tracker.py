@@ -50,8 +50,8 @@ class Tracker:
         self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
         self._curve = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # offset and slope, [2, L - 1]
         self._expected, self._asked = self._curves(), 0
-        self._new: list[int] = []  # observations not counted yet, as indices into the counts
-        self._new_ages: list[float] = []  # and `_age` then
+        # Observations not counted yet: of one layer, and of several; and `_age` then.
+        self._drafts: list[tuple[int, Sequence[bool], Sequence[float], float]] = []
         self._shadows: list[tuple[Shadow, float]] = []
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
@@ -61,11 +61,7 @@ class Tracker:
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
-        at, misses, age = (layer - 1) * NUM_BINS, self._shape[1] * NUM_BINS, self._age
-        for hit, confidence in zip(hits, confidences, strict=True):
-            column = bisect_right(CONFIDENCE_EDGES, confidence)
-            self._new.append(at + column if hit else misses + at + column)
-            self._new_ages.append(age)
+        self._drafts.append((layer, hits, confidences, self._age))
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -81,27 +77,36 @@ class Tracker:
         if self._age:
             self.recent *= 0.5 ** (self._age / RECENT)
             self.lasting *= 0.5 ** (self._age / LASTING)
-        if self._new or self._shadows:
+        if self._drafts or self._shadows:
             index, since = self._gathered()
             recent, lasting = np.exp2(-since / _HALF_LIVES)
             self.recent += np.bincount(index, recent, self.recent.size).reshape(self._shape)
             self.lasting += np.bincount(index, lasting, self.recent.size).reshape(self._shape)
-        self._new, self._new_ages, self._shadows, self._age = [], [], [], 0.0
+        self._drafts, self._shadows, self._age = [], [], 0.0
 
     def _gathered(self) -> tuple[NDArray[np.int64], Floats]:
         """Indices into the flat counts, and tokens since, of all that is new."""
-        index, since = [np.array(self._new, np.int64)], [self._age - np.array(self._new_ages)]
+        misses, cells, ages = self._shape[1] * NUM_BINS, list[int](), list[float]()
+        for layer, right, sure, age in self._drafts:
+            at = (layer - 1) * NUM_BINS
+            for hit, confidence in zip(right, sure, strict=True):
+                column = bisect_right(CONFIDENCE_EDGES, confidence)
+                cells.append(at + column if hit else misses + at + column)
+                ages.append(age)
+        index, since = [np.array(cells, np.int64)], [self._age - np.array(ages)]
+        if not self._shadows:
+            return index[0], since[0]
         alike: dict[tuple[int, ...], list[tuple[Shadow, float]]] = {}
         for shadow, age in self._shadows:
             alike.setdefault(shadow.layers, []).append((shadow, age))
         for layers, seen in alike.items():
             hits = np.concatenate([shadow.hits for shadow, _ in seen], 1)  # [layers, positions]
-            cells = np.searchsorted(_bounds, np.concatenate([shadow.confidences for shadow, _ in seen], 1), "right")
-            cells += (np.array(layers)[:, None] - 1) * NUM_BINS
-            cells += ~hits * (self._shape[1] * NUM_BINS)
-            index.append(cells.ravel())
-            ages = np.repeat([age for _, age in seen], [shadow.hits.shape[1] for shadow, _ in seen])
-            since.append(np.tile(self._age - ages, len(layers)))
+            where = np.searchsorted(_bounds, np.concatenate([shadow.confidences for shadow, _ in seen], 1), "right")
+            where += (np.array(layers)[:, None] - 1) * NUM_BINS
+            where += ~hits * misses
+            index.append(where.ravel())
+            then = np.repeat([age for _, age in seen], [shadow.hits.shape[1] for shadow, _ in seen])
+            since.append(np.tile(self._age - then, len(layers)))
         return np.concatenate(index), np.concatenate(since)
 
     def estimates(self) -> tuple[Floats, Floats]:

@@ -322,7 +322,9 @@ class Engine:
         if plan.trees is not None:
             check_trees(plan)
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
-        given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
+        given = list(plan.draft_lengths)
+        if any([type(length) is not int for length in given]):
+            given = [whole("a plan's draft length", length) for length in given]
         if not LOOKUP <= plan.exit_layer <= last:
             raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
         if len(given) != len(room) or not all([0 <= n < most for n, most in zip(given, room, strict=True)]):

@@ -12,7 +12,7 @@ from selfspec.control.plan import SEED_POSITIONS, Policy
 from selfspec.decoding.pick import pick
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import shadow_picks
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.target.stack import Stack, Taps
 
 
@@ -47,7 +47,7 @@ def prefill(stack: Stack, cache: PagedCache, rows: Sequence[Row], budget: int, p
     taps: Taps | None = dict.fromkeys(layer for look in looks for layer in look.layers) if looks else None
     packed = PackedRows(cache, spans, stack.device)
     packed.plans["prompts"] = [len(row.content) - 1 for row, _ in fed]  # read in exact mode
-    last = stack.run(packed, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
+    last = stack.run(packed, 0, stack.num_layers, tensor_of(tokens, stack.device), taps)
     for row, count in fed:
         row.num_cached += count
     for look in looks:

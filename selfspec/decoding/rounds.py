@@ -19,7 +19,7 @@ from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.target.stack import Stack, Taps
 
 
@@ -93,7 +93,7 @@ def _draft(
         return draft_trees([row.content[-1] for row in rows], plan.trees, stack.device), None
     if plan.exit_layer == LOOKUP:
         return draft_by_lookup([row.guesser.lookup for row in rows], plan.draft_lengths, stack.device), None
-    last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
+    last = tensor_of([row.content[-1] for row in rows], stack.device)
     if plan.exit_layer is None:
         return Draft(last, last, [0] * len(rows)), None
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]

@@ -18,6 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 `[N]`; torch itself takes several times as long to read a list."""
+    return torch.as_tensor(np.array(numbers, np.int64), device=device)
+
+
 class Tree(NamedTuple):
     """Tokens that go on from each other, not all from the one before. Node 0 is a row's last token, known already."""
 
@@ -194,6 +199,10 @@ class PackedRows:
             self._positions = self._stand()[None]
         return self._positions
 
+    @positions.setter
+    def positions(self, positions: Tensor) -> None:
+        self._positions = positions
+
     def _stand(self) -> Tensor:
         if len(self.spans) == 1 and self.spans[0].tree is None:
             start = self.spans[0].start
@@ -202,7 +211,7 @@ class PackedRows:
             flat = [span.start if span.tree is None else span.positions()[0] for span in self.spans]
         else:
             flat = [p for span in self.spans for p in span.positions()]
-        return torch.as_tensor(np.array(flat, np.int64), device=self.device)  # a list takes torch many times as long
+        return tensor_of(flat, self.device)
 
     @cached_property
     def _slots(self) -> slice | Tensor:
@@ -211,7 +220,7 @@ class PackedRows:
             first = self.spans[0].pages[0] * size + self.spans[0].start
             return slice(first, first + self.spans[0].length)
         slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
-        return torch.tensor(slots, device=self.device)
+        return tensor_of(slots, self.device)
 
     @property
     def most_tokens(self) -> int:
