@@ -249,7 +249,10 @@ class Adaptive:
         parts = self._parts.now(any(row.has_processors for row in rows))
         chosen = choose(parts, self._allowed, worth, right, share, (self._part.size, now), STAY)
         self._part, exit_layer, rates, drafted = chosen
-        right, rate = right * self._part.coverage, float(rates[exit_layer - 1].max())
+        line = exit_layer - 1
+        right_then, share_then = right[line].tolist(), share[line].tolist()
+        by_bound = rates[line].tolist()
+        rate = max(by_bound)
         trusted = self._trust.ratio * rate
         self._speedup = trusted * worth.plain_seconds / num_rows
         self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
@@ -257,13 +260,14 @@ class Adaptive:
             self._exit_layer = None
             self._next = self._round + IDLE_ROUNDS
             return
-        line = exit_layer - 1
         self._usual = trusted
         self._exit_layer, self._rate, self._rounds = exit_layer, rate, worth.rounds(exit_layer)
-        self._length = float(drafted[line, rates[line].argmax()])
-        self._acceptance = float((right[line] * share[line]).sum())
+        self._length = float(drafted[line, by_bound.index(rate)])
+        if self._part is not WHOLE:
+            right_then = [chance * self._part.coverage for chance in right_then]
+        self._acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
         value = rate / max(self._acceptance, 1e-6)  # of a second, in chances of being right so far
-        calibration = tuple(right[line].tolist())
+        calibration = tuple(right_then)
         self._stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, self._length))
         if self._second_rates is not None:
             second = self._second_rates.of(exit_layer)

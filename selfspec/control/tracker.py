@@ -35,7 +35,6 @@ LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
 _MEAN, _PRECISION = np.array(CURVE_MEAN)[:, None], 1 / np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
-_HALF_LIVES = np.array((RECENT, LASTING))[:, None]
 
 
 class Tracker:
@@ -53,6 +52,7 @@ class Tracker:
         # Observations not counted yet: of one layer, and of several; and `_age` then.
         self._drafts: list[tuple[int, Sequence[bool], Sequence[float], float]] = []
         self._shadows: list[tuple[Shadow, float]] = []
+        self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their counts begin
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
             self.lasting = read_prior(prior, num_layers)
@@ -77,37 +77,36 @@ class Tracker:
         if self._age:
             self.recent *= 0.5 ** (self._age / RECENT)
             self.lasting *= 0.5 ** (self._age / LASTING)
-        if self._drafts or self._shadows:
-            index, since = self._gathered()
-            recent, lasting = np.exp2(-since / _HALF_LIVES)
-            self.recent += np.bincount(index, recent, self.recent.size).reshape(self._shape)
-            self.lasting += np.bincount(index, lasting, self.recent.size).reshape(self._shape)
+        if self._drafts:
+            self._add_drafts()
+        for shadow, age in self._shadows:
+            counts = self._counts_of(shadow)
+            self.recent += counts * 0.5 ** ((self._age - age) / RECENT)
+            self.lasting += counts * 0.5 ** ((self._age - age) / LASTING)
         self._drafts, self._shadows, self._age = [], [], 0.0
 
-    def _gathered(self) -> tuple[NDArray[np.int64], Floats]:
-        """Indices into the flat counts, and tokens since, of all that is new."""
-        misses, cells, ages = self._shape[1] * NUM_BINS, list[int](), list[float]()
-        for layer, right, sure, age in self._drafts:
-            at = (layer - 1) * NUM_BINS
-            for hit, confidence in zip(right, sure, strict=True):
-                column = bisect_right(CONFIDENCE_EDGES, confidence)
-                cells.append(at + column if hit else misses + at + column)
-                ages.append(age)
-        index, since = [np.array(cells, np.int64)], [self._age - np.array(ages)]
-        if not self._shadows:
-            return index[0], since[0]
-        alike: dict[tuple[int, ...], list[tuple[Shadow, float]]] = {}
-        for shadow, age in self._shadows:
-            alike.setdefault(shadow.layers, []).append((shadow, age))
-        for layers, seen in alike.items():
-            hits = np.concatenate([shadow.hits for shadow, _ in seen], 1)  # [layers, positions]
-            where = np.searchsorted(_bounds, np.concatenate([shadow.confidences for shadow, _ in seen], 1), "right")
-            where += (np.array(layers)[:, None] - 1) * NUM_BINS
-            where += ~hits * misses
-            index.append(where.ravel())
-            then = np.repeat([age for _, age in seen], [shadow.hits.shape[1] for shadow, _ in seen])
-            since.append(np.tile(self._age - then, len(layers)))
-        return np.concatenate(index), np.concatenate(since)
+    def _add_drafts(self) -> None:
+        misses, new = self._shape[1] * NUM_BINS, dict[int, tuple[float, float]]()
+        for layer, hits, confidences, age in self._drafts:
+            recent, lasting = 0.5 ** ((self._age - age) / RECENT), 0.5 ** ((self._age - age) / LASTING)
+            for hit, confidence in zip(hits, confidences, strict=True):
+                cell = (layer - 1) * NUM_BINS + bisect_right(CONFIDENCE_EDGES, confidence) + (0 if hit else misses)
+                one, other = new.get(cell, (0.0, 0.0))
+                new[cell] = one + recent, other + lasting
+        flat = self.recent.reshape(-1), self.lasting.reshape(-1)
+        for cell, weights in new.items():
+            flat[0][cell] += weights[0]
+            flat[1][cell] += weights[1]
+
+    def _counts_of(self, shadow: Shadow) -> NDArray[np.int64]:
+        """How often each layer was right and wrong, by bin; in the shape of the counts."""
+        cells = np.searchsorted(_bounds, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
+        lines = self._lines.get(shadow.layers)
+        if lines is None:
+            lines = self._lines[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
+        cells += lines
+        cells[~shadow.hits] += self._shape[1] * NUM_BINS
+        return np.bincount(cells.reshape(-1), minlength=self.recent.size).reshape(self._shape)
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
@@ -115,12 +114,13 @@ class Tracker:
         self._asked += 1
         if self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0:
             self._fit()
-        seen = self.lasting[0] + self.lasting[1]
-        right = (self.lasting[0] + CURVE_WEIGHT * self._expected) / (seen + CURVE_WEIGHT)
-        share = (seen + SHARE_WEIGHTS[1] / NUM_BINS) / (seen.sum(1, keepdims=True) + SHARE_WEIGHTS[1])
-        lately = self.recent[0] + self.recent[1]
-        right = (self.recent[0] + LASTING_WEIGHT * right) / (lately + LASTING_WEIGHT)
-        share = (lately + SHARE_WEIGHTS[0] * share) / (lately.sum(1, keepdims=True) + SHARE_WEIGHTS[0])
+        (hits, misses), (hits_now, misses_now) = self.lasting, self.recent
+        seen, lately = hits + misses, hits_now + misses_now
+        right = (hits + CURVE_WEIGHT * self._expected) / (seen + CURVE_WEIGHT)
+        share = (seen + SHARE_WEIGHTS[1] / NUM_BINS) / (np.add.reduce(seen, 1, keepdims=True) + SHARE_WEIGHTS[1])
+        right = (hits_now + LASTING_WEIGHT * right) / (lately + LASTING_WEIGHT)
+        total = np.add.reduce(lately, 1, keepdims=True) + SHARE_WEIGHTS[0]
+        share = (lately + SHARE_WEIGHTS[0] * share) / total
         return np.maximum.accumulate(right, 1), share
 
     def mean_confidences(self, layer: int) -> tuple[float, float]:
