@@ -42,7 +42,7 @@ REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, an
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
-SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and for how many prompts of a batch
+SEED_SHARE, BATCH_SEEDS = 0.005, 4  # the same for a prompt's last positions; and for how many prompts of a batch
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 LOOK_EVERY = 4  # rounds between looks at the clock

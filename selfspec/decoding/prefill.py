@@ -28,7 +28,7 @@ def prefill(stack: Stack, cache: PagedCache, rows: Sequence[Row], budget: int, p
 
     Rows come in order; a prompt's last positions are shown to the policy if it has `seed_layers`.
     """
-    if all([row.num_cached + 1 >= len(row.content) for row in rows]):
+    if all(row.num_cached + 1 >= len(row.content) for row in rows):
         return
     tokens: list[int] = []
     spans, fed, looks = [], [], []

@@ -120,13 +120,19 @@ class PagedCache:
             return None
         return [heapq.heappop(self._free) for _ in range(count)]
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
-        index = list(pages)
+    def release(self, pages: Sequence[int], written: int | None = None) -> None:
+        """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show.
+
+        Args:
+            written: no token beyond so many first ones was ever written; None: any may have been.
+        """
+        index, end = list(pages), self.page_size
+        if written is not None:
+            index, end = index[: self.pages_for(written)], min(end, written)
         if self._store._pool is not None:
-            self._store._pool[:, :, index] = 0
+            self._store._pool[:, :, index, :end] = 0
         for storage in self._store._others:
-            storage[index] = 0
+            storage[index, :end] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
             heapq.heappush(self._free, page)
@@ -187,7 +193,7 @@ class PackedRows:
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
-        self.num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
+        self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
         self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
         self._positions: Tensor | None = None
@@ -221,6 +227,10 @@ class PackedRows:
             return slice(first, first + self.spans[0].length)
         slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
         return tensor_of(slots, self.device)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
 
     @property
     def most_tokens(self) -> int:
