@@ -22,7 +22,9 @@ constexpr int LANES = 4, ROWS = 6;
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 
-static inline Vec load(const float* from) {
+constexpr int32_t UPPER = -(1 << 16);  // a number's upper half: all that bfloat16 has of it
+
+static inline Vec load(const void* from) {
     Vec v;
     std::memcpy(&v, from, sizeof v);
     return v;
