@@ -55,7 +55,7 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-static inline Vec splat(float x) { return Vec{} + x; }
+static inline Vec splat(float x) { return x - Vec{}; }  // which compilers know to be x; 0 + x is not, if x is -0
 
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
