@@ -128,11 +128,13 @@ class CompiledBody(LeanBody):
         if not len(hidden):
             return hidden.new_empty(0, packed.num_outputs)
         hidden = hidden.contiguous()
-        out, room = hidden.new_empty(len(hidden), packed.num_outputs), hidden.new_empty(2, *hidden.shape)
+        out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self._threads(len(hidden))
+        product = ctypes.byref(packed.struct)
+        room = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
         weight = self._last_norm.data_ptr() if norm else None
         self._lib.selfspec_linear(
-            *(ctypes.byref(packed.struct), hidden.data_ptr(), len(hidden), out.data_ptr()),
-            *(weight, self.norm.eps, room.data_ptr(), self._threads(len(hidden))),
+            *(product, hidden.data_ptr(), len(hidden), out.data_ptr()),
+            *(weight, self.norm.eps, room.data_ptr(), threads),
         )
         return out
 
@@ -150,6 +152,7 @@ class CompiledBody(LeanBody):
             for one in layer:
                 one.fill()
         self._packed_head.fill()
+        self._structs.clear()  # of weights that may stand elsewhere now
         for x, norms in zip(self.layers, self._norms, strict=True):
             for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
                 if norm is not None and copy is not None:
