@@ -28,6 +28,8 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
 
     Rows come in order; a prompt's last positions are shown to the policy if it has `seed_layers`.
     """
+    if all([row.num_cached + 1 >= len(row.content) for row in rows]):
+        return
     tokens: list[int] = []
     spans, fed, looks = [], [], []
     for row in rows:
