@@ -49,7 +49,7 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     how: Any = (
         Int8WeightOnlyConfig()
         if kind == "int8"
-        else IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=PerGroup(GROUP))
+        else IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))  # type: ignore[attr-defined]
     )
     quantize_(model, how, filter_fn=lambda module, name: id(module) in chosen)
     return model.requires_grad_(False)
