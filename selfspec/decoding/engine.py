@@ -14,6 +14,7 @@ from selfspec.control.led import Led
 from selfspec.control.plan import LOOKUP, NUM_BINS, Looked, Plan, Policy, Seconds, check_trees
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.afterwards import Teach
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
 from selfspec.decoding.results import Round, RowResult
@@ -24,7 +25,6 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError, whole
-from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -160,7 +160,7 @@ class Engine:
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
-        self._noise, self._recycled = NoiseAhead(), Recycled(self.stack.vocab_size)
+        self._picker, self._recycled = Picker(self.stack), Recycled(self.stack.vocab_size)
         self.datastore = datastore
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
@@ -243,7 +243,7 @@ class Engine:
         try:
             teach = None if self.learn is None else self.learn.take
             verdicts = decode_round(
-                self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles, whole=True
+                self.stack, self.cache, ready, plan, seconds, teach, self._picker, recycles, whole=True
             )
             left_out = [self._is_left_out(plan, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
@@ -300,7 +300,7 @@ class Engine:
         return Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
 
     def _prefill(self) -> None:
-        prefill(self.stack, self.cache, self.rows, self.prefill_chunk, self.policy)
+        prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
 
     def _check(self, plan: Plan, rows: Sequence[Row]) -> None:
         """A draft beyond a row's room would be written into pages that are not the row's."""

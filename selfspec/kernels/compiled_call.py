@@ -14,8 +14,11 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
+FULL, HALF, AMX = range(3)  # how a product's weights are packed and read: see `cpu/product.h`
+
+
 class Product(Structure):
-    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs", c_int64))
+    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64))
 
 
 class Layer(Structure):
@@ -44,17 +47,27 @@ class Call(Structure):
     )
 
 
+class How(Structure):
+    _fields_ = (*_all("temperature top_p min_p", c_float), *_all("top_k seed", c_int64))
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
     lib, p, n = library(), c_void_p, c_int64
     types = {
         "selfspec_panel": ([], n),
+        "selfspec_smallest": ([], n),
+        "selfspec_packed_words": ([p, n], n),
         "selfspec_buffer_floats": ([p, n], n),
         "selfspec_scratch_floats": ([p, n], n),
-        "selfspec_run": ([p, p, n, p, p, p, p, p, p, n, n], None),
+        "selfspec_linear_floats": ([p, n, n], n),
+        "selfspec_run": ([p, p, n, p, p, p, p, p, p, p, p, n, n], None),
         "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
-        "selfspec_pack": ([p, n, n, p, n, n, n, n], None),
+        "selfspec_fits_half": ([p, n], n),
+        "selfspec_pack": ([p, n, p, n, n, n, n], None),
+        "selfspec_pick_floats": ([n], n),
+        "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }
     for name, (arguments, result) in types.items():
         function = getattr(lib, name)

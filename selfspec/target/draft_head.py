@@ -22,6 +22,7 @@ from selfspec.kernels.room import Room
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
+from selfspec.target.quantized import is_dense
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
 MOST_NEW = 4096  # blocks of tokens kept before they are counted
@@ -146,7 +147,8 @@ class DraftHead(nn.Module):
     def of(cls, head: Any, linear: Any) -> DraftHead | None:
         """None where the vocabulary product is no plain `nn.Linear` of the head."""
         names = [name for name, module in head._modules.items() if module is linear]
-        return cls(head, linear, names[0]) if type(linear) is nn.Linear and len(names) == 1 else None
+        plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
+        return cls(head, linear, names[0]) if plain else None
 
     def subset(self, size: int, frequencies: Frequencies, packs: bool) -> Subset:
         """The most frequent tokens as ranked now, with the head's weights as they are now."""
