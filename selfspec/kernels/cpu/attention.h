@@ -213,7 +213,8 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
 
 // Queries [block * LANES, ...) of those of one row that share a key head; query m is token m / share, head m % share.
 static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
-                   const float* keys, const float* values, int window, float scale, float* out, float* scratch) {
+                   const float* keys, const float* values, int window, float scale, const float* next, float* out,
+                   float* scratch) {
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
@@ -230,6 +231,8 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     Weights weights{rest + LANES, few ? 1 : LANES, few ? limit - low + LANES : 1, rest};
     (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, window, scale,
                                    turned, weights);
+    for (int64_t i = 0; next && i < SOON; i++)
+        for (int64_t at = 0; at < d; at += 16) __builtin_prefetch(next + i * s.kv_heads * d + at);
     for (int lane = 0; lane < count; lane += 4) {
         int together = count - lane < 4 ? count - lane : 4;
         int64_t from = 0;

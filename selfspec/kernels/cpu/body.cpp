@@ -112,20 +112,32 @@ static Span span_of(const Call& call, int64_t row) {
             is_node ? call.roots[row] : 0, is_node ? call.branches + row * call.row_nodes : nullptr};
 }
 
+struct Task {  // what `attend` does at a time
+    Span row;
+    int64_t head, block;
+};
+
 static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,
                        float* scratch) {
     const Shape& s = m.shape;
-    int64_t share = s.heads / s.kv_heads, task = 0;
+    int64_t share = s.heads / s.kv_heads, count = 0, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    Task task{{}, -1, 0};
+    auto run = [&](const float* next) {
+        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, int(layer.window), m.scale,
+               next, out, scratch);
+    };
     for (int64_t row = 0; row < call.num_rows; row++) {
         Span span = span_of(call, row);
         int64_t blocks = (span.count * share + LANES - 1) / LANES;
         for (int64_t block = 0; block < blocks; block++)
-            for (int64_t head = 0; head < s.kv_heads; head++, task++)
-                if (task % threads == thread)
-                    attend(s, span, head, block, qkv, (s.heads + 2 * s.kv_heads) * s.head_dim, layer.keys,
-                           layer.values, int(layer.window), m.scale, out, scratch);
+            for (int64_t head = 0; head < s.kv_heads; head++, count++) {
+                if (count % threads != thread) continue;
+                if (task.head >= 0) run(slot(layer.keys, s, span, 0, head));
+                task = {span, head, block};
+            }
     }
+    if (task.head >= 0) run(nullptr);
 #pragma omp barrier
 }
 
