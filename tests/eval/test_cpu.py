@@ -17,7 +17,8 @@ from eval.cpu.llamacpp import LlamaCpp
 from eval.cpu.pieces import bytes_read, pieces
 from eval.methods import Answer
 from eval.timing import Sample
-from tests.models import build, tiny
+from selfspec.api import Target
+from tests.models import build, rounded, tiny
 
 FORMATS = {gguf.WHOLE: "<I", gguf.FRACTION: "<f"}
 
@@ -109,6 +110,15 @@ def test_bytes_of_a_token_are_all_weights_but_the_embedding_which_a_tied_head_re
     from selfspec.target.stack import Stack
 
     assert bytes_read(Stack(tied)) == sum(p.nbytes for p in tied.parameters())
+
+
+def test_bytes_of_a_token_are_those_of_packed_weights_where_they_are_packed():
+    even = {"hidden_size": 64, "intermediate_size": 96}  # nothing is filled up
+    whole = Target(build("llama", **even), engine="compiled").stack
+    half = Target(rounded(build("llama", **even)), engine="compiled").stack
+    norms = 9 * 64 * 4
+    assert 2 * (bytes_read(half) - norms) == bytes_read(whole) - norms
+    assert bytes_read(whole) == sum(p.nbytes for p in whole.model.parameters()) - 4 * 96 * 64
 
 
 def test_ratios_are_of_the_medians():
