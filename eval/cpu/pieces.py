@@ -24,7 +24,7 @@ def clock() -> tuple[str, Callable[[], float]]:
 
 
 def bytes_read(stack: Stack) -> int:
-    """Weights that one token of plain decoding reads: all layers', the last norm's and the head's; copies, if packed."""
+    """Weights that a token of plain decoding reads: all layers', the last norm's and the head's, as they are packed."""
     if isinstance(stack.lean, CompiledBody):
         return stack.lean.num_bytes
     head = stack.model.get_output_embeddings().weight

@@ -1,4 +1,4 @@
-"""Packed weights: the smallest kind that loses none, products of the same bits in either size, and as precise by AMX."""
+"""Packed weights: the smallest kind that loses none, the same bits in either size, and as precise by AMX."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def packed_as(kind, parts, paired=False):
 def multiply(packed, x, threads=1):
     struct, out = ctypes.byref(packed.struct), torch.full((len(x), packed.num_outputs), torch.nan)
     room = torch.full((c.functions().selfspec_linear_floats(struct, len(x), threads),), torch.nan)
-    c.functions().selfspec_linear(
-        struct, x.data_ptr(), len(x), out.data_ptr(), None, 0.0, room.data_ptr(), threads
-    )
+    c.functions().selfspec_linear(struct, x.data_ptr(), len(x), out.data_ptr(), None, 0.0, room.data_ptr(), threads)
     return out
 
 

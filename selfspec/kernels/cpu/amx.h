@@ -4,7 +4,7 @@
 // 8 bits of its 24, the next and the last: as three rows of a tile they are multiplied at the price of one. A tile has
 // 16 rows, so that 5 tokens cost what one does, and three tiles hold 16 tokens. Each of a token's three sums goes over
 // `in` from first to last, whatever else is in the tiles: its bits do not depend on other tokens. What AMX flushes to
-// zero are products and sums below 2^-126.
+// zero are numbers below 2^-126; an infinite activation makes NaN, not infinity.
 #pragma once
 
 #include "product.h"
