@@ -56,18 +56,23 @@ static void release_tiles() {
 // Steps [first, last) of x[n, in] in parts: [tiles][depth / DEEP][rows][DEEP].
 static void take_apart(const float* x, int64_t n, int64_t in, void* parts, int64_t first, int64_t last) {
     int64_t rows = tile_rows(n), steps = depth_of(in) / DEEP;
-    for (int64_t i = 0; i < n * PARTS; i += PARTS)
+    for (int64_t i = 0; i < n; i++, x += in) {
+        uint16_t* lines[PARTS];
+        for (int64_t part = 0; part < PARTS; part++) {
+            int64_t row = i * PARTS + part;
+            lines[part] = static_cast<uint16_t*>(parts) + (row / rows * rows * steps + row % rows) * DEEP;
+        }
         for (int64_t k = first * DEEP; k < last * DEEP; k += LANES) {
-            const float* from = x + i / PARTS * in + k;
-            Vec rest = in - k >= LANES ? load(from) : load_some(from, in > k ? int(in - k) : 0);
-            for (int64_t row = i; row < i + PARTS; row++) {
+            Vec rest = in - k >= LANES ? load(x + k) : load_some(x + k, in > k ? int(in - k) : 0);
+            int64_t at = k / DEEP * rows * DEEP + k % DEEP;
+            for (uint16_t* line : lines) {
                 Vec part = (Vec)((Ints)rest & UPPER);
                 rest -= part;
                 Halves halves = __builtin_convertvector((Ints)part >> 16, Halves);
-                int64_t line = (row / rows * steps + k / DEEP) * rows + row % rows;
-                std::memcpy((uint16_t*)parts + line * DEEP + k % DEEP, &halves, sizeof halves);
+                std::memcpy(line + at, &halves, sizeof halves);
             }
         }
+    }
 }
 
 constexpr int64_t STEP = PANEL * DEEP * 2;  // bytes of a panel's weights for one step
