@@ -84,11 +84,20 @@ static void mix_rest(const Weights& weights, const float* storage, const Shape& 
     }
 }
 
+constexpr int64_t SOON = 2 * LANES;  // keys that are asked for before they are needed
+
+// Ask for `count` keys or values of one head.
+static inline void ask(const float* from, const Shape& s, int64_t count) {
+    for (int64_t i = 0; i < count; i++, from += s.kv_heads * s.head_dim)
+        for (int64_t at = 0; at < s.head_dim; at += 16) __builtin_prefetch(from + at);
+}
+
 constexpr int TOGETHER = 4;  // sums at once, so that they do not wait for each other
 
 // Scores of the keys [low, limit) for the queries in `turned` [head_dim][LANES]; returns the largest per lane.
-static Vec scores(const float* turned, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                  int64_t low, int64_t limit, const Ints& position, int window, float scale, float* out) {
+static Vec scores(const float* turned, const float* storage, const float* values, const Shape& s, const Span& row,
+                  int64_t kv_head, int64_t low, int64_t limit, const Ints& position, int window, float scale,
+                  float* out) {
     Vec most = splat(-INFINITY), never = splat(-INFINITY);
     int64_t stride = s.kv_heads * s.head_dim;
     for (int64_t at = low; at < limit;) {
@@ -96,6 +105,8 @@ static Vec scores(const float* turned, const float* storage, const Shape& s, con
         const float* key = slot(storage, s, row, at, kv_head);
         while (at < stop) {
             int64_t count = stop - at < TOGETHER ? stop - at : TOGETHER;
+            ask(values + (key - storage), s, count);
+            ask(key + SOON * stride, s, count);
             Vec acc[TOGETHER] = {};
             if (count == TOGETHER) {
                 for (int64_t d = 0; d < s.head_dim; d++) {
@@ -122,12 +133,12 @@ static Vec scores(const float* turned, const float* storage, const Shape& s, con
 
 // Weights of many queries, [keys][LANES]: a query in every lane.
 static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                       const float*, int, const Ints& position, int64_t low, int64_t limit, int window, float scale,
+                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int window, float scale,
                        float* turned, const Weights& weights) {
     for (int64_t d = 0; d < s.head_dim; d++)
         for (int lane = 0; lane < LANES; lane++)
             turned[d * LANES + lane] = queries[lane * s.head_dim + d];
-    Vec most = scores(turned, keys, s, row, kv_head, low, limit, position, window, scale, weights.at);
+    Vec most = scores(turned, keys, values, s, row, kv_head, low, limit, position, window, scale, weights.at);
     Vec parts[LANES] = {};  // sums of every LANES-th key
     for (int64_t at = 0; at < limit - low; at++) {
         Vec weight = exponential(load(weights.at + at * LANES) - most);
@@ -139,7 +150,6 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
 }
 
 constexpr int FEW = LANES / 2;  // queries at most of which a vector of keys is the better one
-constexpr int64_t SOON = 2 * LANES;  // keys that are asked for before they are needed
 
 // Scores of the keys at `key` [LANES][stride], `together` of them there, for FEW queries at most.
 template <int GROUPS>
@@ -231,8 +241,7 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     Weights weights{rest + LANES, few ? 1 : LANES, few ? limit - low + LANES : 1, rest};
     (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, window, scale,
                                    turned, weights);
-    for (int64_t i = 0; next && i < SOON; i++)
-        for (int64_t at = 0; at < d; at += 16) __builtin_prefetch(next + i * s.kv_heads * d + at);
+    if (next) ask(next, s, SOON);
     for (int lane = 0; lane < count; lane += 4) {
         int together = count - lane < 4 ? count - lane : 4;
         int64_t from = 0;
