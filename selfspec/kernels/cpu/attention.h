@@ -133,8 +133,8 @@ static Vec scores(const float* turned, const float* storage, const float* values
 
 // Weights of many queries, [keys][LANES]: a query in every lane.
 static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int window, float scale,
-                       float* turned, const Weights& weights) {
+                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int window,
+                       float scale, float* turned, const Weights& weights) {
     for (int64_t d = 0; d < s.head_dim; d++)
         for (int lane = 0; lane < LANES; lane++)
             turned[d * LANES + lane] = queries[lane * s.head_dim + d];

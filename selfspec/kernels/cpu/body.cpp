@@ -89,9 +89,8 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
     turned = aligned(turned);
     if (p.kind == AMX) {
-        int64_t steps = depth_of(p.in) / DEEP;
-        bool all = n == 1;  // done sooner than waited for
-        take_apart(x, n, p.in, turned, all ? 0 : steps * thread / threads, all ? steps : steps * (thread + 1) / threads);
+        int64_t steps = depth_of(p.in) / DEEP, share = n == 1 ? 1 : threads, own = n == 1 ? 0 : thread;
+        take_apart(x, n, p.in, turned, steps * own / share, steps * (own + 1) / share);  // one row: sooner than waited
     } else if (n > 1) {
         turn(x, n, p.in, turned, p.in * thread / threads, p.in * (thread + 1) / threads);
     }

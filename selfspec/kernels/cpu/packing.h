@@ -43,7 +43,7 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
             to[i] = packed + at / PANEL * panel_bytes(*p) / 4 + at % PANEL;
         }
         const uint32_t* from = weight + first * in;
-        for (int64_t k = 0; p->kind == FULL && k < in; k++)  // what is written follows what was written, as far as may be
+        for (int64_t k = 0; p->kind == FULL && k < in; k++)  // written in order, as far as may be
             for (int i = 0; i < count; i++) to[i][k * PANEL] = from[i * in + k];
         for (int64_t k = 0; p->kind != FULL && k < in; k += 2)
             for (int i = 0; i < count; i++) {
