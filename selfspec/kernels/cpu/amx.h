@@ -78,8 +78,8 @@ static void take_apart(const float* x, int64_t n, int64_t in, void* parts, int64
 constexpr int64_t STEP = PANEL * DEEP * 2;  // bytes of a panel's weights for one step
 constexpr int64_t SUMS = 4 * LANES;         // outputs that a token's sums have room for: of one panel or two
 
-static inline void ask_ahead_of_step(const char* weights) {
-    for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(weights + line);
+static inline void ask_ahead_of_step(const char* weights, int64_t bytes = STEP) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(weights + line);
 }
 
 // One tile of tokens times two panels, since sums wait for themselves.
@@ -125,7 +125,7 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
     const char *b = a + steps * tile, *c = b + steps * tile;
     for (int64_t step = 0; step < steps; step++, a += tile, b += tile, c += tile, panel += STEP) {
         _tile_loadd(7, panel, 128);
-        ask_ahead_of_step(panel + AHEAD);
+        ask_ahead_of_step(panel + AHEAD, STEP / 2);  // half of it at a time: more would wait for each other
         _tile_loadd(6, a, 64);
         _tile_dpbf16ps(0, 6, 7);
         _tile_loadd(6, b, 64);
@@ -135,6 +135,7 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
             _tile_dpbf16ps(4, 6, 7);
         }
         _tile_loadd(7, panel + 64, 128);
+        ask_ahead_of_step(panel + AHEAD + STEP / 2, STEP / 2);
         if (three) {
             _tile_dpbf16ps(5, 6, 7);
             _tile_loadd(6, b, 64);
