@@ -45,13 +45,13 @@ class Made:
     scale: float  # factor on what the layers above the exit add
     acceptance: float  # of the exit over random tokens
     frequent: int | None = None  # only so many tokens are ever written
+    rounded: bool = True  # every weight is a bfloat16 number, as published checkpoints' are
 
     @property
     def label(self) -> str:
         text = "" if self.frequent is None else f", writing {self.frequent} of its tokens"
-        return (
-            f"synthetic {self.shape}, {self.dtype}, acceptance {self.acceptance:.2f} at layer {self.exit_layer}{text}"
-        )
+        kind = f"{self.dtype} of bfloat16" if self.rounded and self.dtype != "bfloat16" else self.dtype
+        return f"synthetic {self.shape}, {kind}, acceptance {self.acceptance:.2f} at layer {self.exit_layer}{text}"
 
 
 class Synthetic(Target):
@@ -80,6 +80,7 @@ def synthetic_target(
     seed: int = 0,
     check: bool = True,
     frequent: int | None = None,
+    rounded: bool = True,
     **overrides: Any,
 ) -> Synthetic:
     """A target of a known shape with random weights, made on the device; the same one for the same seed and device.
@@ -92,6 +93,8 @@ def synthetic_target(
         check: run the self-check; without it the lean body is not used.
         frequent: the first tokens of the vocabulary, which alone are written, as text uses a part of a vocabulary most
             of the time; default: all are as likely.
+        rounded: round every weight to bfloat16, whatever the dtype: published checkpoints mostly hold such, and bodies
+            that pack weights read half as much of them.
         overrides: keys of the configuration to replace.
 
     Raises:
@@ -109,9 +112,13 @@ def synthetic_target(
     if frequent is not None:
         with torch.no_grad():
             model.get_output_embeddings().weight[frequent:].mul_(RARE)
+    if rounded:
+        round_weights(model)
     scale, found = set_acceptance(model, exit_layer, acceptance, seed)
+    if rounded:
+        round_weights(model)  # those that were scaled
     name = named.model_type if isinstance(shape, PretrainedConfig) else str(shape)
-    made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found, frequent)
+    made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found, frequent, rounded)
     return Synthetic(model, made, check)
 
 
@@ -136,6 +143,13 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
             _renew_buffers(module, config, device)
     return model
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module) -> None:
+    """Make every weight the bfloat16 number next to it, in place and in its own dtype."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
 
 
 def _fill(weight: Tensor, config: PretrainedConfig, name: str, generator: torch.Generator) -> Tensor:

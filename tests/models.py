@@ -88,6 +88,14 @@ def build(family, attn=None, seed=0, **overrides):
     return model
 
 
+def rounded(model):
+    """The model with bfloat16 numbers for weights, in its own dtype: as a checkpoint is after loading."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
 @cache
 def tiny(family, attn=None, seed=0):
     """A tiny target, shared: nothing that decodes may change it."""

@@ -120,7 +120,7 @@ def _rivals(options: argparse.Namespace, target: Any, prompts: Any, folder: Path
         made.append(decoding.prompt_lookup(model, prompts[0], tokens, say))
     if options.llama_python:
         longest = max(map(len, prompts)) + tokens
-        made.append(LlamaCpp(options.llama_python, model, folder, longest + -longest % 256))
+        made += LlamaCpp.all(options.llama_python, model, folder, longest + -longest % 256)
     return made
 
 
@@ -152,7 +152,7 @@ def _synthetic(options: argparse.Namespace, record: dict[str, Any], say: Any) ->
     with TemporaryDirectory() as folder:
         rivals: list[Any] = []
         if options.llama_python:
-            rivals.append(LlamaCpp(options.llama_python, target.stack.model, Path(folder), 256))
+            rivals += LlamaCpp.all(options.llama_python, target.stack.model, Path(folder), 256)
         tokens, repeats = options.shape_tokens, max(1, options.repeats - 1)
         _, rows = decoding.compare(ours, rivals, prompts, tokens, repeats, say)
         _close(rivals)

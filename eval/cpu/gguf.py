@@ -1,4 +1,4 @@
-"""A Llama-shaped model as a GGUF file in float32, for llama.cpp (the format: github.com/ggml-org/ggml, docs/gguf.md).
+"""A Llama-shaped model as a GGUF file, for llama.cpp (the format: github.com/ggml-org/ggml, docs/gguf.md).
 
 It has no tokenizer: both sides are given and give token ids.
 """
@@ -15,6 +15,8 @@ from torch import Tensor
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 WHOLE, FRACTION, TEXT = 4, 6, 8  # kinds of values: uint32, float32, string
+FLOAT32, BFLOAT16 = 0, 30  # kinds of tensors
+MOSTLY_BFLOAT16 = 32  # kind of file; of float32, 0
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -28,8 +30,16 @@ PARTS = {
 }
 
 
-def write(model: Any, path: Path) -> None:
-    """Write a Llama without biases and with unscaled rotary positions.
+def fits_half(model: Any) -> bool:
+    """Whether bfloat16 holds every number of the model's matrices exactly."""
+    return all(bool((tensor.bfloat16() == tensor).all()) for _, tensor in _tensors(model) if tensor.dim() == 2)
+
+
+def write(model: Any, path: Path, half: bool = False) -> None:
+    """Write a Llama without biases and with unscaled rotary positions, in float32.
+
+    Args:
+        half: its matrices in bfloat16.
 
     Raises:
         ValueError: a model of another kind.
@@ -42,6 +52,7 @@ def write(model: Any, path: Path) -> None:
             f"got {model.config.model_type} with rotary positions {rope.get('rope_type')!r}"
         )
     named, facts = dict(_tensors(model)), _facts(model.config)
+    facts["general.file_type"] = MOSTLY_BFLOAT16 if half else 0
     with path.open("wb") as file:
         file.write(MAGIC + struct.pack("<IQQ", VERSION, len(named), len(facts)))
         for key, value in facts.items():
@@ -50,11 +61,13 @@ def write(model: Any, path: Path) -> None:
         for name, tensor in named.items():
             sizes = tensor.shape[::-1]  # the innermost first
             _text(file, name)
-            file.write(struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, at))  # 0: float32
-            at += _padded(4 * tensor.numel())
+            kind = BFLOAT16 if half and tensor.dim() == 2 else FLOAT32
+            file.write(struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, at))
+            at += _padded((2 if kind == BFLOAT16 else 4) * tensor.numel())
         file.write(b"\0" * (_padded(file.tell()) - file.tell()))
         for name, tensor in named.items():
-            data = _turned(model.config, name, tensor).contiguous().numpy()
+            turned = _turned(model.config, name, tensor).contiguous()
+            data = (turned.bfloat16().view(torch.int16) if half and turned.dim() == 2 else turned).numpy()
             data.tofile(file)
             file.write(b"\0" * (_padded(data.nbytes) - data.nbytes))
 
@@ -63,7 +76,6 @@ def _facts(config: Any) -> dict[str, int | float | str]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "general.architecture": "llama",
-        "general.file_type": 0,
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
         "llama.block_count": config.num_hidden_layers,

@@ -1,4 +1,4 @@
-"""llama.cpp as a method: the same weights in float32, decoded greedily by another Python that has llama-cpp-python."""
+"""llama.cpp as a method: the same weights, decoded greedily by another Python that has llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ class LlamaCpp:
     Args:
         python: an interpreter in whose environment llama-cpp-python is installed.
         folder: where the model's GGUF file is put.
+        half: its matrices are in bfloat16. Then llama.cpp rounds activations too, so that tokens may differ.
     """
 
     python: str
     model: Any
     folder: Path
     context: int
+    half: bool = False
     name: str = "llama.cpp"
     family: str = "llama.cpp"
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        file = self.folder / "model.gguf"
-        gguf.write(self.model, file)
+        self.name += ", bfloat16" if self.half else ""
+        file = self.folder / f"model{'-half' if self.half else ''}.gguf"
+        gguf.write(self.model, file, self.half)
         command = [self.python, str(PEER), str(file), str(self.context), str(torch.get_num_threads())]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -55,6 +58,12 @@ class LlamaCpp:
             self.seconds, self.processor = self.seconds + done["seconds"], self.processor + done["processor"]
             answers.append(Answer(done["tokens"], None))
         return answers
+
+    @classmethod
+    def all(cls, python: str, model: Any, folder: Path, context: int) -> list[LlamaCpp]:
+        """In float32, and in bfloat16 where that holds the model's weights: the less memory read, the faster."""
+        halves = (False, True) if gguf.fits_half(model) else (False,)
+        return [cls(python, model, folder, context, half) for half in halves]
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None

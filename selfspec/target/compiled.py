@@ -21,7 +21,7 @@ from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.lean import LeanBody, Linear
-from selfspec.target.packed import Packed
+from selfspec.target.packed import Packed, fits_half
 
 FEW = 12  # tokens of a call that mostly waits for weights
 
@@ -29,8 +29,8 @@ FEW = 12  # tokens of a call that mostly waits for weights
 class CompiledBody(LeanBody):
     """A lean body whose layers and head are compiled functions; see `serves` for which models.
 
-    Its weights are packed copies, as large as the model's own: `refresh` brings them up to date when those were edited
-    in place.
+    Its weights are packed copies, half as large as the model's own where those are bfloat16 numbers, else as large:
+    `refresh` brings them up to date when those were edited in place.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -88,8 +88,20 @@ class CompiledBody(LeanBody):
 
     @staticmethod
     def bytes_of(body: LeanBody) -> int:
-        """Memory that packed copies of a body's weights take, about."""
-        return body.head.weight.nbytes + sum(w.nbytes for layer in body.layers for w in _weights(layer))
+        """Memory that packed copies of a body's weights take, about.
+
+        Raises:
+            NoCompilerError: see `selfspec.kernels.compiler.library`.
+        """
+        weights = [body.head.weight, *(w for layer in body.layers for w in _weights(layer))]
+        return sum(w.nbytes // 2 if fits_half(w) else w.nbytes for w in weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights that a token reads: all products' and norms'."""
+        products = [self._packed_head, *(one for layer in self._products for one in layer)]
+        norms = [self._last_norm, *(n for own in self._norms for n in own if n is not None)]
+        return sum(one.num_bytes for one in products) + sum(n.nbytes for n in norms)
 
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None

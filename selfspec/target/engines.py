@@ -59,13 +59,13 @@ def choose(stack: Stack, engine: Engine) -> float:
         return error
     if engine == "compiled" and not CompiledBody.serves(fused):
         raise ValueError(_refusal(stack, engine, "Llama-shaped models in float32 on CPU"))
-    if engine == "compiled" or _worth_compiling(fused):
-        try:
+    try:
+        if engine == "compiled" or _worth_compiling(fused):
             stack.lean = _with_threads(CompiledBody(stack.twin))
-        except NoCompilerError as problem:
-            if engine == "compiled":
-                raise
-            _log.info("%s", problem)
+    except NoCompilerError as problem:
+        if engine == "compiled":
+            raise
+        _log.info("%s", problem)
     compiled = stack.lean
     error = self_check(stack)
     if engine == "compiled":

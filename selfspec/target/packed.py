@@ -52,7 +52,8 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        return self.weight.nbytes
+        """Of weights, as far as they are read for a token, and biases."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def _kind(self) -> int:
         whole = all(fits_half(part.weight) for part in self._parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 
@@ -17,7 +18,8 @@ from eval.cpu.llamacpp import LlamaCpp
 from eval.cpu.pieces import bytes_read, pieces
 from eval.methods import Answer
 from eval.timing import Sample
-from tests.models import build, tiny
+from selfspec.api import Target
+from tests.models import build, rounded, tiny
 
 FORMATS = {gguf.WHOLE: "<I", gguf.FRACTION: "<f"}
 
@@ -44,14 +46,28 @@ def read(path):
         name, at = text(at)
         (dims,) = struct.unpack_from("<I", data, at)
         *sizes, kind, offset = struct.unpack_from(f"<{dims}QIQ", data, at + 4)
-        assert kind == 0 and offset % gguf.ALIGNMENT == 0
-        places[name], at = (sizes[::-1], offset), at + 4 + 8 * dims + 12
+        assert kind in (gguf.FLOAT32, gguf.BFLOAT16) and offset % gguf.ALIGNMENT == 0
+        places[name], at = (sizes[::-1], kind, offset), at + 4 + 8 * dims + 12
     start = at + -at % gguf.ALIGNMENT
-    tensors = {
-        name: np.frombuffer(data, np.float32, int(np.prod(sizes)), start + offset).reshape(sizes)
-        for name, (sizes, offset) in places.items()
-    }
+    tensors = {name: tensor(data, start + offset, kind, sizes) for name, (sizes, kind, offset) in places.items()}
     return facts, tensors
+
+
+def tensor(data, start, kind, sizes):
+    """float32; of bfloat16, the upper half of every number is there."""
+    stored = np.frombuffer(data, np.uint16 if kind == gguf.BFLOAT16 else np.uint32, int(np.prod(sizes)), start)
+    return (stored.astype(np.uint32) << (16 if kind == gguf.BFLOAT16 else 0)).view(np.float32).reshape(sizes)
+
+
+def test_a_gguf_file_of_halves_holds_the_same_numbers(tmp_path):
+    model = rounded(build("llama"))
+    gguf.write(model, tmp_path / "whole.gguf")
+    gguf.write(model, tmp_path / "half.gguf", half=True)
+    (_, whole), (facts, half) = read(tmp_path / "whole.gguf"), read(tmp_path / "half.gguf")
+    assert facts["general.file_type"] == gguf.MOSTLY_BFLOAT16
+    assert all(np.array_equal(whole[name], half[name]) for name in {**whole, **half})
+    assert os.path.getsize(tmp_path / "half.gguf") < 0.6 * os.path.getsize(tmp_path / "whole.gguf")
+    assert gguf.fits_half(model) and not gguf.fits_half(build("llama"))
 
 
 def test_a_gguf_file_holds_the_weights_and_their_shape(tmp_path):
@@ -109,6 +125,15 @@ def test_bytes_of_a_token_are_all_weights_but_the_embedding_which_a_tied_head_re
     from selfspec.target.stack import Stack
 
     assert bytes_read(Stack(tied)) == sum(p.nbytes for p in tied.parameters())
+
+
+def test_bytes_of_a_token_are_those_of_packed_weights_where_they_are_packed():
+    even = {"hidden_size": 64, "intermediate_size": 96}  # nothing is filled up
+    whole = Target(build("llama", **even), engine="compiled").stack
+    half = Target(rounded(build("llama", **even)), engine="compiled").stack
+    norms = 9 * 64 * 4
+    assert 2 * (bytes_read(half) - norms) == bytes_read(whole) - norms
+    assert bytes_read(whole) == sum(p.nbytes for p in whole.model.parameters()) - 4 * 96 * 64
 
 
 def test_ratios_are_of_the_medians():

@@ -22,7 +22,7 @@ from selfspec.target.compiled import CompiledBody
 from selfspec.target.engines import choose
 from selfspec.target.stack import Stack
 from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
-from tests.models import build, tiny
+from tests.models import build, rounded, tiny
 
 RAGGED = (12, 7, 1, 20)
 LEAN = ["llama", "mistral", "qwen2", "qwen3"]
@@ -35,27 +35,32 @@ SHAPES = {  # heads of a whole vector and of none, one shared key head and one e
 }
 
 
-def compiled(family="llama", **extra):
-    stack = Stack(build(family, **extra))
+def compiled(family="llama", halves=False, **extra):
+    model = build(family, **extra)
+    stack = Stack(rounded(model) if halves else model)
     error = choose(stack, "compiled")
     return stack, error
 
 
 @cache
 def shared(family):
-    return compiled("llama", **SHAPES["many"])[0] if family == "many" else compiled(family)[0]
+    """By a family's name, or a shape's with weights that are packed in half the memory."""
+    return compiled(halves=True, **SHAPES[family])[0] if family in ("wide", "many") else compiled(family)[0]
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_layers_of_any_size_equal_the_models_own(name):
-    stack, error = compiled(**SHAPES[name])
+def test_layers_of_any_size_equal_the_models_own(name, halves):
+    stack, error = compiled(halves=halves, **SHAPES[name])
     assert stack.engine == "compiled"
     assert error < 1e-4
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("family", LEAN)
-def test_the_compiled_engine_decodes_the_tokens_of_generate(family):
-    target, prompts = Target(build(family), engine="compiled"), make_prompts(RAGGED)
+def test_the_compiled_engine_decodes_the_tokens_of_generate(family, halves):
+    model = build(family)
+    target, prompts = Target(rounded(model) if halves else model, engine="compiled"), make_prompts(RAGGED)
     done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=12)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 12) for prompt in prompts]
 
@@ -74,7 +79,7 @@ def run(stack, spans, tokens, pages, start=0, stop=None, **more):
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9),
     page_size=st.sampled_from([4, 7, 64]),
-    family=st.sampled_from(["llama", "mistral", "many"]),
+    family=st.sampled_from(["llama", "mistral", "wide", "many"]),
     data=st.data(),
 )
 def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size, family, data):
@@ -129,8 +134,9 @@ def test_edited_weights_are_honoured(edit):
     assert [c.tokens for c in second] != [c.tokens for c in first]
 
 
-def test_several_threads_compute_the_same_bits():
-    stack, tokens = compiled(**SHAPES["wide"])[0], torch.arange(20)
+@pytest.mark.parametrize("halves", [False, True])
+def test_several_threads_compute_the_same_bits(halves):
+    stack, tokens = compiled(halves=halves, **SHAPES["wide"])[0], torch.arange(20)
     outputs = []
     try:
         for count in (1, 2, 3):

@@ -4,7 +4,7 @@
 // 8 bits of its 24, the next and the last: as three rows of a tile they are multiplied at the price of one. A tile has
 // 16 rows, so that 5 tokens cost what one does, and three tiles hold 16 tokens. Each of a token's three sums goes over
 // `in` from first to last, whatever else is in the tiles: its bits do not depend on other tokens. What AMX flushes to
-// zero are products and sums below 2^-126.
+// zero are numbers below 2^-126; an infinite activation makes NaN, not infinity.
 #pragma once
 
 #include "product.h"
@@ -56,25 +56,30 @@ static void release_tiles() {
 // Steps [first, last) of x[n, in] in parts: [tiles][depth / DEEP][rows][DEEP].
 static void take_apart(const float* x, int64_t n, int64_t in, void* parts, int64_t first, int64_t last) {
     int64_t rows = tile_rows(n), steps = depth_of(in) / DEEP;
-    for (int64_t i = 0; i < n * PARTS; i += PARTS)
+    for (int64_t i = 0; i < n; i++, x += in) {
+        uint16_t* lines[PARTS];
+        for (int64_t part = 0; part < PARTS; part++) {
+            int64_t row = i * PARTS + part;
+            lines[part] = static_cast<uint16_t*>(parts) + (row / rows * rows * steps + row % rows) * DEEP;
+        }
         for (int64_t k = first * DEEP; k < last * DEEP; k += LANES) {
-            const float* from = x + i / PARTS * in + k;
-            Vec rest = in - k >= LANES ? load(from) : load_some(from, in > k ? int(in - k) : 0);
-            for (int64_t row = i; row < i + PARTS; row++) {
+            Vec rest = in - k >= LANES ? load(x + k) : load_some(x + k, in > k ? int(in - k) : 0);
+            int64_t at = k / DEEP * rows * DEEP + k % DEEP;
+            for (uint16_t* line : lines) {
                 Vec part = (Vec)((Ints)rest & UPPER);
                 rest -= part;
                 Halves halves = __builtin_convertvector((Ints)part >> 16, Halves);
-                int64_t line = (row / rows * steps + k / DEEP) * rows + row % rows;
-                std::memcpy((uint16_t*)parts + line * DEEP + k % DEEP, &halves, sizeof halves);
+                std::memcpy(line + at, &halves, sizeof halves);
             }
         }
+    }
 }
 
 constexpr int64_t STEP = PANEL * DEEP * 2;  // bytes of a panel's weights for one step
 constexpr int64_t SUMS = 4 * LANES;         // outputs that a token's sums have room for: of one panel or two
 
-static inline void ask_ahead_of_step(const char* weights) {
-    for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(weights + line);
+static inline void ask_ahead_of_step(const char* weights, int64_t bytes = STEP) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(weights + line);
 }
 
 // One tile of tokens times two panels, since sums wait for themselves.
@@ -120,7 +125,7 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
     const char *b = a + steps * tile, *c = b + steps * tile;
     for (int64_t step = 0; step < steps; step++, a += tile, b += tile, c += tile, panel += STEP) {
         _tile_loadd(7, panel, 128);
-        ask_ahead_of_step(panel + AHEAD);
+        ask_ahead_of_step(panel + AHEAD, STEP / 2);  // half of it at a time: more would wait for each other
         _tile_loadd(6, a, 64);
         _tile_dpbf16ps(0, 6, 7);
         _tile_loadd(6, b, 64);
@@ -130,6 +135,7 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
             _tile_dpbf16ps(4, 6, 7);
         }
         _tile_loadd(7, panel + 64, 128);
+        ask_ahead_of_step(panel + AHEAD + STEP / 2, STEP / 2);
         if (three) {
             _tile_dpbf16ps(5, 6, 7);
             _tile_loadd(6, b, 64);

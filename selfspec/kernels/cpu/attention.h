@@ -81,11 +81,20 @@ static void mix_rest(const Weights& weights, const float* storage, const Shape& 
     }
 }
 
+constexpr int64_t SOON = 2 * LANES;  // keys that are asked for before they are needed
+
+// Ask for `count` keys or values of one head.
+static inline void ask(const float* from, const Shape& s, int64_t count) {
+    for (int64_t i = 0; i < count; i++, from += s.kv_heads * s.head_dim)
+        for (int64_t at = 0; at < s.head_dim; at += 16) __builtin_prefetch(from + at);
+}
+
 constexpr int TOGETHER = 4;  // sums at once, so that they do not wait for each other
 
 // Scores of the keys [low, limit) for the queries in `turned` [head_dim][LANES]; returns the largest per lane.
-static Vec scores(const float* turned, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                  int64_t low, int64_t limit, const Ints& position, int window, float scale, float* out) {
+static Vec scores(const float* turned, const float* storage, const float* values, const Shape& s, const Span& row,
+                  int64_t kv_head, int64_t low, int64_t limit, const Ints& position, int window, float scale,
+                  float* out) {
     Vec most = splat(-INFINITY), never = splat(-INFINITY);
     int64_t stride = s.kv_heads * s.head_dim;
     for (int64_t at = low; at < limit;) {
@@ -93,6 +102,8 @@ static Vec scores(const float* turned, const float* storage, const Shape& s, con
         const float* key = slot(storage, s, row, at, kv_head);
         while (at < stop) {
             int64_t count = stop - at < TOGETHER ? stop - at : TOGETHER;
+            ask(values + (key - storage), s, count);
+            ask(key + SOON * stride, s, count);
             Vec acc[TOGETHER] = {};
             if (count == TOGETHER) {
                 for (int64_t d = 0; d < s.head_dim; d++) {
@@ -119,12 +130,12 @@ static Vec scores(const float* turned, const float* storage, const Shape& s, con
 
 // Weights of many queries, [keys][LANES]: a query in every lane.
 static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                       int, const Ints& position, int64_t low, int64_t limit, int window, float scale,
-                       float* turned, const Weights& weights) {
+                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int window,
+                       float scale, float* turned, const Weights& weights) {
     for (int64_t d = 0; d < s.head_dim; d++)
         for (int lane = 0; lane < LANES; lane++)
             turned[d * LANES + lane] = queries[lane * s.head_dim + d];
-    Vec most = scores(turned, keys, s, row, kv_head, low, limit, position, window, scale, weights.at);
+    Vec most = scores(turned, keys, values, s, row, kv_head, low, limit, position, window, scale, weights.at);
     Vec parts[LANES] = {};  // sums of every LANES-th key
     for (int64_t at = 0; at < limit - low; at++) {
         Vec weight = exponential(load(weights.at + at * LANES) - most);
@@ -135,41 +146,59 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     store(weights.total, parts[0]);
 }
 
+constexpr int FEW = LANES / 2;  // queries at most of which a vector of keys is the better one
+
+// Scores of the keys at `key` [LANES][stride], `together` of them there, for FEW queries at most.
+template <int GROUPS>
+static inline void scores_of_few(const float* key, const float* value, const float* soon, int64_t stride, int together,
+                                 const float* queries, int64_t d, Vec (&acc)[FEW]) {
+    constexpr int N = GROUPS * FEW / 2;
+    Vec sums[N] = {};
+    int64_t from = 0;
+    for (; from + LANES <= d; from += LANES) {
+        Vec block[LANES];
+        for (int i = 0; i < LANES; i++) {
+            int64_t at = (i < together ? i : 0) * stride + from;
+            block[i] = load(key + at);
+            __builtin_prefetch(value + at);
+            __builtin_prefetch(soon + i * stride + from);
+        }
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            for (int q = 0; q < N; q++) sums[q] = fma(block[i], splat(queries[q * d + from + i]), sums[q]);
+    }
+    for (; from < d; from++) {
+        Vec column;
+        for (int i = 0; i < LANES; i++) column[i] = key[(i < together ? i : 0) * stride + from];
+        for (int q = 0; q < N; q++) sums[q] = fma(column, splat(queries[q * d + from]), sums[q]);
+    }
+    for (int q = 0; q < N; q++) acc[q] = sums[q];
+}
+
 // Weights of a few queries, [LANES][keys]: a key in every lane. The same sums in the same order.
 static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      int count, const Ints& position, int64_t low, int64_t limit, int window, float scale,
-                      float* turned, const Weights& weights) {
+                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int window,
+                      float scale, float*, const Weights& weights) {
     int64_t d = s.head_dim, stride = s.kv_heads * d;
-    Vec most[LANES];
+    Vec most[FEW];
     for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
     Ints lane = {};
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int64_t at = low; at < limit;) {
         int64_t stop = together_until(s, row, at, limit);
         int together = stop - at < LANES ? int(stop - at) : LANES;
-        const float* key = slot(keys, s, row, at, kv_head);
-        int64_t from = 0;
-        for (; from + LANES <= d; from += LANES) {
-            Vec block[LANES];
-            for (int i = 0; i < LANES; i++) block[i] = load(key + (i < together ? i : 0) * stride + from);
-            transpose(block);
-            for (int i = 0; i < LANES; i++) store(turned + (from + i) * LANES, block[i]);
-        }
-        for (; from < d; from++)
-            for (int i = 0; i < LANES; i++) turned[from * LANES + i] = key[(i < together ? i : 0) * stride + from];
-        for (int q0 = 0; q0 < count; q0 += TOGETHER) {
-            Vec acc[TOGETHER] = {};
-            const float* query = queries + q0 * d;
-            for (int64_t i = 0; i < d; i++)
-                for (int j = 0; j < TOGETHER; j++)
-                    acc[j] = fma(load(turned + i * LANES), splat(query[j * d + i]), acc[j]);
-            for (int q = q0; q < count && q < q0 + TOGETHER; q++) {
-                Ints where = lane + int32_t(at), seen = (where <= position[q]) & (lane < together);
-                if (window) seen &= where > position[q] - window;
-                Vec score = seen ? acc[q - q0] * scale : splat(-INFINITY);
-                store(weights.at + q * weights.per_query + (at - low), score);
-                most[q] = larger(most[q], score);
-            }
+        const float *key = slot(keys, s, row, at, kv_head), *value = values + (key - keys);
+        const float* soon = at + SOON < limit ? slot(keys, s, row, at + SOON, kv_head) : key;
+        Vec acc[FEW];
+        (count > FEW / 2 ? scores_of_few<2> : scores_of_few<1>)(key, value, soon, stride, together, queries, d, acc);
+        Ints where = lane + int32_t(at), there = lane < together;
+        for (int q = 0; q < count; q++) {
+            Ints seen = (where <= position[q]) & there;
+            if (window) seen &= where > position[q] - window;
+            Vec score = seen ? acc[q] * scale : splat(-INFINITY);
+            store(weights.at + q * weights.per_query + (at - low), score);
+            most[q] = larger(most[q], score);
         }
         at += together;
     }
@@ -189,11 +218,10 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
     }
 }
 
-constexpr int FEW = LANES / 2;  // queries at most of which a vector of keys is the better one
-
 // Queries [block * LANES, ...) of those of one row that share a key head; query m is token m / share, head m % share.
 static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
-                   const float* keys, const float* values, int window, float scale, float* out, float* scratch) {
+                   const float* keys, const float* values, int window, float scale, const float* next, float* out,
+                   float* scratch) {
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
@@ -208,8 +236,9 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     low -= low % LANES;  // sums are grouped by where keys stand
     bool few = count <= FEW;
     Weights weights{rest + LANES, few ? 1 : LANES, few ? limit - low + LANES : 1, rest};
-    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, count, position, low, limit, window, scale, turned,
-                                   weights);
+    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, window, scale,
+                                   turned, weights);
+    if (next) ask(next, s, SOON);
     for (int lane = 0; lane < count; lane += 4) {
         int together = count - lane < 4 ? count - lane : 4;
         int64_t from = 0;

@@ -5,6 +5,7 @@
 
 #include "amx.h"
 #include "attention.h"
+#include "packing.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -64,9 +65,8 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
     turned = aligned(turned);
     if (p.kind == AMX) {
-        int64_t steps = depth_of(p.in) / DEEP;
-        bool all = n == 1;  // done sooner than waited for
-        take_apart(x, n, p.in, turned, all ? 0 : steps * thread / threads, all ? steps : steps * (thread + 1) / threads);
+        int64_t steps = depth_of(p.in) / DEEP, share = n == 1 ? 1 : threads, own = n == 1 ? 0 : thread;
+        take_apart(x, n, p.in, turned, steps * own / share, steps * (own + 1) / share);  // one row: sooner than waited
     } else if (n > 1) {
         turn(x, n, p.in, turned, p.in * thread / threads, p.in * (thread + 1) / threads);
     }
@@ -88,20 +88,32 @@ static Span span_of(const Call& call, int64_t row) {
             is_node ? call.roots[row] : 0, is_node ? call.branches + row * call.row_nodes : nullptr};
 }
 
+struct Task {  // what `attend` does at a time
+    Span row;
+    int64_t head, block;
+};
+
 static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,
                        float* scratch) {
     const Shape& s = m.shape;
-    int64_t share = s.heads / s.kv_heads, task = 0;
+    int64_t share = s.heads / s.kv_heads, count = 0, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    Task task{{}, -1, 0};
+    auto run = [&](const float* next) {
+        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, int(layer.window), m.scale,
+               next, out, scratch);
+    };
     for (int64_t row = 0; row < call.num_rows; row++) {
         Span span = span_of(call, row);
         int64_t blocks = (span.count * share + LANES - 1) / LANES;
         for (int64_t block = 0; block < blocks; block++)
-            for (int64_t head = 0; head < s.kv_heads; head++, task++)
-                if (task % threads == thread)
-                    attend(s, span, head, block, qkv, (s.heads + 2 * s.kv_heads) * s.head_dim, layer.keys,
-                           layer.values, int(layer.window), m.scale, out, scratch);
+            for (int64_t head = 0; head < s.kv_heads; head++, count++) {
+                if (count % threads != thread) continue;
+                if (task.head >= 0) run(slot(layer.keys, s, span, 0, head));
+                task = {span, head, block};
+            }
     }
+    if (task.head >= 0) run(nullptr);
 #pragma omp barrier
 }
 
@@ -111,17 +123,6 @@ static int64_t widest(const Model& m) {  // of what products read
 }
 
 extern "C" {
-
-int64_t selfspec_panel() { return PANEL; }
-
-// The smallest kind of packed weights where none is lost by it.
-int64_t selfspec_smallest() {
-    static const bool tiles = allow_tiles();
-    return tiles ? AMX : HALF;
-}
-
-// Words of 32 bits that packed weights of a kind take.
-int64_t selfspec_packed_words(const Product* p, int64_t panels) { return panels * panel_bytes(*p) / 4; }
 
 // Floats of `buffers` and, per thread, of `scratch` that a call needs.
 int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens) {
@@ -203,40 +204,4 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
     }
 }
 
-// Whether bfloat16 holds every one of `count` weights.
-int64_t selfspec_fits_half(const uint32_t* weights, int64_t count) {
-    constexpr int64_t BLOCK = 4096;  // of which the first that does not ends the search
-    for (int64_t at = 0; at < count; at += BLOCK) {
-        int64_t stop = count - at < BLOCK ? count : at + BLOCK;
-        uint32_t lower = 0;
-        for (int64_t i = at; i < stop; i++) lower |= weights[i];
-        if (lower & 0xffff) return 0;
-    }
-    return 1;
-}
-
-// Pack a weight's rows [out, in] from output `offset` of the packed ones on. `lanes` and `stride`: every `lanes` outputs
-// are followed by a gap up to `stride`, where SWIGLU's other half stands.
-void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_t offset, int64_t lanes, int64_t stride,
-                   int64_t num_threads) {
-    uint32_t* packed = reinterpret_cast<uint32_t*>(const_cast<char*>(p->packed));
-    int64_t in = p->in;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t first = 0; first < out; first += LANES) {
-        uint32_t* to[LANES];
-        int count = out - first < LANES ? int(out - first) : LANES;
-        for (int i = 0; i < count; i++) {
-            int64_t o = first + i, at = offset + o / lanes * stride + o % lanes;
-            to[i] = packed + at / PANEL * panel_bytes(*p) / 4 + at % PANEL;
-        }
-        const uint32_t* from = weight + first * in;
-        for (int64_t k = 0; p->kind == FULL && k < in; k++)  // what is written follows what was written, as far as may be
-            for (int i = 0; i < count; i++) to[i][k * PANEL] = from[i * in + k];
-        for (int64_t k = 0; p->kind != FULL && k < in; k += 2)
-            for (int i = 0; i < count; i++) {
-                uint32_t low = from[i * in + k] >> 16, high = k + 1 < in ? from[i * in + k + 1] & UPPER : 0;
-                to[i][k / 2 * PANEL] = high | low;
-            }
-    }
-}
 }

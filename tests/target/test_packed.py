@@ -1,0 +1,127 @@
+"""Packed weights: the smallest kind that loses none, the same bits in either size, and as precise by AMX."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.api import Target
+from selfspec.kernels import compiled_call as c
+from selfspec.kernels.room import Room
+from selfspec.target.lean import Linear
+from selfspec.target.packed import Packed, fits_half
+from tests.helpers import generate, make_prompts
+from tests.models import build, rounded
+
+SMALLEST = c.functions().selfspec_smallest()
+amx = pytest.mark.skipif(SMALLEST != c.AMX, reason="this processor has no AMX, or the system does not grant it")
+KINDS = [pytest.param(c.FULL, id="full"), pytest.param(c.HALF, id="half"), pytest.param(c.AMX, id="amx", marks=amx)]
+
+
+def weights(*sizes, seed=0, biased=False):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Linear(
+            torch.randn(out, inputs, generator=generator).bfloat16().float(),
+            torch.randn(out, generator=generator) if biased else None,
+        )
+        for out, inputs in sizes
+    ]
+
+
+def packed_as(kind, parts, paired=False):
+    """Packed in a kind of one's own choice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packed, "_kind", lambda self: kind)
+        return Packed(parts, Room(), paired)
+
+
+def multiply(packed, x, threads=1):
+    struct, out = ctypes.byref(packed.struct), torch.full((len(x), packed.num_outputs), torch.nan)
+    room = torch.full((c.functions().selfspec_linear_floats(struct, len(x), threads),), torch.nan)
+    c.functions().selfspec_linear(struct, x.data_ptr(), len(x), out.data_ptr(), None, 0.0, room.data_ptr(), threads)
+    return out
+
+
+@given(
+    outputs=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    inputs=st.integers(1, 130),
+    rows=st.integers(1, 40),
+    threads=st.integers(1, 3),
+    biased=st.booleans(),
+)
+def test_half_the_memory_gives_the_same_bits(outputs, inputs, rows, threads, biased):
+    parts = weights(*((out, inputs) for out in outputs), biased=biased)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
+    full, half = multiply(packed_as(c.FULL, parts), x), multiply(packed_as(c.HALF, parts), x, threads)
+    assert torch.equal(half, full)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 130),
+    rows=st.integers(1, 53),
+    threads=st.integers(1, 3),
+    biased=st.booleans(),
+)
+def test_products_are_as_precise_as_float32_and_a_rows_bits_its_own(kind, outputs, inputs, rows, threads, biased):
+    parts = weights((outputs, inputs), biased=biased)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)) * 1000
+    packed = packed_as(kind, parts)
+    got, [(weight, bias)] = multiply(packed, x, threads), parts
+    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    most = x.double().abs() @ weight.double().abs().T + 1
+    assert ((got - wanted).abs() / most).max() < (inputs + 3) * 2**-24
+    assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
+
+
+def test_the_smallest_kind_is_taken_that_loses_nothing():
+    parts = weights((64, 64), (64, 64))
+    small = Packed(parts, Room())
+    assert small.struct.kind == SMALLEST and fits_half(parts[0].weight)
+    parts[1].weight[63, 63] += 2**-12
+    assert not fits_half(parts[1].weight)
+    large = Packed(parts, Room())
+    assert large.struct.kind == c.FULL
+    assert large.num_bytes == 2 * small.num_bytes == 4 * 128 * 64
+
+
+def kinds(target):
+    body = target.stack.lean
+    return {one.struct.kind for layer in body._products for one in layer} | {body._packed_head.struct.kind}
+
+
+def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
+    model, [prompt] = rounded(build("qwen2")), make_prompts([9])
+    target = Target(model, engine="compiled")
+    up = model.model.layers[1].mlp.up_proj.weight
+
+    def decode():
+        tokens = target.generate([prompt], max_new_tokens=8, exit_layer=2)[0].tokens
+        assert tokens == generate(model, prompt, 8)
+        return tokens
+
+    first, small = decode(), target.stack.lean.num_bytes
+    assert kinds(target) == {SMALLEST}
+    before = up.detach().clone()
+    with torch.no_grad():
+        up.mul_(-1 / 3)
+    assert decode() != first
+    assert kinds(target) == {SMALLEST, c.FULL} and target.stack.lean.num_bytes > small
+    up.data = before
+    assert decode() == first
+    assert kinds(target) == {SMALLEST} and target.stack.lean.num_bytes == small
+
+
+def test_a_part_of_the_vocabulary_is_packed_as_small():
+    stack = Target(rounded(build("llama")), engine="compiled").stack
+    part = stack._draft_head.subset(40, stack.frequencies, packs=True)
+    assert part.packed.struct.kind == SMALLEST
+    hidden = torch.randn(3, 32)
+    whole = stack.lean.product(stack.lean._packed_head, hidden, norm=True)
+    assert torch.equal(stack.lean.product(part.packed, hidden, norm=True), whole[:, part.tokens])
