@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.matches import choose
 from selfspec.control.plan import RowState
 from selfspec.control.worth import Worth
 
@@ -80,7 +79,11 @@ class Reading:
 
 def could_pay(worth: Worth, usual: float) -> bool:
     """Whether lookup would save more than it takes if half the rows had drafts of which nearly every token is right."""
-    rows = worth.num_rows
-    offers = [HOPED] * (rows // 2) + [()] * (rows - rows // 2)
-    lengths, rate = choose(offers, worth.lookups())
-    return any(lengths) and rate * (1 - ASK_SECONDS * usual) > usual
+    rows, seconds, tokens = worth.num_rows, worth.lookups(), float(worth.num_rows)
+    asking = ASK_SECONDS * rows
+    for n, chance in enumerate(HOPED, 1):
+        tokens += rows // 2 * chance
+        drafted = rows // 2 * n
+        if drafted < len(seconds) and tokens > usual * (seconds[drafted] + asking):
+            return True
+    return False
