@@ -111,7 +111,7 @@ class Adaptive:
 
     @property
     def reads_lookup(self) -> bool:
-        """Whether rows may draft by lookup: of a batch, as far as that pays, see `Reading`."""
+        """Whether rows may draft by lookup, as far as that pays, see `Reading`."""
         return self._finder is not None and self._reading.is_on(self._batch)
 
     @property
@@ -148,7 +148,7 @@ class Adaptive:
             self._decide(rows)
         self._context = max([row.content_length for row in rows])
         if self._finder is not None and self._worth is not None:
-            read = rows if self._batch <= FEW else self._reading.begin(rows, self._worth, self._usual)
+            read = self._reading.begin(rows, self._worth, self._usual)
             found = self._finder.plan(read, self._worth, self._usual) if read else None
             if found is not None:
                 return found
@@ -177,7 +177,8 @@ class Adaptive:
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
-            self._finder.observe(plan, outcomes)
+            if self._reading.is_on(self._batch):
+                self._finder.observe(plan, outcomes)
             self._count_lookup(plan, outcomes)
         if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
             self._idle_rounds += 1
@@ -213,12 +214,13 @@ class Adaptive:
 
     def _count_lookup(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
         """Tell what lookup saved in a round, by the table of costs."""
-        if self._batch <= FEW or self._worth is None:
+        if self._worth is None:
             return
         if plan.exit_layer is None:
             self._reading.pass_round(self._batch, self._worth.plain_seconds, 0.0)
         elif plan.exit_layer == LOOKUP:
-            took = self._worth.lookups()[sum([outcome.num_drafted for outcome in outcomes])]
+            seconds = self._worth.lookups()
+            took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
             came = sum([outcome.num_emitted for outcome in outcomes])
             self._reading.pass_round(self._batch, took, came / self._usual - took)
         else:

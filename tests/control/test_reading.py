@@ -1,4 +1,4 @@
-"""Rows of a batch are looked up as far as that pays, and what is tried in vain stays within its share of the time."""
+"""Rows are looked up as far as that pays, and what is tried in vain stays within its share of the time."""
 
 from __future__ import annotations
 
