@@ -33,14 +33,16 @@ class Finder:
         self._trusts = [Trust() for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
+        self.chains: list[list[float]] = []
+        """Of every row in the round that was planned last, see `chances`."""
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
         seconds, is_small = worth.lookups(), len(rows) <= FEW
         # A token less likely than this lowers the rate of any round of a batch that is worth it.
         least = 0.0 if is_small else usual * worth.least_lookup
-        chains = [self.chances(row, least) for row in rows]
-        self._trust = self._trusts[bisect_right(STRENGTHS, max(row.match for row in rows))]
+        self.chains = chains = [self.chances(row, least) for row in rows]
+        self._trust = self._trusts[bisect_right(STRENGTHS, max([row.match for row in rows]))]
         branches = self.branches and is_small
         if not self._could_pay(chains, seconds, usual, branches):
             return None
@@ -49,6 +51,8 @@ class Finder:
             chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
             for row, chances, one in zip(rows, chains, grown, strict=True)
         ]
+        if not any(offers):
+            return None
         lengths, rate = choose(offers, seconds)
         trusted = self._trust.ratio * rate
         if not any(lengths) or trusted < usual:
@@ -81,17 +85,18 @@ class Finder:
     ) -> bool:
         """Whether drafts could promise enough if every token were as likely as the first."""
         if branches:
-            lines = self.ranks.rates[::2]
-            likely = max(sum(line) for line in lines) if self._is_tree else max(line[0] for line in lines)
+            likely = self.ranks.likeliest(self._is_tree)
             firsts = [max(chances[0] if chances else 0.0, likely) for chances in chains]
         else:
             firsts = [chances[0] if chances else 0.0 for chances in chains]
-        most = sum(1 / (1 - min(first, SURE)) for first in firsts)
+        most = sum([1 / (1 - min(first, SURE)) for first in firsts])
         return max(firsts) > 0 and self._trust.ratio * most > usual * seconds[1]
 
     def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
         """A tree or chain for a row; None where the chain alone will do."""
         if row.guesses is None:
+            return None
+        if not row.guesses.recalls and not row.guesses.first_candidates()[1]:
             return None
         grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
         return grown if len(grown.chances) > len(chances) else None

@@ -27,6 +27,7 @@ class Ranks:
         self._seen = [0.0] * (2 * NUM_KINDS)
         self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
         self._rates: list[list[float]] | None = None
+        self._likeliest = 0.0, 0.0  # see `likeliest`
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
@@ -55,7 +56,15 @@ class Ranks:
                 prior = FIRST[line // 2]
                 rates = [(hit + first * p) / (seen + first) for hit, p in zip(hits, prior, strict=True)]
                 self._rates.append([*accumulate(rates, min)])
+            lines = self._rates[::2]
+            self._likeliest = max([line[0] for line in lines]), max([sum(line) for line in lines])
         return self._rates
+
+    def likeliest(self, is_tree: bool) -> float:
+        """How often a candidate is right where there is no chain, at most: the likeliest, or any of a tree's."""
+        if self._rates is None:
+            _ = self.rates
+        return self._likeliest[is_tree]
 
 
 class Grown(NamedTuple):
@@ -91,6 +100,7 @@ def grow(
     chance = list(chances[: len(tokens)])
     parents = list(range(len(tokens)))
     heap: list[tuple[float, int, int, int, int]] = []  # (-chance, count, parent, its token, candidate)
+    recalls = guesses.recalls  # else the next token alone has candidates
     highest = max(line[0] for line in rates)
 
     def offer(node: int, previous: int, token: int, left: float, taken: int | None) -> None:
@@ -111,6 +121,8 @@ def grow(
         if before < least:
             break
         offer(node, previous, token, before - after if is_tree else before, chained)
+        if not recalls:
+            break
         if chained is not None:
             before, previous, token = after, token, chained
     most = len(tokens) + MOST_NODES
@@ -119,6 +131,7 @@ def grow(
         tokens.append(candidate)
         parents.append(parent)
         chance.append(-negative)
-        offer(len(tokens), before_it, candidate, -negative, None)
-    order = sorted(range(len(chance)), key=lambda node: -chance[node])
+        if recalls:
+            offer(len(tokens), before_it, candidate, -negative, None)
+    order = sorted(range(len(chance)), key=chance.__getitem__, reverse=True)
     return Grown(TokenTree(tuple(tokens), tuple(parents)), chance, order)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from selfspec.drafting.exit import Draft
-from selfspec.target.cache import Tree
+from selfspec.target.cache import Tree, tensor_of
 
 MOST_MATCHED = 16  # longest match told from longer ones
-_NO_KEY = -1
+_NO_KEY, _MIX = -1, 0x9E3779B1
 _BEGINNING = -1  # the token before the first: like no other
 
 
@@ -29,8 +29,12 @@ class Guess(NamedTuple):
 
 def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
     """How many first tokens of a draft are those that came out."""
-    pairs = zip(guess, tokens, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(guess), len(tokens)))
+    count = 0
+    for a, b in zip(guess, tokens, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: torch.device) -> Draft:
@@ -44,7 +48,7 @@ def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: t
         guess = lookup.draft(length).tokens
         fed += [lookup.last, *guess]
         drafted.append(len(guess))
-    tokens = torch.tensor(fed, device=device)
+    tokens = tensor_of(fed, device)
     return Draft(tokens, tokens, drafted)
 
 
@@ -58,7 +62,7 @@ def draft_trees(
         fed += [token, *tokens]
         is_chain = all(parent == node for node, parent in enumerate(parents))
         trees.append(None if is_chain else Tree((-1, *parents)))
-    packed = torch.tensor(fed, device=device)
+    packed = tensor_of(fed, device)
     lengths = [0 if one is None else len(one[0]) for one in given]
     return Draft(packed, packed, lengths, trees=trees if any(trees) else None)
 
@@ -106,7 +110,8 @@ class Lookup:
     @property
     def match(self) -> int:
         """How many of the row's last tokens occurred before, at most `most`."""
-        self._catch_up()
+        if self._read < len(self._content):
+            self._catch_up()
         return self._match
 
     def draft(self, num_tokens: int) -> Guess:
@@ -114,16 +119,22 @@ class Lookup:
 
         A place so near the end that what followed ends before is a repetition, which is taken to go on.
         """
-        self._catch_up()
+        if self._read < len(self._content):
+            self._catch_up()
         if self._match == 0 or num_tokens < 1:
             return Guess([], self._match)
         content, start = self._content, self._place + 1
         period = self._read - start
+        if num_tokens <= period:
+            return Guess(list(content[start : start + num_tokens]), self._match)
         return Guess([content[start + i % period] for i in range(num_tokens)], self._match)
 
     def alternatives(self) -> list[int]:
         """What followed the last time that shorter ends of the text occurred, after the longer ones; each once."""
-        self._catch_up()
+        if self._read < len(self._content):
+            self._catch_up()
+        if not self._shorter:
+            return []
         content = self._content
         places = [place + 1 for place in reversed(self._shorter) if place + 1 < self._read]
         first = content[self._place + 1] if self._match and self._place + 1 < self._read else None
@@ -138,11 +149,14 @@ class Lookup:
 
     def _add(self, position: int) -> None:
         """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
-        content, nodes, latest, depths, find = self._content, self._nodes, self._latest, self._depths, self._slot
-        node, depth, place = 0, 0, -1
+        content, keys, nodes, latest, depths = self._content, self._keys, self._nodes, self._latest, self._depths
+        node, depth, place, size = 0, 0, -1, len(keys)
         shorter = []
         while True:
-            slot = find(node, content[position - depth])
+            key = node << 32 | content[position - depth] + 1
+            slot = key * _MIX % size  # as in `_slot`: this is where the time goes
+            while (there := keys[slot]) != key and there != _NO_KEY:
+                slot = slot + 1 if slot + 1 < size else 0
             child = nodes[slot]
             if child > 0:
                 place, end = latest[child], depths[child]
@@ -179,7 +193,7 @@ class Lookup:
         """Where in the table the child of a node is, or belongs."""
         keys = self._keys
         key, size = node << 32 | token + 1, len(keys)
-        slot = key * 0x9E3779B1 % size
+        slot = key * _MIX % size
         while keys[slot] != key and keys[slot] != _NO_KEY:
             slot = slot + 1 if slot + 1 < size else 0
         return slot

@@ -15,7 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.kernels import compiled_call as c
@@ -60,10 +59,10 @@ class CompiledBody(LeanBody):
             )
             for x in self.layers
         ]
-        self._packed_head = Packed([self.head], room)
+        self.packed_head = Packed([self.head], room)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
         self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
-        self._last_norm = self.norm.weight.detach().clone()
+        self.last_norm = self.norm.weight.detach().clone()
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
         heads = [w for w in self.head if w is not None]
         self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
@@ -81,7 +80,10 @@ class CompiledBody(LeanBody):
             isinstance(x.activation, nn.SiLU) or type(x.activation).__name__ == "SiLUActivation" for x in body.layers
         )
         alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
-        plain = all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
+        plain = all(
+            w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous()
+            for w in [body.embedding, *weights]
+        )
         return silu and alike and plain and body.head_dim % 2 == 0
 
     @staticmethod
@@ -95,8 +97,10 @@ class CompiledBody(LeanBody):
         """See `Stack.run`."""
         if not rows.num_tokens:
             return super().run(rows, start, stop, given, taps)
-        x = F.embedding(given, self.embedding) if start == 0 else given.clone(memory_format=torch.contiguous_format)
-        model, layers = self._in(rows.cache, x)
+        given = given.contiguous()
+        x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
+        embedding = self.embedding.data_ptr() if start == 0 else None
+        model, layers = self.structs(rows.cache)
         call, longest = self._call(rows)
         places = None
         if taps:
@@ -105,14 +109,14 @@ class CompiledBody(LeanBody):
                 if start < depth <= stop:
                     taps[depth] = tap = torch.empty_like(x)
                     places[depth - start - 1] = tap.data_ptr()
-        threads = self._threads(len(x))
+        threads = self.threads(len(x))
         scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
         buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
         room = x.new_empty(buffers + scratch * threads)
-        last = self._last_norm.data_ptr() if stop == len(self.layers) else None
+        last = self.last_norm.data_ptr() if stop == len(self.layers) else None
         self._lib.selfspec_run(
             *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
-            *(ctypes.byref(call), x.data_ptr(), places, last),
+            *(ctypes.byref(call), given.data_ptr(), embedding, x.data_ptr(), places, last),
             *(room.data_ptr(), room.data_ptr() + 4 * buffers, scratch, threads),
         )
         return x
@@ -121,18 +125,20 @@ class CompiledBody(LeanBody):
         """See `Stack.logits`."""
         if hidden.requires_grad:  # an exit head learns through it: the lean body's products have gradients
             return super().logits(hidden, normed)
-        return self.product(self._packed_head, hidden, norm=not normed)
+        return self.product(self.packed_head, hidden, norm=not normed)
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
         """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
         if not len(hidden):
             return hidden.new_empty(0, packed.num_outputs)
         hidden = hidden.contiguous()
-        out, room = hidden.new_empty(len(hidden), packed.num_outputs), hidden.new_empty(2, *hidden.shape)
-        weight = self._last_norm.data_ptr() if norm else None
+        out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self.threads(len(hidden))
+        product = ctypes.byref(packed.struct)
+        room = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
+        weight = self.last_norm.data_ptr() if norm else None
         self._lib.selfspec_linear(
-            *(ctypes.byref(packed.struct), hidden.data_ptr(), len(hidden), out.data_ptr()),
-            *(weight, self.norm.eps, room.data_ptr(), self._threads(len(hidden))),
+            *(product, hidden.data_ptr(), len(hidden), out.data_ptr()),
+            *(weight, self.norm.eps, room.data_ptr(), threads),
         )
         return out
 
@@ -149,15 +155,16 @@ class CompiledBody(LeanBody):
         for layer in self._products:
             for one in layer:
                 one.fill()
-        self._packed_head.fill()
+        self.packed_head.fill()
+        self._structs.clear()  # of weights that may stand elsewhere now
         for x, norms in zip(self.layers, self._norms, strict=True):
             for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
                 if norm is not None and copy is not None:
                     copy.copy_(norm.weight.detach())
-        self._last_norm.copy_(self.norm.weight.detach())
+        self.last_norm.copy_(self.norm.weight.detach())
         self._seen, self._sampled = seen, self._samples()
 
-    def _threads(self, num_tokens: int) -> int:
+    def threads(self, num_tokens: int) -> int:
         """Never more than torch's own, which are the caller's to set."""
         most = torch.get_num_threads()
         return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
@@ -173,26 +180,27 @@ class CompiledBody(LeanBody):
         """What the compiled function is told of a packed call, and the longest row's length."""
         known = rows.plans.get("compiled")
         if known is None:
-            longest, (cos, sin) = self._reach(rows)
+            longest, (cos, sin) = self.reach(rows)
             spans, nodes = _apart(rows.spans)
             most = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
             pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
-            lists = [(ctypes.c_int64 * len(each))(*each) for each in (firsts, pages, *nodes[:-1])]
-            firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
+            positions = [at for span in rows.spans for at in span.positions()]
+            lists = [(ctypes.c_int64 * len(each))(*each) for each in (positions, firsts, pages, *nodes[:-1])]
+            positions_at, firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
             roots, branches = nodes_at or (None, None)
             call = c.Call(
-                *(rows.num_tokens, len(spans), rows.positions.data_ptr(), firsts_at, pages_at, most),
+                *(rows.num_tokens, len(spans), positions_at, firsts_at, pages_at, most),
                 *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
             )
             known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
         return known[0], known[1]
 
-    def _in(self, cache: PagedCache, like: Tensor) -> tuple[c.Model, Any]:
+    def structs(self, cache: PagedCache) -> tuple[c.Model, Any]:
         """The model, and its layers with the places of their keys and values in a cache."""
         known = self._structs.get(cache)
         if known is None:
-            shape, made = like.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            shape, made = self.embedding.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
             for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
                 places = [None if n is None else n.data_ptr() for n in norms]
                 places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]

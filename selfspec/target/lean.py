@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.cache import PackedRows
+from selfspec.target.quantized import is_dense
 
 # Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
 LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -84,6 +85,7 @@ class LeanBody:
         parts = [m for m in model.modules() if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
         plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding
         plain = plain and all(type(m).__module__.startswith(KNOWN_MODULES) for m in model.modules())
+        plain = plain and all(is_dense(weight) for weight in model.parameters())
         hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
         try:
             return cls(model) if plain and not hooked else None
@@ -127,12 +129,12 @@ class LeanBody:
         """cos and signed sin `[N, 1, head_dim]` at the call's positions, from a table that grows by doubling."""
         known = rows.plans.get("rope")
         if known is None:
-            _, (cos, sin) = self._reach(rows)
+            _, (cos, sin) = self.reach(rows)
             at = rows.positions[0]
             known = rows.plans["rope"] = (cos[at], sin[at])
         return known
 
-    def _reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
+    def reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
         """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
         last, tables = rows.most_tokens, self._tables
         if tables is None or last > tables[0].shape[0]:

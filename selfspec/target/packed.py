@@ -1,7 +1,8 @@
-"""Weights in the order that the compiled products read them."""
+"""Weights in the order that the compiled products read them, and as small as they can be without losing any."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -15,37 +16,63 @@ WHOLE = 1 << 40  # more outputs than a weight has: no gap after any of them
 
 
 class Packed:
-    """A product's weights, copied: panels of outputs, `[panels, in, panel size]`, float32.
+    """A product's weights, copied: in float32, or in half the memory where every one of them is a bfloat16 number.
+
+    Checkpoints mostly hold bfloat16, so that in float32 the lower half of every weight is zero.
 
     Args:
         parts: weights `[out, in]` with the same input, whose outputs follow each other.
         room: where to put them; weights that are read one after another are best put into one.
         paired: there are two of one size, a gate and what it gates, and the outputs are `silu(gate) * up`.
+
+    Attributes:
+        struct: what the compiled functions are told; another after a `fill` that changed its kind.
     """
 
     def __init__(self, parts: Sequence[Linear], room: Room, paired: bool = False) -> None:
-        panel, inputs = int(c.functions().selfspec_panel()), parts[0].weight.shape[1]
-        half = panel // 2
-        self._parts = parts
-        self._lanes, self._stride = (half, panel) if paired else (WHOLE, 0)
+        self._panel = int(c.functions().selfspec_panel())
+        half = self._panel // 2
+        self._parts, self._room = parts, room
+        self._lanes, self._stride = (half, self._panel) if paired else (WHOLE, 0)
         self.num_outputs = len(parts[0].weight) if paired else sum(len(part.weight) for part in parts)
-        panels = -(-self.num_outputs // (half if paired else panel))
+        self._num_panels = -(-self.num_outputs // (half if paired else self._panel))
         biased = any(part.bias is not None for part in parts)
         with torch.inference_mode(False):  # it outlives the call that asked for it
-            self.weight = room.zeros(panels, inputs, panel)
-            self.bias = torch.zeros(panels * panel, dtype=torch.float32, device="cpu") if biased else None
-        bias = None if self.bias is None else self.bias.data_ptr()
-        self.struct = c.Product(self.weight.data_ptr(), bias, inputs, self.num_outputs)
-        self.fill()
+            outputs = self._num_panels * self._panel
+            self.bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if biased else None
+        self._make(self._kind())
+        self._copy()
 
     def fill(self) -> None:
         """Copy the weights as they are now."""
+        kind = self._kind()
+        if kind != self.struct.kind:
+            self._make(kind)
+        self._copy()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def _kind(self) -> int:
+        whole = all(fits_half(part.weight) for part in self._parts)
+        return int(c.functions().selfspec_smallest()) if whole else c.FULL
+
+    def _make(self, kind: int) -> None:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        self.struct = c.Product(None, bias, self._parts[0].weight.shape[1], self.num_outputs, kind)
+        words = c.functions().selfspec_packed_words(ctypes.byref(self.struct), self._num_panels)
+        with torch.inference_mode(False):
+            self.weight = self._room.zeros(words)
+        self.struct.packed = self.weight.data_ptr()
+
+    def _copy(self) -> None:
         at = 0
         for part in self._parts:
             weight: Tensor = part.weight.detach()
-            size, inputs = weight.shape
+            size = len(weight)
             c.functions().selfspec_pack(
-                *(weight.data_ptr(), size, inputs, self.weight.data_ptr()),
+                *(weight.data_ptr(), size, ctypes.byref(self.struct)),
                 *(at, self._lanes, self._stride, torch.get_num_threads()),
             )
             if part.bias is not None and self.bias is not None:
@@ -53,6 +80,7 @@ class Packed:
                 self.bias[at + outputs // self._lanes * self._stride + outputs % self._lanes] = part.bias.detach()
             at += self._lanes if self._stride else size
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether bfloat16 holds every number of a contiguous float32 weight exactly."""
+    return bool(c.functions().selfspec_fits_half(weight.data_ptr(), weight.numel()))

@@ -133,8 +133,8 @@ def test_an_engine_counts_prompts_and_outputs_and_refuses_an_empty_vocabulary():
     engine.submit([11, 12, 11], max_new_tokens=6)
     assert target.stack.frequencies.coverage(96) == SUPPOSED
     emitted = [row.tokens for round_ in engine.run() for row in round_.rows]
-    assert target.stack.frequencies._counts.total() == 3 + sum(map(len, emitted)) == 9
     assert target.stack.frequencies.coverage(96) > SUPPOSED  # of the tokens it has written
+    assert target.stack.frequencies._counts.total() == 3 + sum(map(len, emitted)) == 9
     with pytest.raises(ValueError, match=r"^a plan's draft_vocab must be a whole number of at least 1, got 0$"):
         target.generate([[3, 4]], policy=Fixed(2, 3, draft_vocab=0), max_new_tokens=4)
 
@@ -149,6 +149,26 @@ def test_coverage_is_of_written_tokens_by_the_ranks_before_them():
     assert 900 in seen.part(100).members
     seen.add([900] * AT_LEAST, written=True)
     assert seen.coverage(100) > 0.9
+
+
+@given(
+    blocks=st.lists(
+        st.tuples(st.lists(st.integers(0, 49), max_size=200), st.booleans(), st.sampled_from([None, 5, 20])),
+        max_size=12,
+    )
+)
+def test_what_is_counted_late_is_what_is_counted_at_once(blocks):
+    late, at_once = Frequencies(50), Frequencies(50)
+    for tokens, written, asked in blocks:
+        for seen in (late, at_once):
+            seen.add(tokens, written)
+        assert at_once.version >= 0  # asking counts
+        if asked is not None:
+            assert late.coverage(asked) == at_once.coverage(asked)
+    assert late.version == at_once.version
+    for size in (5, 20, 35):
+        assert late.part(size).members == at_once.part(size).members
+        assert late.coverage(size) == at_once.coverage(size)
 
 
 def test_the_part_that_is_drafted_over_is_the_one_that_coverage_is_of():

@@ -3,8 +3,8 @@
 // Compiled on the machine it runs on. Every function works on any number of packed rows; a token's bits do not depend
 // on the others of its call. Threads share each step's panels, rows or heads and wait for each other between steps.
 
+#include "amx.h"
 #include "attention.h"
-#include "product.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -12,30 +12,6 @@
 static int omp_get_thread_num() { return 0; }
 static int omp_get_num_threads() { return 1; }
 #endif
-
-struct Layer {
-    Product qkv, o, gate_up, down;
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
-    float *keys, *values;                            // [pages, page_size, kv_heads, head_dim]
-    int64_t window;                                  // 0: none
-};
-
-struct Model {
-    Shape shape;
-    int64_t hidden, inner;  // inner: of the MLP
-    float eps, mlp_eps, qk_eps, scale;
-};
-
-struct Call {
-    int64_t num_tokens, num_rows;
-    const int64_t* positions;  // [num_tokens]
-    const int64_t* firsts;     // [num_rows + 1]: where each row's tokens begin
-    const int64_t* pages;      // [num_rows, row_pages]
-    int64_t row_pages;
-    const int64_t *roots, *branches;  // [num_rows], [num_rows, row_nodes]: of nodes of trees; else null, or root -1
-    int64_t row_nodes;
-    const float *cos, *sin;  // [positions, head_dim]; sin carries the sign of the turned half
-};
 
 static void norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
     Vec squares = {};
@@ -72,15 +48,36 @@ static void place(const Model& m, const Layer& layer, const Call& call, const Sp
     std::memcpy(const_cast<float*>(slot(layer.values, s, row, position, 0)), value, bytes);
 }
 
-// y from x, by all threads; `turned` [n, in] is theirs to use.
+constexpr int64_t LINE = 16;  // floats of a cache line
+
+static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
+
+// Floats of room for n rows as a product reads them, from wherever on.
+static int64_t turned_floats(int64_t n, int64_t in) {
+    int64_t parts = parts_floats(n, in);
+    return (parts > n * in ? parts : n * in) + LINE;
+}
+
+// y from x, by all threads, with `turned_floats` of room: theirs together, or for one row each thread's own.
 static void share_product(const Product& p, After after, const float* x, int64_t n, float* turned, float* y) {
     int64_t panels = panels_of(p, after), thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    if (n > 1) {
+    int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+    turned = aligned(turned);
+    if (p.kind == AMX) {
+        int64_t steps = depth_of(p.in) / DEEP;
+        bool all = n == 1;  // done sooner than waited for
+        take_apart(x, n, p.in, turned, all ? 0 : steps * thread / threads, all ? steps : steps * (thread + 1) / threads);
+    } else if (n > 1) {
         turn(x, n, p.in, turned, p.in * thread / threads, p.in * (thread + 1) / threads);
-#pragma omp barrier
-        x = turned;
     }
-    product(p, after, x, n, y, panels * thread / threads, panels * (thread + 1) / threads);
+    if (n > 1) {
+#pragma omp barrier
+    }
+    if (p.kind == AMX) {
+        product_of_parts(p, after, turned, n, y, first, last);
+    } else {
+        product(p, after, n > 1 ? turned : x, n, y, first, last);
+    }
 #pragma omp barrier
 }
 
@@ -108,37 +105,60 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
 #pragma omp barrier
 }
 
+static int64_t widest(const Model& m) {  // of what products read
+    int64_t mixed = m.shape.heads * m.shape.head_dim, other = m.inner > m.hidden ? m.inner : m.hidden;
+    return mixed > other ? mixed : other;
+}
+
 extern "C" {
 
 int64_t selfspec_panel() { return PANEL; }
 
+// The smallest kind of packed weights where none is lost by it.
+int64_t selfspec_smallest() {
+    static const bool tiles = allow_tiles();
+    return tiles ? AMX : HALF;
+}
+
+// Words of 32 bits that packed weights of a kind take.
+int64_t selfspec_packed_words(const Product* p, int64_t panels) { return panels * panel_bytes(*p) / 4; }
+
 // Floats of `buffers` and, per thread, of `scratch` that a call needs.
 int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens) {
     const Shape& s = m->shape;
-    int64_t mixed = s.heads * s.head_dim, widest = m->inner > m->hidden ? m->inner : m->hidden;
-    widest = widest > mixed ? widest : mixed;
-    return num_tokens * (m->hidden + 2 * mixed + 2 * s.kv_heads * s.head_dim + m->inner + widest);
+    int64_t mixed = s.heads * s.head_dim, kept = m->hidden + 2 * mixed + 2 * s.kv_heads * s.head_dim + m->inner;
+    return num_tokens * kept + turned_floats(num_tokens, widest(*m));
 }
 
 int64_t selfspec_scratch_floats(const Model* m, int64_t longest) {
-    return attention_scratch(m->shape, longest);
+    int64_t attention = attention_scratch(m->shape, longest), row = turned_floats(1, widest(*m));
+    return attention > row ? attention : row;
 }
 
-// x [num_tokens, hidden] is replaced by what it is after the layers, normed if `last` is given. taps: per layer, where
-// to put its output, or null.
-void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, float* x,
-                  float* const* taps, const float* last, float* buffers, float* scratch, int64_t scratch_floats,
-                  int64_t num_threads) {
+int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads) {
+    return n * p->in + turned_floats(n, p->in) * (n == 1 ? num_threads : 1);
+}
+
+// x [num_tokens, hidden] becomes what hidden states `from` are after the layers, normed if `last` is given; `from` are
+// tokens where their embedding is given. taps: per layer, where to put its output, or null.
+void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, const void* from,
+                  const float* embedding, float* x, float* const* taps, const float* last, float* buffers,
+                  float* scratch, int64_t scratch_floats, int64_t num_threads) {
     const Model& m = *model;
     const Call& call = *given;
     const Shape& s = m.shape;
     int64_t n = call.num_tokens;
     float *h = buffers, *qkv = h + n * m.hidden;
     float *mixed = qkv + n * (s.heads + 2 * s.kv_heads) * s.head_dim, *inner = mixed + n * s.heads * s.head_dim;
-    float* turned = inner + n * m.inner;
+    float* shared = inner + n * m.inner;
+    for (int64_t t = 0; t < n; t++) {
+        const float* own = embedding ? embedding + static_cast<const int64_t*>(from)[t] * m.hidden
+                                     : static_cast<const float*>(from) + t * m.hidden;
+        std::memcpy(x + t * m.hidden, own, sizeof(float) * m.hidden);
+    }
 #pragma omp parallel num_threads(num_threads)
     {
-        float* own = scratch + omp_get_thread_num() * scratch_floats;
+        float *own = scratch + omp_get_thread_num() * scratch_floats, *turned = n == 1 ? own : shared;
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
 #pragma omp for
@@ -164,36 +184,59 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, last, m.eps, m.hidden, x + t * m.hidden);
         }
+        release_tiles();
     }
 }
 
-// y [n, out] = x [n, in] times packed weights; `weight`: of a norm before it. h [2, n, in] is room to work in.
+// y [n, out] = x [n, in] times packed weights; `weight`: of a norm before it; h: `selfspec_linear_floats` of room.
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
+        float* turned = h + n * p->in + (n == 1 ? omp_get_thread_num() * turned_floats(1, p->in) : 0);
         if (weight) {
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * p->in, weight, eps, p->in, h + t * p->in);
         }
-        share_product(*p, STORE, weight ? h : x, n, h + n * p->in, y);
+        share_product(*p, STORE, weight ? h : x, n, turned, y);
+        release_tiles();
     }
+}
+
+// Whether bfloat16 holds every one of `count` weights.
+int64_t selfspec_fits_half(const uint32_t* weights, int64_t count) {
+    constexpr int64_t BLOCK = 4096;  // of which the first that does not ends the search
+    for (int64_t at = 0; at < count; at += BLOCK) {
+        int64_t stop = count - at < BLOCK ? count : at + BLOCK;
+        uint32_t lower = 0;
+        for (int64_t i = at; i < stop; i++) lower |= weights[i];
+        if (lower & 0xffff) return 0;
+    }
+    return 1;
 }
 
 // Pack a weight's rows [out, in] from output `offset` of the packed ones on. `lanes` and `stride`: every `lanes` outputs
 // are followed by a gap up to `stride`, where SWIGLU's other half stands.
-void selfspec_pack(const float* weight, int64_t out, int64_t in, float* packed, int64_t offset, int64_t lanes,
-                   int64_t stride, int64_t num_threads) {
+void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_t offset, int64_t lanes, int64_t stride,
+                   int64_t num_threads) {
+    uint32_t* packed = reinterpret_cast<uint32_t*>(const_cast<char*>(p->packed));
+    int64_t in = p->in;
 #pragma omp parallel for num_threads(num_threads)
     for (int64_t first = 0; first < out; first += LANES) {
-        float* to[LANES];
+        uint32_t* to[LANES];
         int count = out - first < LANES ? int(out - first) : LANES;
         for (int i = 0; i < count; i++) {
             int64_t o = first + i, at = offset + o / lanes * stride + o % lanes;
-            to[i] = packed + at / PANEL * in * PANEL + at % PANEL;
+            to[i] = packed + at / PANEL * panel_bytes(*p) / 4 + at % PANEL;
         }
-        for (int64_t k = 0; k < in; k++)  // what is written follows what was written, as far as it may
-            for (int i = 0; i < count; i++) to[i][k * PANEL] = weight[(first + i) * in + k];
+        const uint32_t* from = weight + first * in;
+        for (int64_t k = 0; p->kind == FULL && k < in; k++)  // what is written follows what was written, as far as may be
+            for (int i = 0; i < count; i++) to[i][k * PANEL] = from[i * in + k];
+        for (int64_t k = 0; p->kind != FULL && k < in; k += 2)
+            for (int i = 0; i < count; i++) {
+                uint32_t low = from[i * in + k] >> 16, high = k + 1 < in ? from[i * in + k + 1] & UPPER : 0;
+                to[i][k / 2 * PANEL] = high | low;
+            }
     }
 }
 }

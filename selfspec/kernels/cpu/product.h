@@ -1,47 +1,80 @@
 // Products of a few rows with packed weights: every weight is read once, whatever the number of rows up to ROWS.
 //
-// Weights [out, in] are packed in panels of PANEL outputs, [panels][in][PANEL], the last one filled up with zeros. An
-// output is summed over `in` from first to last in one register: its bits do not depend on how many rows there are.
-// Rows [n, in] are turned first, [blocks][in][rows of the block], so that they are read in one stream too.
+// Weights [out, in] are packed in panels of PANEL outputs, the last one filled up with zeros: FULL, [panels][in][PANEL]
+// numbers of 32 bits, or, where no weight is lost by it, HALF: bfloat16, the upper half of those bits, of two inputs in
+// one word, [panels][depth / 2][PANEL], the first input's below. An output is summed over `in` from first to last in
+// one register: its bits depend neither on how many rows there are nor on how weights are packed. Rows [n, in] are
+// turned first, [blocks][in][rows of the block], so that they are read in one stream too.
 #pragma once
 
+#include "model.h"
 #include "vector.h"
 
 constexpr int PANEL = 2 * LANES;
 
 enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
+enum Kind { FULL, HALF, AMX };      // AMX: packed as HALF, and multiplied as amx.h says
 
-struct Product {
-    const float* packed;
-    const float* bias;  // [panels * PANEL], in the packed order; or null
-    int64_t in, out;    // out: of y, so that SWIGLU has half as many as there are weights
-};
+constexpr int64_t DEEP = 32;  // inputs that AMX takes in one step: what `depth` is a multiple of, filled up with zeros
+constexpr int AHEAD = 8192;   // bytes of weights asked for before they are needed: what this far hides memory's delay
 
-constexpr int AHEAD = 8192;  // bytes of weights asked for before they are needed: what this far hides memory's delay
+static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEEP; }
+
+static inline int64_t panel_bytes(const Product& p) {
+    return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
+}
+
+static inline void ask_ahead(const char* weights, int bytes) {
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(weights + AHEAD + line);
+}
 
 template <int R>
-static void tile(const float* x, int64_t in, const float* panel, const float* bias, Vec (&acc)[ROWS][2]) {
+static inline void add(const float* x, Vec low, Vec high, Vec (&a)[R][2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+        Vec one = splat(x[r]);
+        a[r][0] = fma(one, low, a[r][0]);
+        a[r][1] = fma(one, high, a[r][1]);
+    }
+}
+
+template <int R>
+static inline void add_full(const float* x, int64_t in, const char* panel, Vec (&a)[R][2]) {
+    for (int64_t k = 0; k < in; k++, panel += PANEL * 4, x += R) {
+        Vec low = load(panel), high = load(panel + LANES * 4);
+        ask_ahead(panel, PANEL * 4);
+        add<R>(x, low, high, a);
+    }
+}
+
+template <int R>
+static inline void add_halves(const float* x, int64_t in, const char* panel, Vec (&a)[R][2]) {
+    for (int64_t k = 0; k < in; k += 2, panel += PANEL * 4, x += 2 * R) {
+        Ints low = (Ints)load(panel), high = (Ints)load(panel + LANES * 4);
+        ask_ahead(panel, PANEL * 4);
+        add<R>(x, (Vec)(low << 16), (Vec)(high << 16), a);
+        if (k + 1 < in) add<R>(x + R, (Vec)(low & UPPER), (Vec)(high & UPPER), a);
+    }
+}
+
+template <int R, Kind kind>
+static void tile(const float* x, int64_t in, const char* panel, const float* bias, Vec (&acc)[ROWS][2]) {
     Vec a[R][2];
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) a[r][half] = bias ? load(bias + half * LANES) : Vec{};
-    for (int64_t k = 0; k < in; k++, panel += PANEL, x += R) {
-        Vec low = load(panel), high = load(panel + LANES);
-        for (int line = 0; line < PANEL * 4; line += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(panel) + AHEAD + line);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            Vec one = splat(x[r]);
-            a[r][0] = fma(one, low, a[r][0]);
-            a[r][1] = fma(one, high, a[r][1]);
-        }
+    if (kind == FULL) {
+        add_full<R>(x, in, panel, a);
+    } else {
+        add_halves<R>(x, in, panel, a);
     }
     for (int r = 0; r < R; r++) acc[r][0] = a[r][0], acc[r][1] = a[r][1];
 }
 
-typedef void (*Tile)(const float*, int64_t, const float*, const float*, Vec (&)[ROWS][2]);
-static const Tile TILES[13] = {nullptr,  tile<1>, tile<2>, tile<3>,  tile<4>,  tile<5>, tile<6>,
+typedef void (*Tile)(const float*, int64_t, const char*, const float*, Vec (&)[ROWS][2]);
+template <Kind k>
+static const Tile TILES[13] = {nullptr,    tile<1, k>, tile<2, k>, tile<3, k>,  tile<4, k>,  tile<5, k>, tile<6, k>,
 #if defined(__AVX512F__)
-                               tile<7>,  tile<8>, tile<9>, tile<10>, tile<11>, tile<12>
+                               tile<7, k>, tile<8, k>, tile<9, k>, tile<10, k>, tile<11, k>, tile<12, k>
 #endif
 };
 
@@ -50,6 +83,18 @@ static inline void put(float* y, Vec v, int64_t room, bool add) {
         store(y, add ? load(y) + v : v);
     } else if (room > 0) {
         store_some(y, add ? load_some(y, room) + v : v, room);
+    }
+}
+
+// One panel's outputs of one row to where they belong in `y` [out].
+static inline void finish(const Product& p, After after, int64_t panel, Vec low, Vec high, float* y) {
+    if (after == SWIGLU) {
+        int64_t at = panel * LANES;
+        put(y + at, silu(low) * high, p.out - at, false);
+    } else {
+        int64_t at = panel * PANEL;
+        put(y + at, low, p.out - at, after == ADD);
+        put(y + at + LANES, high, p.out - at - LANES, after == ADD);
     }
 }
 
@@ -73,24 +118,15 @@ static void turn(const float* x, int64_t n, int64_t in, float* turned, int64_t f
 // Panels [first, last) of y[n, out] from turned rows.
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last) {
     int64_t rows = block_rows(n);
+    const Tile* tiles = p.kind == FULL ? TILES<FULL> : TILES<HALF>;
     for (int64_t panel = first; panel < last; panel++) {
-        const float* weights = p.packed + panel * p.in * PANEL;
+        const char* weights = p.packed + panel * panel_bytes(p);
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
         for (int64_t r0 = 0; r0 < n; r0 += rows) {
             int64_t count = n - r0 < rows ? n - r0 : rows;
             Vec acc[ROWS][2];
-            TILES[count](x + r0 * p.in, p.in, weights, bias, acc);
-            for (int64_t r = 0; r < count; r++) {
-                if (after == SWIGLU) {
-                    int64_t at = panel * LANES;
-                    put(y + (r0 + r) * p.out + at, silu(acc[r][0]) * acc[r][1], p.out - at, false);
-                } else {
-                    int64_t at = panel * PANEL;
-                    float* to = y + (r0 + r) * p.out + at;
-                    put(to, acc[r][0], p.out - at, after == ADD);
-                    put(to + LANES, acc[r][1], p.out - at - LANES, after == ADD);
-                }
-            }
+            tiles[count](x + r0 * p.in, p.in, weights, bias, acc);
+            for (int64_t r = 0; r < count; r++) finish(p, after, panel, acc[r][0], acc[r][1], y + (r0 + r) * p.out);
         }
     }
 }

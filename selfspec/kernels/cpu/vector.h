@@ -22,7 +22,9 @@ constexpr int LANES = 4, ROWS = 6;
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 
-static inline Vec load(const float* from) {
+constexpr int32_t UPPER = -(1 << 16);  // a number's upper half: all that bfloat16 has of it
+
+static inline Vec load(const void* from) {
     Vec v;
     std::memcpy(&v, from, sizeof v);
     return v;
@@ -53,7 +55,7 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-static inline Vec splat(float x) { return Vec{} + x; }
+static inline Vec splat(float x) { return x - Vec{}; }  // which compilers know to be x; 0 + x is not, if x is -0
 
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
