@@ -292,7 +292,9 @@ def draft_tree(tree: TokenTree, rest: Sequence[int]) -> RowOutcome:
         node, depth = after, depth + 1
 
 
-def _looked(row: _Row, num_emitted: int, with_ranks: bool) -> Looked:
+def _looked(row: _Row, num_emitted: int, with_ranks: bool) -> Looked | None:
+    if not row.guesser.is_read:
+        return None
     seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted], with_ranks)
     return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored, seen.ranks)
 

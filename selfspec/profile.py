@@ -29,7 +29,7 @@ from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 4  # of the files; another number makes every older file stale
+SCHEMA = 5  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
 ABOUT = {
@@ -152,7 +152,9 @@ def _joined(known: Costs, more: Costs) -> Costs:
 
     first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
     plain, head, pick = both("plain"), both("head"), both("pick")
-    return replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late, _known={})
+    ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
+    joined = replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late, _known={})
+    return replace(joined, ragged=ragged)
 
 
 def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:

@@ -21,6 +21,7 @@ from selfspec.control.finder import Finder
 from selfspec.control.parts import WHOLE, Parts, Vocabulary, choose
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
+    LOOKUP,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -31,6 +32,7 @@ from selfspec.control.plan import (
     ShadowPlan,
     SurvivalStop,
 )
+from selfspec.control.reading import FEW, Reading
 from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
@@ -42,13 +44,10 @@ REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, an
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
-SEED_SHARE, BATCH_SEEDS = 0.005, 4  # the same for a prompt's last positions; and for how many prompts of a batch
+SEED_SHARE = 0.005  # the same for a prompt's last positions, unless it joins others
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 LOOK_EVERY = 4  # rounds between looks at the clock
-# More rows draft by layers only: by lookup some rows draft much and others nothing, and so ragged a verification takes
-# up to twice what the table says of as many tokens.
-LOOKUP_ROWS = 2
 MOST_BESIDE = 8  # second choices drafted for a row
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
@@ -98,7 +97,8 @@ class Adaptive:
         self._trust = Trust()  # in forecasts of rounds that layers drafted in
         self._turn = 0  # whose turn it is to be looked at in a large batch
         self._context = CONTEXT
-        self._seeds = 0  # prompts looked at
+        self._joining = 0  # prompts read since the last plan
+        self._reading = Reading(costs.ragged is not None)
         self._idle_rounds = 0  # plain rounds that are not counted yet
         self._acceptance = 0.0  # of the exit layer in use
         self._parts, self._part = Parts(costs), WHOLE  # of the vocabulary, and the one that drafts are over
@@ -112,24 +112,24 @@ class Adaptive:
 
     @property
     def reads_lookup(self) -> bool:
-        """Whether rows may draft by lookup: only few together, see `LOOKUP_ROWS`."""
-        return self._finder is not None and self._batch <= LOOKUP_ROWS
+        """Whether rows may draft by lookup, as far as that pays, see `Reading`."""
+        return self._finder is not None and self._reading.is_on(self._batch)
 
     @property
     def reads_ranks(self) -> bool:
         """Whether branches may be drafted beside what lookup finds."""
-        return self._finder is not None and self._finder.branches and self._batch <= LOOKUP_ROWS
+        return self._finder is not None and self._finder.branches and self._batch <= FEW
 
     @property
     def recycles(self) -> bool:
         """Whether what verification thought likely is kept."""
-        return self._finder is not None and self._finder.recycles and self._batch <= LOOKUP_ROWS
+        return self._finder is not None and self._finder.recycles and self._batch <= FEW
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
-        if not self._allowed or (self._batch > 1 and self._seeds >= BATCH_SEEDS):
-            return ()  # a batch shares its statistics, and knows enough by now
-        self._seeds += 1
+        self._joining += 1
+        if not self._allowed or self._joining > 1 or self._batch > 1:
+            return ()  # rounds tell a batch soon enough, and of what the model writes
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
         order = _spread(self.costs.num_layers)
@@ -144,11 +144,14 @@ class Adaptive:
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._round += 1
+        self._joining = 0
         if self._round >= self._next or len(rows) != self._batch:
             self._decide(rows)
         self._context = max([row.content_length for row in rows])
-        if self._finder is not None and self._worth is not None and self._batch <= LOOKUP_ROWS:
-            found = self._finder.plan(rows, self._worth, self._usual)
+        read: Sequence[RowState] = ()
+        if self._finder is not None and self._worth is not None:
+            read = self._reading.begin(rows, self._worth, self._usual)
+            found = self._finder.plan(read, self._worth, self._usual) if read else None
             if found is not None:
                 return found
         if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
@@ -160,7 +163,7 @@ class Adaptive:
             return self._idle
         shadow = None if self._credit < 0 else self._shadow(self._exit_layer)
         guesses = 0
-        if self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
+        if read and self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
             guesses = self._worth.guesses(self._exit_layer, self._finder.chains[0])
         made = self._made
         if made is not None and shadow is None and made.draft_lengths == lengths and made.guesses == guesses:
@@ -182,7 +185,9 @@ class Adaptive:
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
-            self._finder.observe(plan, outcomes)
+            if self._reading.is_on(self._batch):
+                self._finder.observe(plan, outcomes)
+            self._count_lookup(plan, outcomes)
         if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
             self._idle_rounds += 1
             self._credit += OFF_SHARE * max(0.0, seconds.verify)
@@ -214,6 +219,21 @@ class Adaptive:
             self._look_at_clock(expected, seconds)
         self._idle_rounds = 0
         self._pay(plan, seconds)
+
+    def _count_lookup(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        """Tell what lookup saved in a round, by the table of costs."""
+        if self._worth is None:
+            return
+        if plan.exit_layer is None:
+            self._reading.pass_round(self._batch, self._worth.plain_seconds, 0.0)
+        elif plan.exit_layer == LOOKUP:
+            seconds = self._worth.lookups()
+            took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
+            came = sum([outcome.num_emitted for outcome in outcomes])
+            self._reading.pass_round(self._batch, took, came / self._usual - took)
+        else:
+            longest = max([outcome.num_drafted for outcome in outcomes])
+            self._reading.pass_round(self._batch, self._rounds[min(self.most, longest)], 0.0)
 
     def _compare(self, plan: Plan, emitted: int, outcomes: Sequence[RowOutcome]) -> None:
         """Set what came of a round beside what was forecast for the time that it takes by the table."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from selfspec.control.plan import LOOKUP
 
-LOOKUP_SECONDS = 1e-5  # a row's draft by lookup and its part of the index, wherever there is an interpreter
+LOOKUP_SECONDS = 1e-5  # a row's draft by lookup, wherever there is an interpreter
 CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
 
 
@@ -73,6 +73,9 @@ class Costs:
         context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
             together, as far as the longest of them goes.
         wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
+        ragged: how many times as long as `late` has it the layers of a verification take in which few rows have many
+            tokens and the others one, by rows; None where nobody measured it. It is 1 where tokens are packed end to
+            end, and up to 2 where attention is padded to the longest row.
     """
 
     num_layers: int
@@ -86,6 +89,7 @@ class Costs:
     context: float = 0.0
     first: Mapping[int, Table] = field(default_factory=dict)
     wide: Table | None = None
+    ragged: Table | None = None
     _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
@@ -214,7 +218,7 @@ class Costs:
             **{name: plain(getattr(self, name)) for name in ("plain", "head", "pick", "rest", "short")},
             **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("first", "early", "late")},
             "context": self.context,
-            "wide": None if self.wide is None else plain(self.wide),
+            **{n: None if (t := getattr(self, n)) is None else plain(t) for n in ("wide", "ragged")},
         }
 
     @classmethod
@@ -229,8 +233,8 @@ class Costs:
             context = float(given["context"])
             if not 0 <= context < float("inf"):
                 raise ValueError(f"context must be finite and not negative, got {context}")
-            wide = None if given.get("wide") is None else _read(given["wide"])
-            return cls(int(given["num_layers"]), **ones, **many, context=context, wide=wide)  # type: ignore[arg-type]
+            some = {n: None if given.get(n) is None else _read(given[n]) for n in ("wide", "ragged")}
+            return cls(int(given["num_layers"]), **ones, **many, context=context, **some)  # type: ignore[arg-type]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 

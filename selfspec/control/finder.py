@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from selfspec.control.growth import Grown, Ranks, grow
 from selfspec.control.matches import MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
+from selfspec.control.reading import FEW
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
@@ -37,12 +38,15 @@ class Finder:
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
-        self.chains = chains = [self.chances(row) for row in rows]
+        seconds, is_small = worth.lookups(), len(rows) <= FEW
+        # A token less likely than this lowers the rate of any round of a batch that is worth it.
+        least = 0.0 if is_small else usual * worth.least_lookup
+        self.chains = chains = [self.chances(row, least) for row in rows]
         self._trust = self._trusts[bisect_right(STRENGTHS, max([row.match for row in rows]))]
-        seconds = worth.lookups()
-        if not self._could_pay(chains, seconds, usual):
+        branches = self.branches and is_small
+        if not self._could_pay(chains, seconds, usual, branches):
             return None
-        grown = [self._grow(row, chances) for row, chances in zip(rows, chains, strict=True)]
+        grown = [self._grow(row, chances) if branches else None for row, chances in zip(rows, chains, strict=True)]
         offers = [
             chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
             for row, chances, one in zip(rows, chains, grown, strict=True)
@@ -65,20 +69,22 @@ class Finder:
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
 
-    def chances(self, row: RowState) -> list[float]:
-        """Of the chain of a row to be right as far as each token."""
+    def chances(self, row: RowState, least: float = 0.0) -> list[float]:
+        """Of the chain of a row to be right as far as each token; those less likely than `least` are left out."""
         guesses = row.guesses
         if guesses is None or not self._looks_up or guesses.match == 0:
             return []
         most = min(self._most, row.room - 1)
         if not guesses.is_stored:
-            return self.matches.survivals(guesses.match, row.request_id)[:most]
-        chances = self.stored.survivals(guesses.match, row.request_id)[:most]
+            return self.matches.survivals(guesses.match, row.request_id, least)[:most]
+        chances = self.stored.survivals(guesses.match, row.request_id, least)[:most]
         return chances[: len(guesses.chain(len(chances)))]  # a document may end before
 
-    def _could_pay(self, chains: Sequence[Sequence[float]], seconds: Sequence[float], usual: float) -> bool:
+    def _could_pay(
+        self, chains: Sequence[Sequence[float]], seconds: Sequence[float], usual: float, branches: bool
+    ) -> bool:
         """Whether drafts could promise enough if every token were as likely as the first."""
-        if self.branches:
+        if branches:
             likely = self.ranks.likeliest(self._is_tree)
             firsts = [max(chances[0] if chances else 0.0, likely) for chances in chains]
         else:
@@ -88,7 +94,7 @@ class Finder:
 
     def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
         """A tree or chain for a row; None where the chain alone will do."""
-        if not self.branches or row.guesses is None:
+        if row.guesses is None:
             return None
         if not row.guesses.recalls and not row.guesses.first_candidates()[1]:
             return None

@@ -93,8 +93,13 @@ class Matches:
             own.hits[pool] += at < looked.num_right
             own.seen[pool] += 1
 
-    def survivals(self, match: int, request_id: int = 0) -> list[float]:
-        """How likely a row's draft is right as far as each of its tokens, after a match of this length."""
+    def survivals(self, match: int, request_id: int = 0, least: float = LEAST) -> list[float]:
+        """How likely a row's draft is right as far as each of its tokens, after a match of this length.
+
+        Args:
+            least: tokens less likely than this are left out, as are those below `LEAST`.
+        """
+        least = max(least, LEAST)
         own = self._rows.get(request_id)
         if own is not None:
             own.fade(self._clock)
@@ -112,7 +117,7 @@ class Matches:
                 if own is not None:
                     chance = (own.hits[pool] + ROW_WEIGHT * chance) / (own.seen[pool] + ROW_WEIGHT)
                 survival *= chance
-                if survival < LEAST:
+                if survival < least:
                     return out
                 out.append(survival)
             at = end

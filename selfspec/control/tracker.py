@@ -25,6 +25,7 @@ LASTING_WEIGHT = 4.0  # observations the lasting estimate is worth beside the re
 CURVE_WEIGHT = 10.0
 SHARE_WEIGHTS = (8.0, 2.0)  # the same for how often each bin occurs
 CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # of offset and slope; a slope of 1 takes confidence at its word
+DEPTH = 0.7  # by which the mean offset rises per doubling of the depth, in natural logarithms; 0 at a quarter of it
 EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves are fitted anew
 PRIOR_SIZE = 60.0  # most observations per layer that a saved prior counts for
 
@@ -33,7 +34,7 @@ _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
-_MEAN, _PRECISION = np.array(CURVE_MEAN)[:, None], 1 / np.array(CURVE_VARIANCE)[:, None]
+_PRECISION = 1 / np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
 
 
@@ -47,7 +48,9 @@ class Tracker:
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
         self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
-        self._curve = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # offset and slope, [2, L - 1]
+        self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # of offset and slope, [2, L - 1]
+        self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
+        self._curve = self._mean.copy()
         self._expected, self._asked = self._curves(), 0
         # Observations not counted yet: of one layer, and of several; and `_age` then.
         self._drafts: list[tuple[int, Sequence[bool], Sequence[float], float]] = []
@@ -145,7 +148,7 @@ class Tracker:
         """One Newton step of every layer's curve; the next one follows at a later estimate."""
         seen, expected = self.lasting[0] + self.lasting[1], self._expected
         hoped = seen * expected
-        gradient = ((self.lasting[0] - hoped) @ _POWERS[:, :2]).T - (self._curve - _MEAN) * _PRECISION
+        gradient = ((self.lasting[0] - hoped) @ _POWERS[:, :2]).T - (self._curve - self._mean) * _PRECISION
         a, b, d = ((hoped - hoped * expected) @ _POWERS + _RIDGE).T
         step = np.stack((d * gradient[0] - b * gradient[1], a * gradient[1] - b * gradient[0])) / (a * d - b * b)
         self._curve += np.clip(step, -1.5, 1.5)

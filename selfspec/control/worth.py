@@ -40,6 +40,7 @@ class Worth:
         self.rest = costs.rest(num_rows)
         self.plain = costs.stages(None, (0,) * num_rows)
         self._lengths = np.arange(1.0, MOST + 1)
+        self.least_lookup = 0.0  # seconds of a token drafted by lookup where one is cheapest
         self._by_width: tuple[Floats, Floats] | None = None  # of rounds by lookup; and their picks
         self._lines = np.arange(costs.num_layers - 1)[:, None] * (MOST + 1)  # where they begin in `_verify`
         self._pick = self._passes = self._part = 1.0
@@ -110,11 +111,13 @@ class Worth:
         rows, costs = self.num_rows, self._costs
         if self._by_width is None:
             tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
-            layers = np.array([costs.verify(0, rows, n) for n in tokens])
+            ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
+            layers = max(1.0, ragged) * np.array([costs.verify(0, rows, n) for n in tokens])
             rest = np.array([costs.head(n) for n in tokens]) + self.rest + rows * LOOKUP_SECONDS
             self._by_width = layers + rest, np.array([costs.pick(n) for n in tokens])
         fixed, picks = self._by_width
         seconds = fixed + costs.num_layers * self._more + self._pick * picks
+        self.least_lookup = float((np.diff(seconds) / np.diff(LOOKUP_GRID)).min()) / rows
         drafted = np.arange(min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         return [self.plain_seconds, *np.interp(drafted[1:], LOOKUP_GRID, seconds).tolist()]
 

@@ -7,6 +7,7 @@ stay in the processor's caches, and a whole model often does not, so that pieces
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from selfspec.control.costs import CONTEXT, Costs, Table
-from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, Seconds
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, TokenTree
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.request import Request
@@ -31,6 +32,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verificati
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
 BATCH_WIDTHS, MOST = (1, 2, 4, 8, 18, 32), 256  # of several rows: tokens per row, and in all
 BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
+RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
@@ -157,6 +159,8 @@ class _Clock:
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
+            if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
+                yield partial(self.ragged, rows)
         if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
             yield from (partial(self.beside, more) for more in BESIDE)
         yield partial(self.plain, 1, self.long, "long")
@@ -169,7 +173,7 @@ class _Clock:
         plain, far = self.typical("plain"), self.typical("long")[1][1]
         beyond = self.long - self.base
         context = max(0.0, far - plain[1][1]) / beyond / layers if beyond > self.base else 0.0
-        return Costs(
+        costs = Costs(
             layers,
             plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
             first={rows: Table.of(by_exit) for rows, by_exit in self.typical("first").items()},
@@ -182,6 +186,12 @@ class _Clock:
             context=context,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
         )
+        factors = {
+            rows: seconds / costs.verify(LOOKUP, rows, num_tokens)
+            for rows, of_rows in self.typical("ragged").items()
+            for num_tokens, seconds in of_rows.items()
+        }
+        return replace(costs, ragged=Table.of(factors)) if factors else costs
 
     def typical(self, piece: str) -> dict[int, dict[int, float]]:
         """rows -> size -> seconds of a piece, near the lowest of its readings.
@@ -224,6 +234,13 @@ class _Clock:
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
         plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, seconds=rule if more else None)
         self.keep("wide", 1, 1 + more, self.laps(1, self.base, plan)["draft"][-1])
+
+    def ragged(self, rows: int) -> None:
+        """A verification of all layers in which few rows have many tokens, and the others one."""
+        lengths = [0 if i % RAGGED_EVERY else RAGGED_WIDTH - 1 for i in range(rows)]
+        trees = tuple(TokenTree((0,) * n, tuple(range(n))) if n else None for n in lengths)
+        laps = self.laps(rows, self.base, Plan(LOOKUP, tuple(lengths), trees=trees))
+        self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
 
     def laps(self, num_rows: int, context: int, plan: Plan) -> dict[str, list[float]]:
         """Stage -> its seconds, one by one, of a round as the engine decodes it."""

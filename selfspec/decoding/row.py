@@ -66,8 +66,10 @@ class Row:
             self._guesser = Guesser(self.content, self.recycled, self.datastore)
         return self._guesser
 
-    def looked(self, block: list[int], with_ranks: bool) -> Looked:
-        """What free guesses would have come to, before `block` is kept."""
+    def looked(self, block: list[int], with_ranks: bool) -> Looked | None:
+        """What free guesses would have come to, before `block` is kept; None where nobody asked for them yet."""
+        if not self.guesser.is_read:
+            return None
         match, is_stored, num_right, ranks = self.guesser.look(block, with_ranks)
         return Looked(match, len(block), num_right, is_stored, ranks)
 

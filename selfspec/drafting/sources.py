@@ -38,6 +38,11 @@ class Guesser:
         self._stored, self._stored_for = 0, -1  # match in the corpus, of content of this length
 
     @property
+    def is_read(self) -> bool:
+        """Whether somebody asked for guesses before: a row's index is made when they do."""
+        return len(self.lookup) > 0
+
+    @property
     def match(self) -> int:
         """How many of the row's last tokens the chain follows, 0 where there is none."""
         return self.lookup.match if self._datastore is None else max(self.lookup.match, self._stored_match())

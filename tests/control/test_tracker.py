@@ -8,14 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow, confidence_bin
-from selfspec.control.tracker import CURVE_MEAN, LASTING, LOG_ODDS, RECENT, Tracker, is_prior, read_prior
+from selfspec.control.tracker import CURVE_MEAN, DEPTH, LASTING, LOG_ODDS, RECENT, Tracker, is_prior, read_prior
 
 
 def test_layers_never_seen_have_the_prior_and_no_nan():
-    right, share = Tracker(5).estimates()
+    layers = 5
+    right, share = Tracker(layers).estimates()
     assert right.shape == share.shape == (4, NUM_BINS)
     assert np.isfinite(right).all() and np.isfinite(share).all()
-    np.testing.assert_allclose(right, np.tile(1 / (1 + np.exp(-(CURVE_MEAN[0] + CURVE_MEAN[1] * LOG_ODDS))), (4, 1)))
+    offsets = CURVE_MEAN[0] + DEPTH * np.log(4 * np.arange(1, layers) / layers)[:, None]
+    np.testing.assert_allclose(right, 1 / (1 + np.exp(-(offsets + CURVE_MEAN[1] * LOG_ODDS))))
+    assert (np.diff(right, axis=0) > 0).all()  # the deeper, the oftener right
     np.testing.assert_allclose(share.sum(1), 1)
     assert all(math.isnan(mean) for mean in Tracker(5).mean_confidences(1))
 

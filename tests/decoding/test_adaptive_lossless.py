@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, Table
+from selfspec.control.plan import LOOKUP
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import WAYS, check_equals_plain
@@ -33,6 +36,18 @@ def where_drafts_pay(num_layers=4):
     early = {1: Table.of({1: 0.01, num_layers: 0.02})}
     plain = Table.of({1: float(num_layers)})
     return Costs(num_layers, plain, early, late, head=nothing, pick=nothing, rest=nothing, short=nothing)
+
+
+class Watched(Adaptive):
+    """Keeps its plans."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.plans = []
+
+    def plan(self, rows):
+        self.plans.append(super().plan(rows))
+        return self.plans[-1]
 
 
 # -------------------------------------------------------------------------------------------------------- the default
@@ -63,6 +78,18 @@ def test_the_default_where_drafts_pay_samples_the_tokens_of_plain_decoding(famil
         tiny(family), make_prompts(lengths, seed=1), policy, max_new_tokens=40, **ways(len(lengths))
     )
     assert sum(c.stats.num_draft_tokens for c in done) > 0
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_batch_in_which_some_rows_are_looked_up_equals_generate(family):
+    costs = replace(where_drafts_pay(), ragged=Table.of({2: 1.0, 8: 1.0}), _known={})
+    prompts = [prompt * (1 + i % 2) for i, prompt in enumerate(make_prompts((9, 12, 5, 7, 3), seed=1))]
+    policy = Watched(costs, drafts=("lookup",))
+    check_equals_generate(tiny(family), prompts, policy, 40)
+    looked_up = [
+        plan.draft_lengths for plan in policy.plans if plan.exit_layer == LOOKUP and len(plan.draft_lengths) > 2
+    ]
+    assert any(0 in lengths and any(lengths) for lengths in looked_up)  # some rows draft and others do not
 
 
 def test_the_default_on_a_trained_model_changes_no_token(stories):

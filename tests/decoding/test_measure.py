@@ -38,6 +38,7 @@ def test_every_piece_is_measured(family):
     assert costs.plain.points == (1, 3)
     assert costs.early[1].points == (1, 2, 3) and set(costs.early) == set(costs.late) == {1, 3}
     assert costs.late[1].points == module.WIDTHS and costs.late[3].points == module.BATCH_WIDTHS
+    assert costs.ragged.points == (3,) and costs.ragged(3) > 0
     assert {1, 3, 8, 24, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
 
 
@@ -54,6 +55,7 @@ def test_a_tiny_context_is_enough(family, limit):
     costs = measure(target.stack, (1, 2), repeats=1)
     assert_sound(costs, 4)
     assert max(costs.late[1].points) <= limit
+    assert (costs.ragged is None) == (limit < module.RAGGED_WIDTH)
 
 
 def test_two_layers_are_enough_and_one_is_refused():

@@ -1,0 +1,98 @@
+"""`Reading`: which rows are looked up, which takes the interpreter time whether or not anything is found.
+
+Beside a forward of a large model that time is little. The smaller the model, and the more rows share a forward, the
+less of it is a row's, while a row's index and guesses take what they always take: so it is set beside what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.control.plan import RowState
+from selfspec.control.worth import Worth
+
+FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
+READ_SECONDS = 8e-6  # to take one token into a row's index
+ASK_SECONDS = 2.5e-5  # to ask for a row's guesses, and to set them beside what came
+BRANCH_SECONDS = 3.5e-5  # the same of branches
+SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
+TRIAL = 8  # rounds that must be affordable for a row's index to be made
+KEPT = 64  # rounds that what was saved earlier pays for, at most
+HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
+
+
+class Reading:
+    """An account in seconds, which a share of the decoded time is paid into, and everything that lookup saves.
+
+    Rows are looked up one after another, as the account allows, so that the first tell whether the others are worth it.
+
+    Args:
+        is_priced: whether it is known what verifying the drafts of many rows takes; if not, only few are looked up.
+    """
+
+    def __init__(self, is_priced: bool) -> None:
+        self._is_priced, self._is_on = is_priced, True
+        self._num_rows = 0
+        self._can_pay = False
+        self._balance, self._ahead = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
+        self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
+
+    def is_on(self, num_rows: int) -> bool:
+        """Whether so many rows may be looked up."""
+        return self._is_on and (num_rows <= FEW or self._is_priced)
+
+    def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
+        """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
+
+        Args:
+            usual: tokens per second of all rows without.
+        """
+        if len(rows) != self._num_rows:
+            self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
+        if self._ahead < 0:
+            self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
+            self._balance += SHARE * self._ahead
+        if not self._is_priced and len(rows) > FEW:
+            return ()
+        asking = asking_seconds(len(rows))
+        if not self._is_on or not self._can_pay or self._balance < 0:
+            # Guesses come with the next round's rows, once they can be paid for again.
+            self._is_on = self._can_pay and self._balance > TRIAL * asking * len(rows)
+            return ()
+        read, known, left = [], dict[int, int](), self._balance
+        for row in rows:
+            before = self._read.get(row.request_id)
+            cost = asking + READ_SECONDS * (row.content_length - (before or 0))
+            if before is None and cost + TRIAL * asking > left:
+                read.append(row._replace(guesses=None))
+                continue
+            left -= cost if before is not None else cost + TRIAL * asking
+            self._balance -= cost
+            known[row.request_id] = row.content_length
+            read.append(row)
+        self._read = known
+        return read if known else ()
+
+    def pass_round(self, num_rows: int, seconds: float, saved: float) -> None:
+        """Count a round that took `seconds`, by the table of costs, and what lookup saved in it."""
+        paid = min(max(0.0, self._ahead), seconds)
+        self._ahead = max(0.0, self._ahead - paid)
+        most = max(self._balance, KEPT * num_rows * asking_seconds(num_rows))
+        self._balance = min(self._balance + SHARE * (seconds - paid) + saved, most)
+
+
+def asking_seconds(num_rows: int) -> float:
+    """What one of so many rows takes in a round."""
+    return ASK_SECONDS + (BRANCH_SECONDS if num_rows <= FEW else 0.0)
+
+
+def could_pay(worth: Worth, usual: float) -> bool:
+    """Whether lookup would save more than it takes if half the rows had drafts of which nearly every token is right."""
+    rows, seconds, tokens = worth.num_rows, worth.lookups(), float(worth.num_rows)
+    some, asking = rows // 2, asking_seconds(rows) * rows
+    for n, chance in enumerate(HOPED, 1):
+        tokens += some * chance
+        drafted = some * n
+        if drafted < len(seconds) and tokens > usual * (seconds[drafted] + asking):
+            return True
+    return False

@@ -1,0 +1,152 @@
+"""Rows are looked up as far as that pays, and what is tried in vain stays within its share of the time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eval.replay import replay
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Table
+from selfspec.control.plan import LOOKUP, RowState
+from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, could_pay
+from selfspec.control.worth import Worth
+from tests.control.rounds import found
+from tests.eval.replays import made_up_costs, trace_of
+
+LAYERS = 8
+PROMPT = 33
+
+
+def costs_of(num_rows, ragged=1.0, slower=1.0):
+    """A machine on which all takes `slower` times as long, and a ragged verification `ragged` times an even one."""
+    costs = made_up_costs(LAYERS, rows=(1, num_rows))
+    for name in ("early", "late"):
+        costs = replace(costs, **{name: {r: t.scaled(slower) for r, t in getattr(costs, name).items()}})
+    ones = {name: getattr(costs, name).scaled(slower) for name in ("plain", "head", "pick", "rest")}
+    return replace(costs, **ones, ragged=Table.of({2: ragged, num_rows: ragged}), _known={})
+
+
+def rows_of(count, room=200, content=50):
+    return [RowState(i, content, room, found(9)) for i in range(count)]
+
+
+def account(num_rows, is_priced=True, **kinds):
+    """An account, a batch's costs, and what is usual without lookups."""
+    worth = Worth(costs_of(num_rows, **kinds), num_rows)
+    return Reading(is_priced), worth, num_rows / worth.plain_seconds
+
+
+def echoes(count, tokens=96, period=12):
+    """Texts that say the same again and again, by a model whose layers are never right before the last."""
+    made = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        hits = np.zeros((LAYERS - 1, tokens), bool)
+        trace = trace_of(hits, rng.random(hits.shape, np.float32) * 0.2, rng, PROMPT)
+        words = rng.integers(3, 1000, period).tolist()
+        content = [words[i % period] for i in range(PROMPT + tokens)]
+        made.append(replace(trace, prompt=tuple(content[:PROMPT]), tokens=tuple(content[PROMPT:])))
+        made[-1].short_hits[:] = made[-1].prompt_hits[:] = False
+    return made
+
+
+def exits_of(run):
+    return [round_.plan.exit_layer for round_ in run.rounds]
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def test_it_pays_where_few_tokens_more_cost_little_and_not_where_they_cost_a_forward():
+    for ragged, pays in ((1.0, True), (6.0, False)):
+        reading, worth, usual = account(8, ragged=ragged)
+        assert could_pay(worth, usual) == pays
+        assert bool(reading.begin(rows_of(8), worth, usual)) == pays
+
+
+def test_a_forward_that_takes_no_longer_than_asking_for_guesses_leaves_no_time_for_it():
+    reading, worth, usual = account(8, slower=1e-3)
+    assert not could_pay(worth, usual)
+    assert reading.begin(rows_of(8), worth, usual) == ()
+
+
+def test_where_nobody_measured_ragged_verifications_only_few_rows_are_looked_up():
+    reading, worth, usual = account(8, is_priced=False)
+    assert reading.begin(rows_of(8), worth, usual) == ()
+    assert reading.is_on(2) and not reading.is_on(3)
+
+
+# ---------------------------------------------------------------------------------------------------------- the account
+
+
+def test_long_outputs_pay_for_all_rows_at_once_and_short_ones_for_some_of_them():
+    looked_up = {}
+    for room in (5, 50, 2000):
+        reading, worth, usual = account(8, slower=0.2)
+        rows = reading.begin(rows_of(8, room, content=100), worth, usual)
+        looked_up[room] = sum(row.guesses is not None for row in rows)
+    assert looked_up[5] == 0 < looked_up[50] < 8 == looked_up[2000]
+
+
+def test_what_is_tried_in_vain_stays_within_its_share():
+    reading, worth, usual = account(8, slower=0.05)
+    spent = decoded = 0.0
+    read, rounds = {}, 1000
+    for at in range(rounds):
+        rows = rows_of(8, room=rounds - at, content=50 + at)
+        if not reading.is_on(8):
+            rows = [row._replace(guesses=None) for row in rows]
+        for row in reading.begin(rows, worth, usual):
+            if row.guesses is not None:
+                spent += ASK_SECONDS + READ_SECONDS * (row.content_length - read.get(row.request_id, 0))
+                read[row.request_id] = row.content_length
+        reading.pass_round(8, worth.plain_seconds, saved=0.0)
+        decoded += worth.plain_seconds
+    assert 0.5 * SHARE * decoded < spent < 1.05 * SHARE * decoded
+
+
+def test_what_saves_more_than_it_takes_goes_on_however_little_the_share_pays():
+    reading, worth, usual = account(8, slower=0.05)
+    for at in range(300):
+        rows = reading.begin(rows_of(8, room=300 - at, content=50 + at), worth, usual)
+        reading.pass_round(8, worth.plain_seconds, saved=9 * ASK_SECONDS + 8 * READ_SECONDS)
+    assert sum(row.guesses is not None for row in rows) == 8
+
+
+# --------------------------------------------------------------------------------------------------------- the default
+
+
+@pytest.mark.parametrize("batch_size", [4, 8, 16])
+def test_a_batch_that_repeats_itself_drafts_by_lookup_where_that_pays(batch_size):
+    traces = echoes(2 * batch_size)
+    costs = costs_of(batch_size)
+    run = replay(traces, Adaptive(costs), costs, batch_size)
+    assert exits_of(run).count(LOOKUP) > 0.5 * len(run.rounds)
+    assert run.plain_seconds > 1.5 * run.seconds
+
+
+def test_a_batch_in_which_it_cannot_pay_makes_no_index_and_is_as_fast_as_plain_decoding():
+    traces, costs = echoes(16), costs_of(8, ragged=6.0)
+    run = replay(traces, Adaptive(costs, drafts=("lookup",)), costs, 8)
+    full = [round_ for round_ in run.rounds if len(round_.rows) > 2]
+    assert all(round_.plan.exit_layer is None for round_ in full)
+    assert run.plain_seconds >= 0.99 * run.seconds
+
+
+def test_a_round_of_a_batch_drafts_for_rows_with_a_match_and_for_no_others():
+    policy = Adaptive(costs_of(4), drafts=("lookup",))
+    rows = [RowState(i, 50, 500, found(12 if i % 2 else 0)) for i in range(4)]
+    plan = policy.plan(rows)
+    assert plan.exit_layer == LOOKUP
+    assert [length > 0 for length in plan.draft_lengths] == [False, True, False, True]
+
+
+def test_prompts_of_a_batch_are_not_looked_at():
+    policy = Adaptive(made_up_costs(LAYERS))
+    first, *others = [policy.seed_layers(RowState(i, 100, 10_000)) for i in range(4)]
+    assert first and not any(others)  # the first may be on its own
+    policy.plan(rows_of(4))
+    assert policy.seed_layers(RowState(9, 100, 10_000)) == ()
