@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.decoding.pick import Sampling, pick, pick_surely, scored, second_choices, surely
+from selfspec.decoding.pick import Sampling
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
 from selfspec.drafting.recycle import NUM_CANDIDATES
@@ -125,6 +126,7 @@ class _Recorder:
         self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, wrong_steps: int
     ) -> None:
         self.stack, self.sampling, self.wrong_steps = stack, sampling, wrong_steps
+        self.picker = Picker(stack)
         self.prompt, self.tokens = tuple(prompt), list(tokens)
         self.prompt_length = len(prompt)
         self.content = [*prompt, *tokens]
@@ -180,29 +182,28 @@ class _Recorder:
                 yield self.judge(last[skip:], {e: h[skip:] for e, h in taps.items() if h is not None}, start + skip)
 
     def judge(self, last: Tensor, taps: dict[int, Tensor], first: int) -> _Judged:
-        positions = torch.arange(first + 1, first + 1 + len(last), device=last.device)
+        positions = range(first + 1, first + 1 + len(last))
         samplings = [self.sampling] * len(last)
         target = self.stack.logits(last)
-        judged = pick(target, samplings, positions)
+        judged = self.picker(target, samplings, positions).tokens
         own = torch.tensor(self.tokens, device=last.device)
-        past = positions >= self.prompt_length
-        judged[past] = own[positions[past] - self.prompt_length]
+        skip = max(0, min(len(last), self.prompt_length - 1 - first))  # positions of the prompt
+        judged[skip:] = own[first + 1 + skip - self.prompt_length :][: len(last) - skip]
         self.likely.append(target.topk(min(NUM_CANDIDATES, target.shape[1])).indices)
         log_p = target.log_softmax(-1)
         picks, rows = [], []
         for e in self.exits:
             logits = self.stack.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
-            scores = scored(logits, samplings, positions)
-            chosen, sure = surely(scores)
+            chosen, sure, others = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
+            assert sure is not None and others is not None
             away = (log_p.exp() * (log_p - log_q)).sum(-1)
-            second = second_choices(scores, chosen) == judged
-            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away, second)])
+            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away, others == judged)])
             picks.append(chosen)
         self.picks.append(torch.stack(picks))
         hits, confidences, divergences, seconds = (np.stack([row[i] for row in rows]) for i in range(4))
         seen_there = torch.stack([taps[e] for e in self.exits])
-        short = shadow_picks(self.stack, self.exits, seen_there, samplings, positions, target, judged)
+        short = shadow_picks(self.stack, self.picker, self.exits, seen_there, samplings, positions, target, judged)
         seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
         return hits, confidences.astype(np.float32), divergences.astype(np.float32), seconds, *seen
 
@@ -227,11 +228,12 @@ class _Recorder:
     def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: _Wrong) -> None:
         def choose(hidden: Tensor, going: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
-            positions = torch.tensor([rows[r].position + step + 1 for r in going], device=hidden.device)
-            chosen, sure = pick_surely(logits, [self.sampling] * len(going), positions)
-            into[0][members[going], step] = sure.numpy(force=True)
-            into[1][members[going], step] = chosen.numpy(force=True)
-            return chosen, going
+            positions = [rows[r].position + step + 1 for r in going]
+            picks = self.picker(logits, [self.sampling] * len(going), positions, with_sure=True)
+            assert picks.sure is not None
+            into[0][members[going], step] = picks.sure.numpy(force=True)
+            into[1][members[going], step] = picks.tokens.numpy(force=True)
+            return picks.tokens, going
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)
 

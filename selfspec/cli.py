@@ -23,10 +23,12 @@ from selfspec.commands.options import (
     DTYPE_HELP,
     ENGINE_HELP,
     EXIT_HEADS_HELP,
+    QUANTIZE_HELP,
     THREADS_HELP,
     Dtype,
     EngineName,
     Generate,
+    QuantizeName,
 )
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
@@ -146,6 +148,7 @@ def _calibrate(
     device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
     exit_heads: Annotated[str | None, typer.Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP)] = None,
     engine: Annotated[EngineName, typer.Option(help=ENGINE_HELP)] = "auto",
+    quantize: Annotated[QuantizeName | None, typer.Option(help=QUANTIZE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help=THREADS_HELP)] = None,
     batch_sizes: Annotated[
         list[str] | None,
@@ -158,7 +161,8 @@ def _calibrate(
     from selfspec.commands.calibrate import calibrate
 
     with notices(quiet):
-        calibrate(model, dtype, device, adapter, exit_heads, engine, threads, batch_sizes or [], plan, as_json, quiet)
+        sizes = batch_sizes or []
+        calibrate(model, dtype, device, adapter, exit_heads, engine, quantize, threads, sizes, plan, as_json, quiet)
 
 
 datastores = typer.Typer(help=DATASTORE_HELP)

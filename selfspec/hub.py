@@ -15,6 +15,8 @@ from selfspec.api import Target
 from selfspec.target.engines import check_engine
 from selfspec.target.exit_heads import FILE as exit_heads_file
 from selfspec.target.exit_heads import ExitHeads
+from selfspec.target.quantized import check_kind
+from selfspec.target.quantized import quantize as rounded
 
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -34,6 +36,7 @@ def load(
     engine: str = "auto",
     attention: str = "auto",
     graphs: bool = True,
+    quantize: str | None = None,
 ) -> Target:
     """A model that drafts and verifies itself.
 
@@ -49,18 +52,21 @@ def load(
         engine: what runs the layers, one of "auto", "views", "fused" and "compiled"; see `Target`.
         attention: who computes attention, see `Target`.
         graphs: on CUDA, decode from captured graphs, see `Target`.
+        quantize: "int8" or "int4" rounds the weights of the layers (by torchao), which makes it another, smaller target
+            with tokens of its own; drafting changes none of those.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
         OSError: files that cannot be read: truncated weights, a damaged tokenizer.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
         NoCompilerError: engine "compiled" on a machine without a C++ compiler.
-        ValueError: an unknown dtype, device or engine, an engine that does not serve the model, or exit heads of a
-            model of another shape.
+        ImportError: `quantize` without torchao.
+        ValueError: an unknown dtype, device, engine or kind of quantisation, an engine that does not serve the model,
+            or exit heads of a model of another shape.
     """
     check_engine(engine)
     heads = _exit_heads(model, exit_heads)
-    opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter)
+    opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter, quantize=quantize)
     return Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
 
 
@@ -83,10 +89,11 @@ def open_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     adapter: str | Path | None = None,
+    quantize: str | None = None,
 ) -> tuple[nn.Module, Any]:
     """The model and its tokenizer, before anybody asks whether it can be split. Arguments and errors as for `load`."""
     if isinstance(model, nn.Module):
-        for name, value in (("dtype", dtype), ("device", device), ("adapter", adapter)):
+        for name, value in (("dtype", dtype), ("device", device), ("adapter", adapter), ("quantize", quantize)):
             if value is not None:
                 raise ValueError(
                     f"{name} is for a model given by name; a model object is used as it is, so change it first"
@@ -96,6 +103,10 @@ def open_model(
 
     place = _device(device)
     kind = _dtype(dtype, place)
+    if quantize is not None:
+        check_kind(quantize)
+        if adapter is not None:
+            raise ValueError("quantize rounds a model's own weights, got an adapter too; merge it into them first")
     source, local_only = find(str(model))
     with quiet():
         opened = checkpoint.read_model(source, str(model), kind, local_only)
@@ -103,7 +114,8 @@ def open_model(
             tokenizer = checkpoint.read_tokenizer(source, str(model), local_only)
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
-    return opened.to(place), tokenizer
+    opened = opened.to(place)
+    return (opened if quantize is None else rounded(opened, quantize)), tokenizer
 
 
 def open_tokenizer(model: str | Path) -> Any:

@@ -14,6 +14,7 @@ import torch
 from eval.targets import Synthetic, random_prompts
 from eval.timing import quiet, synchronize
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.results import Round
 from selfspec.target.cache import PackedRows, Span
@@ -54,7 +55,7 @@ def ready_engine(target: Synthetic, batch: int, context: int, room: int, **optio
         engine._admit()
         first, *others = engine.rows
         while first.num_cached < context - 1:
-            prefill(engine.stack, engine.cache, [first], engine.prefill_chunk, engine.policy)
+            prefill(engine.stack, engine.cache, Picker(engine.stack), [first], engine.prefill_chunk, engine.policy)
         for row in others:
             for page, to in zip(first.pages, row.pages, strict=True):
                 engine.cache.copy(page, to)

@@ -27,6 +27,7 @@ def calibrate(
     adapter: Path | None,
     exit_heads: str | None,
     engine: str,
+    quantize: str | None,
     threads: int | None,
     batch_sizes: Sequence[str],
     plan: bool,
@@ -40,7 +41,15 @@ def calibrate(
 
     set_threads(threads)
     with as_sentences():
-        target = hub.load(model, dtype=dtype, device=device, adapter=adapter, exit_heads=exit_heads, engine=engine)
+        target = hub.load(
+            model,
+            dtype=dtype,
+            device=device,
+            adapter=adapter,
+            exit_heads=exit_heads,
+            engine=engine,
+            quantize=quantize,
+        )
     costs = _measure(target, sizes, _progress(model, show.make_console(sys.stderr, quiet=quiet)))
     file = profile.save_costs(target.stack, costs)
     key = profile.costs_key(target.stack)

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RUN, USAGE, INTERRUPTED = 1, 2, 130
-_NAMES = "adapter|device|drafts|dtype|engine|exit_heads|exit_layer|max_new_tokens|model|num_draft_tokens|policy"
+_NAMES = (
+    "adapter|device|drafts|dtype|engine|exit_heads|exit_layer|max_new_tokens|model|num_draft_tokens|policy|quantize"
+)
 
 
 class Failure(Exception):

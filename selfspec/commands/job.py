@@ -71,7 +71,7 @@ class Job:
     def make(cls, options: Generate, prompts: list[Prompt]) -> Job:
         """Load the model and tokenize; what does not fit it is refused here, before anything is written."""
         with as_sentences():
-            names = ("dtype", "device", "adapter", "exit_heads", "engine")
+            names = ("dtype", "device", "adapter", "exit_heads", "engine", "quantize")
             parts: dict[str, Any] = {name: getattr(options, name) for name in names}
             if _has_learned(options):
                 parts["exit_heads"] = "none"

@@ -29,6 +29,7 @@ PolicyName = Literal[
     "pld",
 ]
 EngineName = Literal["auto", "views", "fused", "compiled"]
+QuantizeName = Literal["int8", "int4"]
 SOURCES = ("exit", "lookup", "recycle", "tree", "cascade")  # `selfspec.control.plan.DRAFTS`, for the same reason
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
@@ -39,6 +40,9 @@ DEVICE_HELP = "Default: cuda if there is one."
 ENGINE_HELP = (
     "What runs the layers: the model's own modules (views), the same in fewer steps (fused), or those compiled on this "
     "machine. Default: the fastest that serves the model."
+)
+QUANTIZE_HELP = (
+    "Round the layers' weights (needs torchao): a smaller model with a text of its own, which drafting does not change."
 )
 THREADS_HELP = "Default: one per physical core, or OMP_NUM_THREADS."
 _DRAFT, _SAMPLE, _CHAT, _OUT, _LOAD = "Drafting", "Sampling", "Chat", "Output", "Model"
@@ -68,6 +72,7 @@ class Generate:
     dtype: Annotated[Dtype | None, Option(help=DTYPE_HELP, rich_help_panel=_LOAD)] = None
     device: Annotated[str | None, Option(metavar=DEVICE, help=DEVICE_HELP, rich_help_panel=_LOAD)] = None
     engine: Annotated[EngineName, Option(help=ENGINE_HELP, rich_help_panel=_LOAD)] = "auto"
+    quantize: Annotated[QuantizeName | None, Option(help=QUANTIZE_HELP, rich_help_panel=_LOAD)] = None
     threads: Annotated[int | None, Option(metavar="N", help=THREADS_HELP, rich_help_panel=_LOAD)] = None
 
     policy: Annotated[

@@ -45,6 +45,8 @@ class Finder:
             chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
             for row, chances, one in zip(rows, chains, grown, strict=True)
         ]
+        if not any(offers):
+            return None
         lengths, rate = choose(offers, seconds)
         trusted = self._trust.ratio * rate
         if not any(lengths) or trusted < usual:
@@ -86,6 +88,8 @@ class Finder:
     def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
         """A tree or chain for a row; None where the chain alone will do."""
         if not self.branches or row.guesses is None:
+            return None
+        if not row.guesses.recalls and not row.guesses.first_candidates()[1]:
             return None
         grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
         return grown if len(grown.chances) > len(chances) else None

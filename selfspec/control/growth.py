@@ -91,6 +91,7 @@ def grow(
     chance = list(chances[: len(tokens)])
     parents = list(range(len(tokens)))
     heap: list[tuple[float, int, int, int, int]] = []  # (-chance, count, parent, its token, candidate)
+    recalls = guesses.recalls  # else the next token alone has candidates
     highest = max(line[0] for line in rates)
 
     def offer(node: int, previous: int, token: int, left: float, taken: int | None) -> None:
@@ -111,6 +112,8 @@ def grow(
         if before < least:
             break
         offer(node, previous, token, before - after if is_tree else before, chained)
+        if not recalls:
+            break
         if chained is not None:
             before, previous, token = after, token, chained
     most = len(tokens) + MOST_NODES
@@ -119,6 +122,7 @@ def grow(
         tokens.append(candidate)
         parents.append(parent)
         chance.append(-negative)
-        offer(len(tokens), before_it, candidate, -negative, None)
-    order = sorted(range(len(chance)), key=lambda node: -chance[node])
+        if recalls:
+            offer(len(tokens), before_it, candidate, -negative, None)
+    order = sorted(range(len(chance)), key=chance.__getitem__, reverse=True)
     return Grown(TokenTree(tuple(tokens), tuple(parents)), chance, order)

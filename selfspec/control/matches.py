@@ -22,6 +22,7 @@ HALF_LIFE, ROW_HALF_LIFE = (
 )  # tokens after which an observation counts half, of all rows and of the row's own
 LEAST = 0.05  # tokens less likely than this to be right are not drafted
 MOST_FOUND = 63  # longest draft considered: longer than those of an exit, since drafting takes no time
+_POOLS = [bisect_right(MATCH_EDGES, match) for match in range(MATCH_EDGES[-1] + 1)]  # by match; longer ones: the last
 
 
 class Choice(NamedTuple):
@@ -97,15 +98,19 @@ class Matches:
         own = self._rows.get(request_id)
         if own is not None:
             own.fade(self._clock)
-        hits, seen, weight = self._hits[bin_of(match)], self._seen[bin_of(match)], self._weight
-        out, survival = [], 1.0
+        pool, weight = bin_of(match), self._weight
+        hits, seen = self._hits[pool], self._seen[pool]
+        first, more = FIRST_WEIGHT * weight, POOL_WEIGHT * weight
+        out, survival, known = [], 1.0, -1
         for at in range(MOST_FOUND):
             pool = bin_of(match + at)
-            first = FIRST_WEIGHT * weight
-            pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
-            chance = (hits[at] + POOL_WEIGHT * weight * pooled) / (seen[at] + POOL_WEIGHT * weight)
+            if pool != known:
+                pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
+                known, shrunk = pool, more * pooled
+                hit, had = (0.0, 0.0) if own is None else (own.hits[pool], own.seen[pool])
+            chance = (hits[at] + shrunk) / (seen[at] + more)
             if own is not None:
-                chance = (own.hits[pool] + ROW_WEIGHT * chance) / (own.seen[pool] + ROW_WEIGHT)
+                chance = (hit + ROW_WEIGHT * chance) / (had + ROW_WEIGHT)
             survival *= chance
             if survival < LEAST:
                 break
@@ -120,9 +125,11 @@ def choose(offers: Sequence[Sequence[float]], seconds: Sequence[float]) -> Choic
         offers: per row, how likely each token is come to, and right; falling.
         seconds: of a round of these rows that drafts 0, 1, 2, .. tokens in all.
     """
+    if len(offers) == 1:
+        length, rate = _choose_one(offers[0], seconds)
+        return Choice([length], rate)
     merged = [(chance, row) for row, chances in enumerate(offers) for chance in chances]
-    if len(offers) > 1:
-        merged.sort(reverse=True)  # a row's own chances fall, so that any first of all offers are first of each row's
+    merged.sort(reverse=True)  # a row's own chances fall, so that any first of all offers are first of each row's
     tokens = float(len(offers))
     best, count = tokens / seconds[0], 0
     for i, (chance, _) in enumerate(merged[: len(seconds) - 1], 1):
@@ -135,5 +142,15 @@ def choose(offers: Sequence[Sequence[float]], seconds: Sequence[float]) -> Choic
     return Choice(lengths, best)
 
 
+def _choose_one(chances: Sequence[float], seconds: Sequence[float]) -> tuple[int, float]:
+    """The same of a single row."""
+    tokens, best, count = 1.0, 1 / seconds[0], 0
+    for i, chance in enumerate(chances[: len(seconds) - 1], 1):
+        tokens += chance
+        if tokens > best * seconds[i]:
+            best, count = tokens / seconds[i], i
+    return count, best
+
+
 def bin_of(match: int) -> int:
-    return bisect_right(MATCH_EDGES, match)
+    return _POOLS[match] if match < len(_POOLS) else _POOLS[-1]

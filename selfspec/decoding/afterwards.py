@@ -9,6 +9,7 @@ from torch import Tensor
 
 from selfspec.control.plan import Plan
 from selfspec.decoding.choose import Chooser
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import part_of, shadow_picks
 from selfspec.decoding.verdict import Verdict
@@ -70,6 +71,7 @@ def with_divergences(verdicts: list[Verdict], chooser: Chooser, logits: Tensor) 
 
 def with_shadows(
     stack: Stack,
+    picker: Picker,
     rows: Sequence[Row],
     plan: Plan,
     verdicts: list[Verdict],
@@ -93,10 +95,9 @@ def with_shadows(
     at = torch.tensor(index, device=logits.device)
     where = [len(rows[i].content) + column for i, low, high in cuts for column in range(high - low)]
     samplings = [rows[i].request.sampling for i, low, high in cuts for _ in range(high - low)]
-    positions = torch.tensor(where, device=logits.device)
     hidden = torch.cat([part[:, at] for part in taps])
     seen = shadow_picks(
-        stack, plan.shadow.layers, hidden, samplings, positions, logits[at], picks[at], plan.shadow.exact
+        stack, picker, plan.shadow.layers, hidden, samplings, where, logits[at], picks[at], plan.shadow.exact
     )
     for i, low, high in cuts:
         out[i] = out[i]._replace(shadow=part_of(seen, low, high))

@@ -10,31 +10,28 @@ from torch import Tensor
 
 from selfspec.control.plan import Plan, Seconds, confidence_bin
 from selfspec.control.seconds import likely_seconds
-from selfspec.decoding.pick import Subset, among, pick, pick_surely, scored, second_choices, surely
+from selfspec.decoding.pick import Sampling, Subset
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
 from selfspec.drafting.exit import Branch
 from selfspec.drafting.lookup import num_right
-from selfspec.kernels.gumbel import NoiseAhead
+from selfspec.kernels.compiled_pick import Picks
 from selfspec.target.stack import Stack
 
 
 class _Step(NamedTuple):
-    """What the tokens of a draft step were picked from."""
+    """What the tokens of a draft step would have been otherwise."""
 
     members: list[int]
-    scores: Tensor  # [members, vocab]
-    best: Tensor  # int64 [members]
-    tokens: Subset | None
+    seconds: Tensor  # int64 [members]
 
 
 class Chooser:
     """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
 
-    def __init__(
-        self, stack: Stack, rows: Sequence[Row], plan: Plan, seconds: Seconds, noise: NoiseAhead | None = None
-    ) -> None:
-        self._stack, self._rows, self._plan, self._seconds, self._noise = stack, rows, plan, seconds, noise
+    def __init__(self, stack: Stack, picker: Picker, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> None:
+        self._stack, self._picker, self._rows, self._plan, self._seconds = stack, picker, rows, plan, seconds
         self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
@@ -50,19 +47,12 @@ class Chooser:
         if self._processes:
             pairs = zip(members, logits, strict=True)
             logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
-        positions = torch.tensor([len(row.content) + step for row in rows], device=logits.device)
+        positions = [len(row.content) + step for row in rows]
         samplings = [row.request.sampling for row in rows]
-        if self._plan.seconds is not None and self._plan.reads_confidence:
-            scores = scored(logits, samplings, positions, self._noise, tokens)
-            best, sure = surely(scores)
-            picks = among(best, tokens)
-            going = self._confident(sure.tolist(), members)
-            self._steps.append(_Step(members, scores, best, tokens))
-        elif self._plan.reads_confidence:
-            picks, sure = pick_surely(logits, samplings, positions, self._noise, tokens)
-            going = self._confident(sure.tolist(), members)
-        else:
-            picks, going = pick(logits, samplings, positions, self._noise, tokens), members
+        picks, sure, seconds = self._picks(logits, samplings, positions, tokens)
+        going = members if sure is None else self._confident(sure.tolist(), members)
+        if seconds is not None:
+            self._steps.append(_Step(members, seconds))
         if self._processes:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
@@ -89,19 +79,24 @@ class Chooser:
             before = [[*self._drafted[0], *guesses[:i]] for i in range(len(logits))]
             logits = torch.stack([process(row, b, one) for b, one in zip(before, logits, strict=True)])
         first = len(row.content) + num_drafted
-        positions = torch.arange(first, first + len(logits), device=logits.device)
-        scores = scored(logits, [row.request.sampling] * len(logits), positions, self._noise, tokens)
-        best, sure = surely(scores) if plan.reads_confidence else (scores.argmax(-1), None)
-        picks: list[int] = among(best, tokens).tolist()
+        samplings, positions = [row.request.sampling] * len(logits), range(first, first + len(logits))
+        made, sure, seconds = self._picks(logits, samplings, positions, tokens)
+        picks: list[int] = made.tolist()
         picks = picks[: num_right(guesses, picks) + 1]
         going = [] if sure is None else [self._confident([one], [0]) for one in sure[: len(picks)].tolist()]
-        if plan.seconds is not None:
-            self._steps += [_Step([0], scores[i : i + 1], best[i : i + 1], tokens) for i in range(len(picks))]
+        if seconds is not None:
+            self._steps += [_Step([0], one) for one in seconds[: len(picks), None]]
         self._drafted[0] += picks
         if plan.keep_divergence:
             self.logits[0] += logits[: len(picks)]
         self._seconds.lap("pick")
         return picks, all(going)
+
+    def _picks(
+        self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], tokens: Subset | None
+    ) -> Picks:
+        plan = self._plan
+        return self._picker(logits, samplings, positions, tokens, plan.reads_confidence, plan.seconds is not None)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
@@ -138,7 +133,6 @@ class Chooser:
         found = likely_seconds(rule, self.confidences[row], most)
         if not found:
             return []
-        at = [(self._steps[node], self._steps[node].members.index(row)) for node in found]
-        scores, best = torch.stack([s.scores[i] for s, i in at]), torch.stack([s.best[i] for s, i in at])
-        seconds = among(second_choices(scores, best), at[0][0].tokens).tolist()
+        steps = [self._steps[node] for node in found]
+        seconds = torch.stack([step.seconds[step.members.index(row)] for step in steps]).tolist()
         return [Branch(node, token) for node, token in zip(found, seconds, strict=True)]

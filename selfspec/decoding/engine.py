@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
 from selfspec.control.costs import Costs
 from selfspec.control.led import Led
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, Seconds, check_trees
+from selfspec.control.plan import LOOKUP, NUM_BINS, Looked, Plan, Policy, Seconds, check_trees
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.afterwards import Teach
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
-from selfspec.decoding.stopping import Stopper, TextStream, Tokenizer
+from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError, whole
-from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -159,7 +160,7 @@ class Engine:
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
-        self._noise, self._recycled = NoiseAhead(), Recycled(self.stack.vocab_size)
+        self._picker, self._recycled = Picker(self.stack), Recycled(self.stack.vocab_size)
         self.datastore = datastore
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
@@ -216,8 +217,10 @@ class Engine:
         """
         seconds = Seconds()
         with torch.inference_mode():
-            self._drop_cancelled()
-            self._admit()
+            if self._cancelled:
+                self._drop_cancelled()
+            if self._waiting:
+                self._admit()
             self._prefill()
             seconds.lap("prefill")
             plan = self._decode(seconds)
@@ -233,32 +236,34 @@ class Engine:
             return None
         asked = [getattr(self.policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
         reads_lookup, reads_ranks, recycles = asked
-        plan = self.policy.plan([row.state._replace(guesses=row.guesser if reads_lookup else None) for row in ready])
+        plan = self.policy.plan([row.told(reads_lookup) for row in ready])
         self._check(plan, ready)
         seconds.lap("control")
         outcomes = []
         try:
             teach = None if self.learn is None else self.learn.take
             verdicts = decode_round(
-                self.stack, self.cache, ready, plan, seconds, teach, self._noise, recycles, whole=True
+                self.stack, self.cache, ready, plan, seconds, teach, self._picker, recycles, whole=True
             )
-            pairs = list(zip(ready, verdicts, strict=True))
             left_out = [self._is_left_out(plan, verdict) for verdict in verdicts]
-            looks = [row.looked(verdict.block, reads_ranks) if reads_lookup else None for row, verdict in pairs]
-            for row, verdict in pairs:
+            looks: list[Looked | None] = [None] * len(ready)
+            if reads_lookup:
+                looks = [row.looked(v.block, reads_ranks) for row, v in zip(ready, verdicts, strict=True)]
+            for row, verdict in zip(ready, verdicts, strict=True) if recycles else ():
                 if verdict.likely is not None:
                     row.guesser.learn(verdict.block, verdict.likely)
-            for (row, verdict), looked, is_out in zip(pairs, looks, left_out, strict=True):
+            for row, verdict, looked, is_out in zip(ready, verdicts, looks, left_out, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
-                outcome = verdict.outcome(result.request_id, result.num_accepted, looked)
+                outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
                 is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
                 outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
         finally:
             for row in ready:
                 if row.has_raised:
                     self._cancel(row)
-            self.rows = [row for row in self.rows if row.finish_reason is None]
+            if any([row.finish_reason is not None for row in ready]):
+                self.rows = [row for row in self.rows if row.finish_reason is None]
         seconds.lap("rest")
         self.policy.observe(plan, outcomes, seconds)
         seconds.lap("control")
@@ -291,18 +296,19 @@ class Engine:
     def _stopper(self, request: Request) -> Stopper:
         eos = self.target.eos_token_ids if request.eos is None else request.eos
         tokenizer: Tokenizer | None = self.target.tokenizer
-        text = None if tokenizer is None else TextStream(tokenizer, request.prompt, request.stop)
+        text = None if tokenizer is None else RowText(tokenizer, request.prompt, request.stop)
         return Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
 
     def _prefill(self) -> None:
-        prefill(self.stack, self.cache, self.rows, self.prefill_chunk, self.policy)
+        prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
 
     def _check(self, plan: Plan, rows: Sequence[Row]) -> None:
         """A draft beyond a row's room would be written into pages that are not the row's."""
         if plan.shadow is not None:
             layers, chosen = plan.shadow.layers, plan.shadow.rows
-            allowed = set(range(1, self.stack.num_layers)) - {plan.exit_layer}
-            if not layers or [*layers] != sorted({*layers} & allowed) or not set(chosen) <= set(range(len(rows))):
+            between = [0, *layers, self.stack.num_layers]
+            ascends = all([low < high for low, high in pairwise(between)]) and plan.exit_layer not in layers
+            if not layers or not ascends or not all([0 <= i < len(rows) for i in chosen]):
                 raise ValueError(
                     f"a plan's shadow must name, in order, layers in 1..{self.stack.num_layers - 1}, not its exit "
                     f"layer, and rows below {len(rows)}, got layers {list(layers)} and rows {list(chosen)}"
@@ -319,27 +325,32 @@ class Engine:
         given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
         if not LOOKUP <= plan.exit_layer <= last:
             raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
-        if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
+        if len(given) != len(room) or not all([0 <= n < most for n, most in zip(given, room, strict=True)]):
             raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 
     def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
         """Whether an exit's draft was refused for a token that the plan's part of the vocabulary does not hold."""
-        refused = verdict.num_right < (verdict.chain or len(verdict.drafted))
-        if plan.draft_vocab is None or not plan.exit_layer or not refused or not self.stack.has_draft_heads:
+        if plan.draft_vocab is None or not plan.exit_layer or not self.stack.has_draft_heads:
+            return False
+        if verdict.num_right == (verdict.chain or len(verdict.drafted)):
             return False
         return verdict.block[verdict.num_right] not in self.stack.frequencies.part(plan.draft_vocab).members
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
-        with row.blamed():
-            kept, text, reason = row.stopper.cut(row.content, emitted, verdict.block)
+        try:
+            kept, told, reason = row.stopper.cut(row.content, emitted, verdict.block)
+        except BaseException:
+            row.has_raised = True  # criteria are the caller's own code
+            raise
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
-        row.keep(verdict.block[:kept], text, verdict.logits, verdict.scores)
-        self.stack.frequencies.add(verdict.block[:kept], written=True)
+        tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
+        row.keep(tokens, verdict.logits, verdict.scores)
+        self.stack.frequencies.add(tokens, written=True)
         beside = len(verdict.drafted) - len(branch)
         row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason
-        return RowResult(row.request_id, verdict.block[:kept], text, branch, accepted, self._ended(row), beside)
+        return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside)
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:
@@ -360,6 +371,4 @@ class Engine:
 
     def _cancel(self, row: Row) -> None:
         row.finish_reason = "cancelled"
-        text = row.stopper.flush()
-        row.text += text
-        self._results.append(RowResult(row.request_id, [], text, [], 0, self._ended(row)))
+        self._results.append(RowResult(row.request_id, [], row.stopper.flush(), [], 0, self._ended(row)))

@@ -15,7 +15,8 @@ import torch
 
 from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, Seconds
-from selfspec.decoding.pick import Sampling, pick
+from selfspec.decoding.pick import Sampling
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.request import Request
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
@@ -115,6 +116,7 @@ class _Clock:
         self, stack: Stack, batch_sizes: Sequence[int], widths: Sequence[int], say: Callable[[str], None]
     ) -> None:
         self.stack, self.batch_sizes, self.say = stack, batch_sizes, say
+        self.picker = Picker(stack)
         self.middle = max(1, stack.num_layers // 4)
         limit, widest = stack.context_limit, max(STEPS, *widths)
         self.base = max(0, min(CONTEXT, limit - 2 * widest))
@@ -230,7 +232,7 @@ class _Clock:
             content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
             rows.append(Row(i, Request([0]), cast(Any, _Endless), pages[i], content))
         laps = _Laps(self.now)
-        decode_round(self.stack, cache, rows, plan, laps)
+        decode_round(self.stack, cache, rows, plan, laps, picker=self.picker)
         return laps.taken
 
     def head(self, num_tokens: int) -> None:
@@ -240,7 +242,7 @@ class _Clock:
         start = self.now()
         logits = self.stack.logits(hidden, self.middle)
         between = self.now()
-        picks = pick(logits, [Sampling()] * num_tokens, torch.arange(num_tokens, device=self.stack.device))
+        picks = self.picker(logits, [Sampling()] * num_tokens, range(num_tokens)).tokens
         torch.stack([picks, picks]).tolist()  # as a round copies its drafts and picks
         self.keep("head", 1, num_tokens, between - start)
         self.keep("pick", 1, num_tokens, self.now() - between)
@@ -248,12 +250,12 @@ class _Clock:
     def shadow(self, positions: int) -> None:
         """Shadow picks of all layers at a few positions."""
         hidden, sampling = self.given(positions, 1), [Sampling()] * positions
-        at = torch.arange(positions, device=self.stack.device)
+        at = range(positions)
         scores = self.stack.logits(hidden)
         layers = range(1, self.stack.num_layers)
         seen = hidden.expand(len(layers), -1, -1).contiguous()
         start = self.now()
-        shadow_picks(self.stack, layers, seen, sampling, at, scores, scores.argmax(-1))
+        shadow_picks(self.stack, self.picker, layers, seen, sampling, at, scores, scores.argmax(-1))
         self.keep("short", 1, positions * len(layers), self.now() - start)
 
     def given(self, num_tokens: int, start: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
-from selfspec.decoding.pick import pick
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.target.cache import PackedRows, PagedCache, Span
@@ -23,11 +23,13 @@ class _Look(NamedTuple):
     first: int  # content index of the first of them
 
 
-def prefill(stack: Stack, cache: PagedCache, rows: Sequence[Row], budget: int, policy: Policy) -> None:
+def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row], budget: int, policy: Policy) -> None:
     """Write keys and values of at most `budget` prompt tokens: all but each prompt's last, which the first round feeds.
 
     Rows come in order; a prompt's last positions are shown to the policy if it has `seed_layers`.
     """
+    if all([row.num_cached + 1 >= len(row.content) for row in rows]):
+        return
     tokens: list[int] = []
     spans, fed, looks = [], [], []
     for row in rows:
@@ -49,7 +51,7 @@ def prefill(stack: Stack, cache: PagedCache, rows: Sequence[Row], budget: int, p
     for row, count in fed:
         row.num_cached += count
     for look in looks:
-        _show(stack, look, last, taps or {}, policy)
+        _show(stack, picker, look, last, taps or {}, policy)
 
 
 def _look(row: Row, start: int, count: int, at: int, policy: Policy) -> _Look | None:
@@ -62,12 +64,12 @@ def _look(row: Row, start: int, count: int, at: int, policy: Policy) -> _Look | 
     return _Look(row, layers, slice(at + first - start, at + count), first) if layers else None
 
 
-def _show(stack: Stack, look: _Look, last: Tensor, taps: Taps, policy: Policy) -> None:
+def _show(stack: Stack, picker: Picker, look: _Look, last: Tensor, taps: Taps, policy: Policy) -> None:
     final = last[look.where]
     samplings = [look.row.request.sampling] * len(final)
-    positions = torch.arange(look.first + 1, look.first + 1 + len(final), device=final.device)
+    positions = range(look.first + 1, look.first + 1 + len(final))
     logits = stack.logits(final)
-    judged = pick(logits, samplings, positions)
+    judged = picker(logits, samplings, positions).tokens
     hidden = torch.stack([taps[layer][look.where] for layer in look.layers])  # type: ignore[index]
     seed = policy.seed  # type: ignore[attr-defined]  # whoever has seed_layers has it
-    seed(look.row.state, shadow_picks(stack, look.layers, hidden, samplings, positions, logits, judged))
+    seed(look.row.state, shadow_picks(stack, picker, look.layers, hidden, samplings, positions, logits, judged))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from selfspec.control.plan import Plan, Seconds
 from selfspec.decoding.request import Completion
+from selfspec.decoding.stopping import LateText
 
 
 class RowResult(NamedTuple):
@@ -13,11 +14,16 @@ class RowResult(NamedTuple):
 
     request_id: int
     tokens: list[int]  # kept tokens: accepted drafts, then the target's own next token unless the row ended before it
-    text: str  # text that became certain
+    told: str | LateText  # see `text`
     drafted: list[int]  # what was drafted, rejected tokens included; of a tree, the branch that the output followed
     num_accepted: int  # drafted tokens among `tokens`
     completion: Completion | None  # once the row has ended
     num_beside: int = 0  # tokens drafted on other branches
+
+    @property
+    def text(self) -> str:
+        """What became certain with these tokens; turned into text when first asked for."""
+        return str(self.told)
 
 
 class Round(NamedTuple):

@@ -10,7 +10,8 @@ from torch import Tensor
 from selfspec.control.plan import LOOKUP, Plan, Seconds
 from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_likely, with_shadows
 from selfspec.decoding.choose import Chooser
-from selfspec.decoding.pick import filtered, pick
+from selfspec.decoding.pick import filtered
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
@@ -18,7 +19,6 @@ from selfspec.decoding.whole import whole_round
 from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
-from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.stack import Stack, Taps
 
@@ -30,7 +30,7 @@ def decode_round(
     plan: Plan,
     seconds: Seconds,
     teach: Teach | None = None,
-    noise: NoiseAhead | None = None,
+    picker: Picker | None = None,
     recycles: bool = False,
     whole: bool = False,
 ) -> list[Verdict]:
@@ -43,8 +43,9 @@ def decode_round(
     if done is not None:
         seconds.lap("verify")
         return done
+    picker = picker or Picker(stack)
     tapped = plan.shadow.layers if plan.shadow is not None else ()
-    draft, chooser = _draft(stack, cache, rows, plan, seconds, noise, tapped)
+    draft, chooser = _draft(stack, cache, rows, plan, seconds, picker, tapped)
     start = plan.exit_layer or 0
     trees = draft.trees or [None] * len(rows)
     spans = [
@@ -58,7 +59,9 @@ def decode_round(
     seconds.lap("verify")
     logits = stack.logits(hidden)
     seconds.lap("head")
-    verdicts, picks, scores = _accept(rows, draft, logits, packed.positions[0] + 1, seconds, noise)
+    verdicts, picks, scores = _accept(
+        rows, draft, logits, [at + 1 for span in spans for at in span.positions()], seconds, picker
+    )
     if draft.trees is not None:
         _settle(cache, rows, verdicts)
     if chooser is not None and plan.reads_confidence:
@@ -70,7 +73,7 @@ def decode_round(
         seconds.lap("rest")
         seen = [h for h in (later or {}).values() if h is not None]
         taps = [*([] if draft.taps is None else [draft.taps]), *([torch.stack(seen)] if seen else [])]
-        verdicts = with_shadows(stack, rows, plan, verdicts, taps, logits, picks)
+        verdicts = with_shadows(stack, picker, rows, plan, verdicts, taps, logits, picks)
         seconds.lap("shadow")
     if recycles:
         verdicts = with_likely(rows, verdicts, logits)
@@ -85,7 +88,7 @@ def _draft(
     rows: Sequence[Row],
     plan: Plan,
     seconds: Seconds,
-    noise: NoiseAhead | None,
+    picker: Picker,
     tapped: Sequence[int],
 ) -> tuple[Draft, Chooser | None]:
     """The round's draft, and who picked its tokens, if a layer drafted."""
@@ -97,7 +100,7 @@ def _draft(
     if plan.exit_layer is None:
         return Draft(last, last, [0] * len(rows)), None
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
-    chooser = Chooser(stack, rows, plan, seconds, noise)
+    chooser = Chooser(stack, picker, rows, plan, seconds)
     beside = None if plan.seconds is None else chooser.branches
     if plan.guesses and len(rows) == 1:
         guess = rows[0].guesser.chain(plan.draft_lengths[0])
@@ -118,7 +121,7 @@ def _settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict])
 
 
 def _accept(
-    rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Tensor, seconds: Seconds, noise: NoiseAhead | None
+    rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Sequence[int], seconds: Seconds, picker: Picker
 ) -> tuple[list[Verdict], Tensor, Tensor]:
     """The longest prefix of each draft that equals the target's picks, and the pick after it.
 
@@ -130,8 +133,11 @@ def _accept(
         scores = process_packed(rows, draft.lengths, fed, logits, draft.trees)
     else:
         scores = logits
-    picks = pick(scores, [row.request.sampling for row in owners], positions, noise)
-    fed, chosen = torch.stack([draft.tokens, picks]).tolist()  # the round's one copy to the host
+    picks = picker(scores, [row.request.sampling for row in owners], positions).tokens
+    if picks.is_cuda:
+        fed, chosen = torch.stack([draft.tokens, picks]).tolist()  # the round's one copy to the host
+    else:
+        fed, chosen = draft.tokens.tolist(), picks.tolist()
     seconds.lap("pick")
     verdicts, at = [], 0
     for i, (row, drafted) in enumerate(zip(rows, draft.lengths, strict=True)):

@@ -27,7 +27,6 @@ class Row:
     pages: list[int]
     content: list[int]  # prompt and output
     num_cached: int = 0  # tokens with keys and values; content - 1 whenever a round begins
-    text: str = ""
     finish_reason: FinishReason | None = None
     stats: SpecStats = field(default_factory=SpecStats)
     logits: list[Tensor] = field(default_factory=list)
@@ -35,11 +34,13 @@ class Row:
     has_raised: bool = False  # its own processor or criterion did: the engine cancels it
     recycled: Recycled | None = None
     datastore: Datastore | None = None
+    num_prompt_tokens: int = 0
+    limit: int = 0  # tokens its content may come to
     _guesser: Guesser | None = None
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt)
+        self.limit = self.num_prompt_tokens + self.stopper.max_new_tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -47,13 +48,16 @@ class Row:
 
     @property
     def room(self) -> int:
-        return self.stopper.max_new_tokens - (len(self.content) - self.num_prompt_tokens)
+        return self.limit - len(self.content)
 
     @property
     def state(self) -> RowState:
-        return RowState(
-            self.request_id, len(self.content), self.room, has_processors=bool(self.request.logits_processor)
-        )
+        return self.told(False)
+
+    def told(self, reads_lookup: bool) -> RowState:
+        """Its state, with what is free to guess of how it goes on where the policy reads that."""
+        length, guesses = len(self.content), self.guesser if reads_lookup else None
+        return RowState(self.request_id, length, self.limit - length, guesses, bool(self.request.logits_processor))
 
     @property
     def guesser(self) -> Guesser:
@@ -64,8 +68,8 @@ class Row:
 
     def looked(self, block: list[int], with_ranks: bool) -> Looked:
         """What free guesses would have come to, before `block` is kept."""
-        seen = self.guesser.look(block, with_ranks)
-        return Looked(seen.match, len(block), seen.num_right, seen.is_stored, seen.ranks)
+        match, is_stored, num_right, ranks = self.guesser.look(block, with_ranks)
+        return Looked(match, len(block), num_right, is_stored, ranks)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -80,13 +84,13 @@ class Row:
         assert self.finish_reason is not None
         seed = self.request.sampling.seed
         scores = (self.logits, self.scores) if self.request.keep_logits else (None, None)
-        return Completion(self.request_id, self.tokens, self.text, self.finish_reason, self.stats, seed, *scores)
+        text = self.stopper.text
+        return Completion(self.request_id, self.tokens, text, self.finish_reason, self.stats, seed, *scores)
 
-    def keep(self, tokens: list[int], text: str, logits: Tensor | None, scores: Tensor | None) -> None:
+    def keep(self, tokens: list[int], logits: Tensor | None, scores: Tensor | None) -> None:
         """Take a round's kept tokens; keys and values beyond the new content are left to be overwritten."""
         self.content += tokens
         self.num_cached = len(self.content) - 1
-        self.text += text
         if logits is not None and scores is not None:
             self.logits += logits[: len(tokens)]
             self.scores += scores[: len(tokens)]

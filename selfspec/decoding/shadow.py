@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Shadow
-from selfspec.decoding.pick import Sampling, filtered, pick_surely
+from selfspec.decoding.pick import Sampling, Subset, filtered
+from selfspec.decoding.picker import Picker
 from selfspec.kernels.gumbel import gumbel
 from selfspec.target.stack import Stack
 
@@ -22,10 +23,11 @@ CHUNK = 256  # rows of one vocabulary product, as far as one layer's positions a
 
 def shadow_picks(
     stack: Stack,
+    picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,  # [layers, N, hidden_size], after each of them
     samplings: Sequence[Sampling],  # per position
-    positions: Tensor,  # int64 [N]: index in its row's content of the token picked there
+    positions: Sequence[int],  # [N]: index in its row's content of the token picked there
     target: Tensor,  # [N, vocab]: the target's logits
     judged: Tensor,  # int64 [N]: its picks
     exact: bool = False,
@@ -33,19 +35,20 @@ def shadow_picks(
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
     if not exact:
-        hits, sure = _over_shortlist(stack, layers, hidden, samplings, positions, target, judged)
+        hits, sure = _over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)
     if hits is None or sure is None:
-        hits, sure = _over_vocabulary(stack, layers, hidden, samplings, positions, judged)
+        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged)
     told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
     return Shadow(tuple(layers), told[0] > 0, told[1])
 
 
 def _over_shortlist(
     stack: Stack,
+    picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,
     samplings: Sequence[Sampling],
-    positions: Tensor,
+    positions: Sequence[int],
     target: Tensor,
     judged: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -62,6 +65,12 @@ def _over_shortlist(
     unseen = (target.shape[1] - num_top) / (num_others - twice.sum(-1)).clamp(
         min=1
     )  # tokens that each other stands for
+    if picker.is_compiled and all(sampling.temperature > 0 for sampling in samplings):
+        tokens = torch.cat((top, stack.others.expand(len(top), -1)), 1)
+        repeated, each = [*positions] * len(layers), Subset(tokens.repeat(len(layers), 1), target.shape[1])
+        picks = picker(logits.flatten(0, 1), [*samplings] * len(layers), repeated, each, with_sure=True)
+        assert picks.sure is not None
+        return picks.tokens.view(len(layers), -1) == judged, picks.sure.view(len(layers), -1)
     weights = torch.ones_like(logits[0])
     weights[:, num_top:] = unseen.clamp(min=1)[:, None]
     groups: dict[tuple[float, int, float, float], list[int]] = {}
@@ -72,7 +81,8 @@ def _over_shortlist(
             at = torch.tensor(members, device=logits.device)
             tokens = torch.cat((top[at], stack.others.expand(len(members), -1)), 1)
             seeds = torch.tensor([samplings[i].seed for i in members], device=logits.device)
-            noise = gumbel(seeds, positions[at], target.shape[1], tokens)
+            places = torch.tensor([positions[i] for i in members], device=logits.device)
+            noise = gumbel(seeds, places, target.shape[1], tokens)
             kept = filtered(logits[:, at].flatten(0, 1), samplings[members[0]]).view(len(logits), len(members), -1)
             logits[:, at] = kept + noise
             weights[at] = 1  # noise makes a few of many tokens stand out; a sample cannot stand for the rest
@@ -83,10 +93,11 @@ def _over_shortlist(
 
 def _over_vocabulary(
     stack: Stack,
+    picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,
     samplings: Sequence[Sampling],
-    positions: Tensor,
+    positions: Sequence[int],
     judged: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Hits and confidences `[layers, N]`."""
@@ -96,9 +107,10 @@ def _over_vocabulary(
     for first in range(0, len(layers), per_call):
         some = layers[first : first + per_call]
         logits = stack.early_logits(hidden[first : first + per_call], some).flatten(0, 1)
-        chosen, confidence = pick_surely(logits, [*samplings] * len(some), positions.repeat(len(some)))
-        hits.append(chosen == judged.repeat(len(some)))
-        sure.append(confidence)
+        picks = picker(logits, [*samplings] * len(some), [*positions] * len(some), with_sure=True)
+        assert picks.sure is not None
+        hits.append(picks.tokens == judged.repeat(len(some)))
+        sure.append(picks.sure)
     return torch.cat(hits).view(-1, count), torch.cat(sure).view(-1, count)
 
 

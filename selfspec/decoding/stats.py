@@ -26,8 +26,11 @@ class SpecStats:
         self.num_side_tokens += beside
         if drafted == 0:
             self.num_plain_steps += 1
-        else:
-            self.acceptance_histogram_by_draft_length.setdefault(drafted, Counter())[accepted] += 1
+            return
+        counts = self.acceptance_histogram_by_draft_length.get(drafted)
+        if counts is None:
+            counts = self.acceptance_histogram_by_draft_length[drafted] = Counter()
+        counts[accepted] = counts.get(accepted, 0) + 1
 
     def __add__(self, other: SpecStats) -> SpecStats:
         total = SpecStats({}, self.num_plain_steps + other.num_plain_steps, self.num_generated_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -69,56 +69,139 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+class RowText:
+    """A row's text; its tokens are turned into text when somebody reads it, which takes longer than ending a round.
+
+    They are turned in the order and in the blocks in which they came, so that a piece is the same whenever it is read.
+
+    Args:
+        prompt: what the text goes on from.
+        stop: see `TextStream`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._prompt, self._stop = tokenizer, prompt, stop
+        self._stream: TextStream | None = None  # of the blocks that were read
+        self._blocks: list[tuple[Sequence[int], bool]] = []  # tokens, and whether none follow
+        self._pieces: list[str] = []  # of those that were read
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that ended what was read."""
+        return None if self._stream is None else self._stream.found
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> LateText:
+        """Take the tokens that came; they are not copied."""
+        self._blocks.append((tokens, last))
+        return LateText(self, len(self._blocks) - 1)
+
+    def piece(self, index: int) -> str:
+        """What became certain with a block."""
+        if self._stream is None:
+            self._stream = self._new_stream()
+        for tokens, last in self._blocks[len(self._pieces) : index + 1]:
+            self._pieces.append(self._stream.push(tokens, last))
+        return self._pieces[index]
+
+    def __str__(self) -> str:
+        """All that is certain."""
+        if not self._blocks:
+            return ""
+        if not self._pieces and self._blocks[-1][1]:  # nobody has read it as it came: at once is faster
+            text = self._new_stream().push([token for tokens, _ in self._blocks for token in tokens], last=True)
+            if "\ufffd" not in text:  # how a broken character is shown may depend on the blocks
+                return text
+        self.piece(len(self._blocks) - 1)
+        return "".join(self._pieces)
+
+    def _new_stream(self) -> TextStream:
+        return TextStream(self._tokenizer, self._prompt, self._stop)
+
+
+class LateText(NamedTuple):
+    """What became certain of a row's text with one block; `str` of it is the text."""
+
+    text: RowText
+    index: int
+
+    def __str__(self) -> str:
+        return self.text.piece(self.index)
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
 Criterion = Callable[[torch.Tensor, Any], Any]
 
 
 class Stopper:
-    """Cuts a block of new tokens where its row ends, and turns what is kept into text."""
+    """Cuts a block of new tokens where its row ends, and hands what is kept on to its text."""
 
     def __init__(
         self,
         max_new_tokens: int,
         eos: frozenset[int] = frozenset(),
-        text: TextStream | None = None,
+        text: RowText | None = None,
         stop: Sequence[str] = (),
         criteria: Sequence[Criterion] = (),
     ) -> None:
         self.max_new_tokens, self.eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
         self._by_token = bool(stop) or bool(criteria)
 
-    def cut(self, content: Sequence[int], emitted: int, block: Sequence[int]) -> tuple[int, str, FinishReason | None]:
+    @property
+    def text(self) -> str:
+        """Of all tokens so far, as far as it is certain."""
+        return "" if self._text is None else str(self._text)
+
+    def cut(
+        self, content: Sequence[int], emitted: int, block: Sequence[int]
+    ) -> tuple[int, str | LateText, FinishReason | None]:
         """How many tokens of `block` are kept, their text, and why the row ends there, if it does.
 
         Args:
             content: the row's tokens before the block, prompt included.
             emitted: how many of them are new.
         """
+        if self._by_token:
+            return self._cut_by_token(content, emitted, block)
+        reason: FinishReason | None = None
+        kept = min(len(block), self.max_new_tokens - emitted)
+        if not self.eos.isdisjoint(block):
+            end = next(i for i, token in enumerate(block, 1) if token in self.eos)
+            if end <= kept:
+                return end, self._push(block[:end], last=True), "eos"
+        if emitted + kept >= self.max_new_tokens:
+            reason = "length"
+        return kept, self._push(block[:kept], last=reason is not None), reason
+
+    def _cut_by_token(
+        self, content: Sequence[int], emitted: int, block: Sequence[int]
+    ) -> tuple[int, str, FinishReason | None]:
+        """The same where text or criteria may end the row: they are asked after each token."""
         reason: FinishReason | None = None
         text, kept = "", len(block)
         for i, token in enumerate(block):
             if token in self.eos:
                 reason = "eos"
-            if self._by_token:
-                text += self._push([token], last=False)
-                asked = self._criterion([*content, *block[: i + 1]])
-                if reason is None and (asked or self._stopped()):
-                    reason = "stop"
+            text += str(self._push([token], last=False))
+            asked = self._criterion([*content, *block[: i + 1]])
+            if reason is None and (asked or self._stopped()):
+                reason = "stop"
             if reason is None and emitted + i + 1 >= self.max_new_tokens:
                 reason = "length"
             if reason is not None:
                 kept = i + 1
                 break
-        text += self._push([] if self._by_token else block[:kept], last=reason is not None)
-        return kept, text, reason
+        return kept, text + str(self._push([], last=reason is not None)), reason
 
     def flush(self) -> str:
         """The text still held back, for a row that ends with no further token."""
-        return self._push([], last=True)
+        return str(self._push([], last=True))
 
-    def _push(self, tokens: Sequence[int], last: bool) -> str:
+    def _push(self, tokens: Sequence[int], last: bool) -> str | LateText:
         if self._text is None or self._stopped():
             return ""
-        return self._text.push(tokens, last)
+        return self._text.add(tokens, last)
 
     def _stopped(self) -> bool:
         return self._text is not None and self._text.found is not None

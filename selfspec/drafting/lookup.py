@@ -29,8 +29,12 @@ class Guess(NamedTuple):
 
 def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
     """How many first tokens of a draft are those that came out."""
-    pairs = zip(guess, tokens, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(guess), len(tokens)))
+    count = 0
+    for a, b in zip(guess, tokens, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: torch.device) -> Draft:
@@ -106,7 +110,8 @@ class Lookup:
     @property
     def match(self) -> int:
         """How many of the row's last tokens occurred before, at most `most`."""
-        self._catch_up()
+        if self._read < len(self._content):
+            self._catch_up()
         return self._match
 
     def draft(self, num_tokens: int) -> Guess:
@@ -114,16 +119,22 @@ class Lookup:
 
         A place so near the end that what followed ends before is a repetition, which is taken to go on.
         """
-        self._catch_up()
+        if self._read < len(self._content):
+            self._catch_up()
         if self._match == 0 or num_tokens < 1:
             return Guess([], self._match)
         content, start = self._content, self._place + 1
         period = self._read - start
+        if num_tokens <= period:
+            return Guess(list(content[start : start + num_tokens]), self._match)
         return Guess([content[start + i % period] for i in range(num_tokens)], self._match)
 
     def alternatives(self) -> list[int]:
         """What followed the last time that shorter ends of the text occurred, after the longer ones; each once."""
-        self._catch_up()
+        if self._read < len(self._content):
+            self._catch_up()
+        if not self._shorter:
+            return []
         content = self._content
         places = [place + 1 for place in reversed(self._shorter) if place + 1 < self._read]
         first = content[self._place + 1] if self._match and self._place + 1 < self._read else None

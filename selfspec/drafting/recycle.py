@@ -49,6 +49,8 @@ class Recycled:
         self._pairs_view = self._pairs.data
         halves = 0.5 ** np.arange(1, k + 1)
         self._hits, self._looks = np.array([halves, halves]), np.ones((2, 1))  # of tokens and of pairs, by rank
+        self.has_learned = False
+        """Whether anything has candidates."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,6 +73,7 @@ class Recycled:
             candidates: `[n, any]`, likeliest next tokens at these positions, the likeliest first; -1 for none.
             previous: `[n]`, the token before each, -1 where there is none; None learns of no pair.
         """
+        self.has_learned = True
         tokens = np.asarray(tokens, np.int64)
         rows = np.zeros((len(tokens), self.k), np.int32)
         rows[:, : candidates.shape[1]] = candidates[:, : self.k] + 1

@@ -40,12 +40,17 @@ class Guesser:
     @property
     def match(self) -> int:
         """How many of the row's last tokens the chain follows, 0 where there is none."""
-        return max(self.lookup.match, self._stored_match())
+        return self.lookup.match if self._datastore is None else max(self.lookup.match, self._stored_match())
 
     @property
     def is_stored(self) -> bool:
         """Whether the chain comes from the corpus."""
-        return self._stored_match() > self.lookup.match
+        return self._datastore is not None and self._stored_match() > self.lookup.match
+
+    @property
+    def recalls(self) -> bool:
+        """Whether there may be candidates of other tokens than the next."""
+        return self._recycled is not None and self._recycled.has_learned
 
     @property
     def last(self) -> tuple[int, int]:
@@ -68,7 +73,7 @@ class Guesser:
         Returns:
             Also of what kind they are: 0 where only the token is known, 1 where the pair is.
         """
-        if self._recycled is None:
+        if self._recycled is None or not self._recycled.has_learned:
             return 0, []
         kind = int(self._recycled.knows_pair(token, previous))
         return kind, self._recycled.candidates(token, previous)
@@ -79,16 +84,19 @@ class Guesser:
         Returns:
             Also of what kind they are: 2 where something followed a shorter match, else as `candidates` has it.
         """
+        others = self.lookup.alternatives()
+        if not self.recalls:
+            return (2, others) if others else (0, [])
         previous, token = self.last
         kind, found = self.candidates(token, previous)
-        others = self.lookup.alternatives()
         return (2, list(dict.fromkeys([*others, *found]))) if others else (kind, found)
 
     def look(self, block: Sequence[int], with_ranks: bool = True) -> Look:
         """Set the guesses beside the tokens that came, before these are added to the content."""
         tokens, match = self.guess(len(block))
         right = num_right(tokens, block)
-        return Look(match, self.is_stored, right, self._ranks(block, tokens, right) if with_ranks else ())
+        asks = with_ranks and (right == 0 or self.recalls)  # else there are no candidates
+        return Look(match, self.is_stored, right, self._ranks(block, tokens, right) if asks else ())
 
     def _ranks(self, block: Sequence[int], chain: Sequence[int], right: int) -> tuple[tuple[int, bool, int], ...]:
         """Where the tokens that came stood among the candidates, as far as the chain did not offer them.
@@ -98,7 +106,7 @@ class Guesser:
         """
         out = []
         previous, token = self.last if right == 0 else ((self.last[1], *block)[right - 1], block[right - 1])
-        for at in range(right, len(block)):
+        for at in range(right, len(block) if self.recalls else 1):
             offered = chain[at] if at == right and at < len(chain) else None
             kind, rest = self.first_candidates() if at == 0 else self.candidates(token, previous)
             if offered in rest:

@@ -47,6 +47,10 @@ class Call(Structure):
     )
 
 
+class How(Structure):
+    _fields_ = (*_all("temperature top_p min_p", c_float), *_all("top_k seed", c_int64))
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -58,10 +62,12 @@ def functions() -> ctypes.CDLL:
         "selfspec_buffer_floats": ([p, n], n),
         "selfspec_scratch_floats": ([p, n], n),
         "selfspec_linear_floats": ([p, n, n], n),
-        "selfspec_run": ([p, p, n, p, p, p, p, p, p, n, n], None),
+        "selfspec_run": ([p, p, n, p, p, p, p, p, p, p, p, n, n], None),
         "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
         "selfspec_fits_half": ([p, n], n),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
+        "selfspec_pick_floats": ([n], n),
+        "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }
     for name, (arguments, result) in types.items():
         function = getattr(lib, name)

@@ -182,14 +182,27 @@ class PackedRows:
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
+        self.num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
         self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
+        self._positions: Tensor | None = None
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """int64 `[1, N]`."""
-        flat = [p for span in self.spans for p in span.positions()]
-        return torch.tensor([flat], device=self.device)
+        if self._positions is None:
+            self._positions = self._stand()[None]
+        return self._positions
+
+    def _stand(self) -> Tensor:
+        if len(self.spans) == 1 and self.spans[0].tree is None:
+            start = self.spans[0].start
+            return torch.arange(start, start + self.num_tokens, device=self.device)
+        if len(self.spans) == self.num_tokens:
+            flat = [span.start if span.tree is None else span.positions()[0] for span in self.spans]
+        else:
+            flat = [p for span in self.spans for p in span.positions()]
+        return torch.as_tensor(np.array(flat, np.int64), device=self.device)  # a list takes torch many times as long
 
     @cached_property
     def _slots(self) -> slice | Tensor:
@@ -201,13 +214,9 @@ class PackedRows:
         return torch.tensor(slots, device=self.device)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(span.length for span in self.spans)
-
-    @property
     def most_tokens(self) -> int:
         """No row holds more tokens, the new ones included."""
-        return max(span.start + span.length for span in self.spans)
+        return max([span.start + span.length for span in self.spans])
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages."""

@@ -15,7 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.kernels import compiled_call as c
@@ -81,7 +80,10 @@ class CompiledBody(LeanBody):
             isinstance(x.activation, nn.SiLU) or type(x.activation).__name__ == "SiLUActivation" for x in body.layers
         )
         alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
-        plain = all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
+        plain = all(
+            w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous()
+            for w in [body.embedding, *weights]
+        )
         return silu and alike and plain and body.head_dim % 2 == 0
 
     @staticmethod
@@ -95,7 +97,9 @@ class CompiledBody(LeanBody):
         """See `Stack.run`."""
         if not rows.num_tokens:
             return super().run(rows, start, stop, given, taps)
-        x = F.embedding(given, self.embedding) if start == 0 else given.clone(memory_format=torch.contiguous_format)
+        given = given.contiguous()
+        x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
+        embedding = self.embedding.data_ptr() if start == 0 else None
         model, layers = self._in(rows.cache, x)
         call, longest = self._call(rows)
         places = None
@@ -112,7 +116,7 @@ class CompiledBody(LeanBody):
         last = self._last_norm.data_ptr() if stop == len(self.layers) else None
         self._lib.selfspec_run(
             *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
-            *(ctypes.byref(call), x.data_ptr(), places, last),
+            *(ctypes.byref(call), given.data_ptr(), embedding, x.data_ptr(), places, last),
             *(room.data_ptr(), room.data_ptr() + 4 * buffers, scratch, threads),
         )
         return x
@@ -181,11 +185,12 @@ class CompiledBody(LeanBody):
             most = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
             pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
-            lists = [(ctypes.c_int64 * len(each))(*each) for each in (firsts, pages, *nodes[:-1])]
-            firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
+            positions = [at for span in rows.spans for at in span.positions()]
+            lists = [(ctypes.c_int64 * len(each))(*each) for each in (positions, firsts, pages, *nodes[:-1])]
+            positions_at, firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
             roots, branches = nodes_at or (None, None)
             call = c.Call(
-                *(rows.num_tokens, len(spans), rows.positions.data_ptr(), firsts_at, pages_at, most),
+                *(rows.num_tokens, len(spans), positions_at, firsts_at, pages_at, most),
                 *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
             )
             known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive

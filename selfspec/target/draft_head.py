@@ -22,8 +22,10 @@ from selfspec.kernels.room import Room
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.lean import LeanBody, Linear
 from selfspec.target.packed import Packed
+from selfspec.target.quantized import is_dense
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
+MOST_NEW = 4096  # blocks of tokens kept before they are counted
 HALF_LIFE = 64.0  # written tokens after which one counts half in coverage
 SUPPOSED, SUPPOSED_WEIGHT = 0.8, 4.0  # coverage before any are written, and for how many of them that counts
 
@@ -59,32 +61,49 @@ class Part:
 
 
 class Frequencies:
-    """How often tokens were seen in prompts and outputs."""
+    """How often tokens were seen in prompts and outputs; counted when somebody asks, which is seldom."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self._new: list[tuple[Sequence[int], bool]] = []  # what is not counted yet, and whether it was written
         self._counts: Counter[int] = Counter()
         self._seen = self._ranked = 0
         self._parts: dict[int, Part] = {}
-        self.version = 0
+        self._version = 0
+
+    @property
+    def version(self) -> int:
         """Grows when it is time to rank anew."""
+        self._settle()
+        return self._version
 
     def add(self, tokens: Iterable[int], written: bool = False) -> None:
         """Count tokens of a prompt, or those that the model has `written`."""
-        tokens = list(tokens)
-        for size in self._parts if written else ():
-            self.part(size).count(tokens)
-        self._counts.update(tokens)
-        self._seen += len(tokens)
-        if self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4):
-            self._ranked, self.version = self._seen, self.version + 1
+        self._new.append((list(tokens), written))
+        if len(self._new) >= MOST_NEW:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Count what is new as it came: which tokens are the most frequent changes in between."""
+        new, self._new = self._new, []
+        for tokens, written in new:
+            for size in self._parts if written else ():
+                self._part(size).count(tokens)
+            self._counts.update(tokens)
+            self._seen += len(tokens)
+            if self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4):
+                self._ranked, self._version = self._seen, self._version + 1
 
     def part(self, size: int) -> Part:
         """The `size` most frequent tokens by the ranks of this version; the same until the next."""
+        self._settle()
+        return self._part(size)
+
+    def _part(self, size: int) -> Part:
         known = self._parts.get(size)
-        if known is None or known.version != self.version:
-            tokens = self.top(size)
-            known = Part(tokens, self.version) if known is None else known.renewed(tokens, self.version)
+        if known is None or known.version != self._version:
+            tokens = self._top(size)
+            known = Part(tokens, self._version) if known is None else known.renewed(tokens, self._version)
             self._parts[size] = known
         return known
 
@@ -94,6 +113,10 @@ class Frequencies:
 
     def top(self, size: int) -> Tensor:
         """The most frequent tokens, int64 `[size]`, ascending; those never seen by their ids."""
+        self._settle()
+        return self._top(size)
+
+    def _top(self, size: int) -> Tensor:
         seen = sorted(self._counts, key=lambda token: (-self._counts[token], token))[:size]
         known = set(seen)
         rest = (token for token in range(self.vocab_size) if token not in known)
@@ -124,7 +147,8 @@ class DraftHead(nn.Module):
     def of(cls, head: Any, linear: Any) -> DraftHead | None:
         """None where the vocabulary product is no plain `nn.Linear` of the head."""
         names = [name for name, module in head._modules.items() if module is linear]
-        return cls(head, linear, names[0]) if type(linear) is nn.Linear and len(names) == 1 else None
+        plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
+        return cls(head, linear, names[0]) if plain else None
 
     def subset(self, size: int, frequencies: Frequencies, packs: bool) -> Subset:
         """The most frequent tokens as ranked now, with the head's weights as they are now."""

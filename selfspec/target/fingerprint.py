@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.target.quantized import dense, is_dense
 from selfspec.target.stack import Stack
 
 NAMES = {"architectures", "dtype", "torch_dtype", "id2label", "label2id", "auto_map", "transformers_version"}
@@ -71,15 +72,16 @@ def _sample(tensor: Tensor) -> Tensor:
         return torch.zeros(0)
     if hasattr(tensor, "to_local"):  # a share of it is enough, and to gather it would take all ranks
         tensor = tensor.to_local()
-    flat = tensor.detach().reshape(-1)
+    flat = dense(tensor.detach()).reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].to(torch.bfloat16).float().cpu()
 
 
 def _modules(model: Any) -> list[str]:
-    """Every module's kind, sizes and adapter switches."""
+    """Every module's kind, sizes, kinds of quantised weights, and adapter switches."""
     told = []
     for module in model.modules():
-        sizes = [list(parameter.shape) for parameter in module.parameters(recurse=False)]
+        own = [*module.parameters(recurse=False)]
+        sizes = [list(weight.shape) if is_dense(weight) else [type(weight).__name__, *weight.shape] for weight in own]
         switches = [vars(module)[name] for name in SWITCHES if name in vars(module)]
         told.append(f"{type(module).__name__} {sizes} {switches}")
     return told

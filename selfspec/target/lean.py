@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.cache import PackedRows
+from selfspec.target.quantized import is_dense
 
 # Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
 LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -84,6 +85,7 @@ class LeanBody:
         parts = [m for m in model.modules() if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
         plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding
         plain = plain and all(type(m).__module__.startswith(KNOWN_MODULES) for m in model.modules())
+        plain = plain and all(is_dense(weight) for weight in model.parameters())
         hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
         try:
             return cls(model) if plain and not hooked else None

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.target.quantized import is_dense
+
 NUM_OTHERS = 64
 
 
@@ -49,7 +51,7 @@ class ShortHead(nn.Module):
 def short_head(head: Any, linear: Any) -> tuple[Any, ShortHead] | None:
     """The head view with its vocabulary product replaced; None where that is no plain, direct `nn.Linear` of it."""
     names = [name for name, module in head._modules.items() if module is linear]
-    if type(linear) is not nn.Linear or len(names) != 1:
+    if type(linear) is not nn.Linear or len(names) != 1 or not is_dense(linear.weight):
         return None
     short, part = ShortHead(linear), copy.copy(head)
     part.__dict__["_modules"] = {**head._modules, names[0]: short}

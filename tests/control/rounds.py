@@ -33,6 +33,10 @@ class Free:
         self.match, self.is_stored = len(chain) if match is None else match, is_stored
         self._chain, self._first, self.after, self.after_pair = [*chain], [*first], after or {}, after_pair or {}
 
+    @property
+    def recalls(self):
+        return bool(self.after or self.after_pair)
+
     def chain(self, num_tokens):
         return self._chain[:num_tokens]
 

@@ -283,12 +283,12 @@ def a_little_too_hot(logits, sampling, honest=pick.filtered):
 
 
 def test_the_same_noise_at_every_position_breaks_the_joint_law(monkeypatch):
-    check = partial(check_law, tiny_vocabulary(), {"temperature": 1.0}, num_tokens=2, draws=1500)
+    check = partial(check_law, tiny_vocabulary("views"), {"temperature": 1.0}, num_tokens=2, draws=1500)
     must_fail(check, monkeypatch, NoiseAhead, "__call__", the_same_noise_at_every_position)
 
 
 def test_a_temperature_that_is_a_quarter_off_breaks_the_law(monkeypatch):
-    check = partial(check_law, tiny_vocabulary(), {"temperature": 1.0}, num_tokens=2, draws=3000)
+    check = partial(check_law, tiny_vocabulary("views"), {"temperature": 1.0}, num_tokens=2, draws=3000)
     must_fail(check, monkeypatch, pick, "filtered", a_little_too_hot)
 
 

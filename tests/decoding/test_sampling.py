@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from selfspec.api import Target
 from selfspec.decoding.engine import Engine
-from tests.helpers import Always, Schedule, decode, make_prompts
+from tests.helpers import Adversary, Always, Schedule, decode, make_prompts
 from tests.models import build, tiny
 
 RAGGED = (12, 7, 1, 20, 3)
@@ -95,6 +96,18 @@ def check_any_arrival(target, dice):
     assert set(done) == set(names) | doomed
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_compiled_engine_samples_the_tokens_of_its_own_plain_decoding(seed):
+    target = compiled_target()
+    done = check_equals_plain(target, make_prompts(RAGGED), Adversary(seed, 4), max_new_tokens=18, **WAYS)
+    assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
+
+
+@cache
+def compiled_target():
+    return Target(build("llama"), engine="compiled")
+
+
 @pytest.mark.parametrize("dice", range(6))
 def test_neither_arrival_nor_neighbours_nor_cancellations_change_a_token(dice):
     check_any_arrival(tiny("llama"), dice)
@@ -129,11 +142,11 @@ LAWS = {
 }
 
 
-def tiny_vocabulary():
+def tiny_vocabulary(engine="auto"):
     """A model of 8 tokens whose logits are mild enough that most triples occur."""
     model = build("llama", vocab_size=VOCAB, eos_token_id=None, pad_token_id=None)
     model.lm_head.weight.data *= 0.2
-    return Target(model)
+    return Target(model, engine=engine)
 
 
 @torch.inference_mode()
@@ -184,9 +197,9 @@ def goodness(seen, law):
     return stats.power_divergence(observed, expected, lambda_="log-likelihood").pvalue
 
 
-@pytest.fixture(scope="module")
-def eight_tokens():
-    return tiny_vocabulary()
+@pytest.fixture(scope="module", params=["fused", "compiled"])
+def eight_tokens(request):
+    return tiny_vocabulary(request.param)
 
 
 @pytest.mark.parametrize("law", LAWS)

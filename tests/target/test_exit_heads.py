@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from selfspec import load
 from selfspec.api import Target
 from selfspec.decoding.pick import Sampling
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.target import exit_heads as module
 from selfspec.target.exit_heads import FILE, ExitHead, ExitHeads
@@ -69,9 +70,9 @@ def test_shadow_picks_look_through_them():
     target.exit_heads = some_heads()
     try:
         logits = stack.logits(torch.randn(count, 32))
-        given = ([Sampling()] * count, torch.arange(count), logits, logits.argmax(-1))
-        exact = shadow_picks(stack, (1, 2, 3), hidden, *given, exact=True)
-        short = shadow_picks(stack, (1, 2, 3), hidden, *given)
+        given = ([Sampling()] * count, range(count), logits, logits.argmax(-1))
+        exact = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given, exact=True)
+        short = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given)
         own = torch.stack([stack.logits(hidden[i], layer).argmax(-1) for i, layer in enumerate((1, 2, 3))])
         assert (exact.hits == (own == logits.argmax(-1)).numpy()).all()
         assert (short.hits == exact.hits).mean() > 0.8, "a vocabulary of 96 fits into the shortlist"

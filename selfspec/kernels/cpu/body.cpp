@@ -5,6 +5,7 @@
 
 #include "amx.h"
 #include "attention.h"
+#include "pick.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -163,11 +164,11 @@ int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads)
     return n * p->in + turned_floats(n, p->in) * (n == 1 ? num_threads : 1);
 }
 
-// x [num_tokens, hidden] is replaced by what it is after the layers, normed if `last` is given. taps: per layer, where
-// to put its output, or null.
-void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, float* x,
-                  float* const* taps, const float* last, float* buffers, float* scratch, int64_t scratch_floats,
-                  int64_t num_threads) {
+// x [num_tokens, hidden] becomes what hidden states `from` are after the layers, normed if `last` is given; `from` are
+// tokens where their embedding is given. taps: per layer, where to put its output, or null.
+void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, const void* from,
+                  const float* embedding, float* x, float* const* taps, const float* last, float* buffers,
+                  float* scratch, int64_t scratch_floats, int64_t num_threads) {
     const Model& m = *model;
     const Call& call = *given;
     const Shape& s = m.shape;
@@ -175,6 +176,11 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     float *h = buffers, *qkv = h + n * m.hidden;
     float *mixed = qkv + n * (s.heads + 2 * s.kv_heads) * s.head_dim, *inner = mixed + n * s.heads * s.head_dim;
     float* shared = inner + n * m.inner;
+    for (int64_t t = 0; t < n; t++) {
+        const float* own = embedding ? embedding + static_cast<const int64_t*>(from)[t] * m.hidden
+                                     : static_cast<const float*>(from) + t * m.hidden;
+        std::memcpy(x + t * m.hidden, own, sizeof(float) * m.hidden);
+    }
 #pragma omp parallel num_threads(num_threads)
     {
         float *own = scratch + omp_get_thread_num() * scratch_floats, *turned = n == 1 ? own : shared;
@@ -256,6 +262,24 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
                 uint32_t low = from[i * in + k] >> 16, high = k + 1 < in ? from[i * in + k + 1] & UPPER : 0;
                 to[i][k / 2 * PANEL] = high | low;
             }
+    }
+}
+
+int64_t selfspec_pick_floats(int64_t vocab) { return pick_floats(vocab); }
+
+// Picks of n rows of logits [n, vocab], `stride` apart; tokens: see `Row`, `tokens_stride` apart (0: the same for all).
+// sure [n] and seconds [n] may be null. room: `selfspec_pick_floats` per thread.
+void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const How* how,
+                   const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks, float* sure,
+                   int64_t* seconds, float* room, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t* own = tokens ? tokens + i * tokens_stride : nullptr;
+        Picked one = pick_row({logits + i * stride, vocab, positions[i], own}, how[i],
+                              room + omp_get_thread_num() * pick_floats(vocab), sure, seconds);
+        picks[i] = own ? own[one.best] : one.best;
+        if (sure) sure[i] = one.sure;
+        if (seconds) seconds[i] = own ? own[one.second] : one.second;
     }
 }
 }
