@@ -4,6 +4,7 @@ Per exit layer and bin of confidence it keeps two decayed counts of hits and mis
 and a lasting one. Estimates are shrunk: recent to lasting, lasting to a curve with two parameters per layer (a logistic
 in the confidence's log-odds, fitted to the lasting counts), the curve to a prior; what a few observations cannot tell
 is taken from the next wider view. Layers that were never seen have the prior's estimates, and no division by zero.
+Counts over many texts are kept beside them, for the trackers of later texts to start from.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow
 
 Floats = NDArray[np.float64]
 
-RECENT = 20.0  # tokens after which an observation counts half, recent and lasting
+RECENT = 20.0  # tokens after which an observation counts half: recent, lasting, and over all texts
 LASTING = 100.0
+OVERALL = 2000.0
 LASTING_WEIGHT = 4.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
 CURVE_WEIGHT = 10.0
 SHARE_WEIGHTS = (8.0, 2.0)  # the same for how often each bin occurs
 CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # of offset and slope; a slope of 1 takes confidence at its word
 EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves are fitted anew
-PRIOR_SIZE = 60.0  # most observations per layer that a saved prior counts for
+# Most observations per layer that a saved prior counts for, and that are saved again with what comes.
+PRIOR_SIZE, OVERALL_SIZE = 60.0, 3000.0
 
 _bounds = np.array(CONFIDENCE_EDGES)
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
@@ -35,7 +38,7 @@ LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
 _MEAN, _PRECISION = np.array(CURVE_MEAN)[:, None], 1 / np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
-_HALF_LIVES = np.array((RECENT, LASTING))[:, None]
+_HALF_LIVES = np.array((RECENT, LASTING, OVERALL))[:, None]
 
 
 class Tracker:
@@ -48,6 +51,7 @@ class Tracker:
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
         self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
+        self.overall = np.zeros(self._shape)  # what later trackers may start from
         self._curve = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # offset and slope, [2, L - 1]
         self._expected, self._asked = self._curves(), 0
         self._new: list[int] = []  # observations not counted yet, as indices into the counts
@@ -55,7 +59,7 @@ class Tracker:
         self._shadows: list[tuple[Shadow, float]] = []
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
-            self.lasting = read_prior(prior, num_layers)
+            self.lasting, self.overall = (read_prior(prior, num_layers, most) for most in (PRIOR_SIZE, OVERALL_SIZE))
             for _ in range(8):
                 self._fit()
 
@@ -81,11 +85,12 @@ class Tracker:
         if self._age:
             self.recent *= 0.5 ** (self._age / RECENT)
             self.lasting *= 0.5 ** (self._age / LASTING)
+            self.overall *= 0.5 ** (self._age / OVERALL)
         if self._new or self._shadows:
             index, since = self._gathered()
-            recent, lasting = np.exp2(-since / _HALF_LIVES)
-            self.recent += np.bincount(index, recent, self.recent.size).reshape(self._shape)
-            self.lasting += np.bincount(index, lasting, self.recent.size).reshape(self._shape)
+            views = (self.recent, self.lasting, self.overall)
+            for counts, weights in zip(views, np.exp2(-since / _HALF_LIVES), strict=True):
+                counts += np.bincount(index, weights, counts.size).reshape(self._shape)
         self._new, self._new_ages, self._shadows, self._age = [], [], [], 0.0
 
     def _gathered(self) -> tuple[NDArray[np.int64], Floats]:
@@ -129,7 +134,7 @@ class Tracker:
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later tracker from."""
         self._settle()
-        hits, misses = (counts.round(2).tolist() for counts in self.lasting)
+        hits, misses = (counts.round(2).tolist() for counts in self.overall)
         return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses}
 
     def _curves(self) -> Floats:
@@ -147,8 +152,8 @@ class Tracker:
         self._expected = self._curves()
 
 
-def read_prior(given: Any, num_layers: int) -> Floats:
-    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`, thinned to what a prior may weigh.
+def read_prior(given: Any, num_layers: int, most: float = PRIOR_SIZE) -> Floats:
+    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`, thinned to `most` observations per layer.
 
     Raises:
         ValueError: it is something else, or another model's.
@@ -161,7 +166,7 @@ def read_prior(given: Any, num_layers: int) -> Floats:
     if not fits or not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError(f"not a prior of a model with {num_layers} layers")
     total = counts.sum((0, 2))
-    return counts * (np.minimum(total, PRIOR_SIZE) / np.maximum(total, 1e-9))[None, :, None]
+    return counts * (np.minimum(total, most) / np.maximum(total, 1e-9))[None, :, None]
 
 
 def is_prior(given: Any, num_layers: int) -> bool:
