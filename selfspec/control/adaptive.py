@@ -285,8 +285,8 @@ class Adaptive:
     def _could_pay(self, worth: Worth, speedup: float) -> list[int]:
         """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
         least = speedup * worth.num_rows / worth.plain_seconds
-        limits = worth.limits()
-        return [layer for layer in self._allowed if limits[layer - 1] >= least]
+        could = (worth.limits() >= least).tolist()
+        return [layer for layer in self._allowed if could[layer - 1]]
 
     def _shadow(self, exit_layer: int | None) -> ShadowPlan | None:
         """All layers that could pay, at a few rows in turn; only called when earlier rounds have paid for it."""
