@@ -135,8 +135,8 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
             continue
         layers = tuple(policy.seed_layers(row.state))
         if layers:
-            base = max(0, end - SEED_POSITIONS)
             hits, sure = row.trace.prompt_hits, row.trace.prompt_confidences
+            base = end - hits.shape[1]
             looks.append((row.state, _shadow_of(hits, sure, layers, first - base, row.num_cached - base)))
     seconds = 0.0
     for state, shadow in looks:

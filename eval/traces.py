@@ -68,7 +68,7 @@ class Trace:
         likely: int32 `[n, 8]`, the model's likeliest tokens at each position, the likeliest first.
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
-        prompt_hits, prompt_confidences: `[L - 1, up to 32]`, the same at the prompt's last positions.
+        prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
     """
 
     task: str

@@ -49,7 +49,7 @@ REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, an
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
-SEED_SHARE, BATCH_SEEDS = 0.01, 4  # the same for a prompt's last positions; and for how many prompts of a batch
+SEED_SHARE, BATCH_SEEDS = 0.005, 4  # the same for a prompt's last positions; and for how many prompts of a batch
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 LOOK_EVERY = 4  # rounds between looks at the clock
@@ -112,6 +112,7 @@ class Adaptive:
         self._acceptance = 0.0  # of the exit layer in use
         self._parts, self._part = Parts(costs), WHOLE  # of the vocabulary, and the one that drafts are over
         self._idle = Plan(None, (0,), speedup=1.0)
+        self._made: Plan | None = None  # since the last decision
         self._most_credit = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
@@ -165,14 +166,17 @@ class Adaptive:
         if self._exit_layer is None:
             shadow = None if self._credit < 0 else self._shadow(None)
             return self._idle if shadow is None else Plan(None, self._idle.draft_lengths, shadow=shadow)
-        lengths = tuple(min(self.most, row.room - 1) for row in rows)
+        lengths = tuple([min(self.most, row.room - 1) for row in rows])
         if not any(lengths):
             return self._idle
         shadow = None if self._credit < 0 else self._shadow(self._exit_layer)
         guesses = 0
         if self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
-            guesses = self._worth.guesses(self._exit_layer, self._finder.chances(rows[0]))
-        return Plan(
+            guesses = self._worth.guesses(self._exit_layer, self._finder.chains[0])
+        made = self._made
+        if made is not None and shadow is None and made.draft_lengths == lengths and made.guesses == guesses:
+            return made  # nothing else changes between decisions
+        made = Plan(
             self._exit_layer,
             lengths,
             stop=self._stop,
@@ -183,6 +187,9 @@ class Adaptive:
             draft_vocab=self._part.size,
             speedup=self._speedup,
         )
+        if shadow is None:
+            self._made = made
+        return made
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
@@ -199,7 +206,7 @@ class Adaptive:
             if plan.exit_layer and outcome.num_judged:
                 # What no draft could have picked says nothing of the layer: it is in the part's coverage.
                 judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
-                hits = [j < accepted for j in range(judged)]
+                hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
                 self.tracker.add(plan.exit_layer, hits, outcome.confidences[:judged])
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
@@ -237,6 +244,7 @@ class Adaptive:
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
+        self._made = None
         num_rows, longest = len(rows), max([row.content_length for row in rows])
         if num_rows != self._batch:
             self._batch = num_rows
@@ -252,7 +260,10 @@ class Adaptive:
         parts = self._parts.now(any(row.has_processors for row in rows))
         chosen = choose(parts, self._allowed, worth, right, share, (self._part.size, now), STAY, self._favour)
         self._part, exit_layer, rates, drafted = chosen
-        right, rate = right * self._part.coverage, float(rates[exit_layer - 1].max())
+        line = exit_layer - 1
+        right_then, share_then = right[line].tolist(), share[line].tolist()
+        by_bound = rates[line].tolist()
+        rate = max(by_bound)
         trusted = self._trust.ratio * rate
         self._speedup = trusted * worth.plain_seconds / num_rows
         self._promising = self._could_pay(worth, max(HANDICAP, self._speedup))
@@ -261,13 +272,14 @@ class Adaptive:
             self._exit_layer = None
             self._next = self._round + IDLE_ROUNDS
             return
-        line = exit_layer - 1
         self._usual = trusted
         self._exit_layer, self._rate, self._rounds = exit_layer, rate, worth.rounds(exit_layer)
-        self._length = float(drafted[line, rates[line].argmax()])
-        self._acceptance = float((right[line] * share[line]).sum())
+        self._length = float(drafted[line, by_bound.index(rate)])
+        if self._part is not WHOLE:
+            right_then = [chance * self._part.coverage for chance in right_then]
+        self._acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
         value = rate / max(self._acceptance, 1e-6)  # of a second, in chances of being right so far
-        calibration = tuple(right[line].tolist())
+        calibration = tuple(right_then)
         self._stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, self._length))
         if self._second_rates is not None:
             second = self._second_rates.of(exit_layer)

@@ -32,11 +32,13 @@ class Finder:
         self._trusts = [Trust() for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
+        self.chains: list[list[float]] = []
+        """Of every row in the round that was planned last, see `chances`."""
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
-        chains = [self.chances(row) for row in rows]
-        self._trust = self._trusts[bisect_right(STRENGTHS, max(row.match for row in rows))]
+        self.chains = chains = [self.chances(row) for row in rows]
+        self._trust = self._trusts[bisect_right(STRENGTHS, max([row.match for row in rows]))]
         seconds = worth.lookups()
         if not self._could_pay(chains, seconds, usual):
             return None
@@ -77,12 +79,11 @@ class Finder:
     def _could_pay(self, chains: Sequence[Sequence[float]], seconds: Sequence[float], usual: float) -> bool:
         """Whether drafts could promise enough if every token were as likely as the first."""
         if self.branches:
-            lines = self.ranks.rates[::2]
-            likely = max(sum(line) for line in lines) if self._is_tree else max(line[0] for line in lines)
+            likely = self.ranks.likeliest(self._is_tree)
             firsts = [max(chances[0] if chances else 0.0, likely) for chances in chains]
         else:
             firsts = [chances[0] if chances else 0.0 for chances in chains]
-        most = sum(1 / (1 - min(first, SURE)) for first in firsts)
+        most = sum([1 / (1 - min(first, SURE)) for first in firsts])
         return max(firsts) > 0 and self._trust.ratio * most > usual * seconds[1]
 
     def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:

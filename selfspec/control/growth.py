@@ -27,6 +27,7 @@ class Ranks:
         self._seen = [0.0] * (2 * NUM_KINDS)
         self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
         self._rates: list[list[float]] | None = None
+        self._likeliest = 0.0, 0.0  # see `likeliest`
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
@@ -55,7 +56,15 @@ class Ranks:
                 prior = FIRST[line // 2]
                 rates = [(hit + first * p) / (seen + first) for hit, p in zip(hits, prior, strict=True)]
                 self._rates.append([*accumulate(rates, min)])
+            lines = self._rates[::2]
+            self._likeliest = max([line[0] for line in lines]), max([sum(line) for line in lines])
         return self._rates
+
+    def likeliest(self, is_tree: bool) -> float:
+        """How often a candidate is right where there is no chain, at most: the likeliest, or any of a tree's."""
+        if self._rates is None:
+            _ = self.rates
+        return self._likeliest[is_tree]
 
 
 class Grown(NamedTuple):

@@ -98,23 +98,24 @@ class Matches:
         own = self._rows.get(request_id)
         if own is not None:
             own.fade(self._clock)
-        pool, weight = bin_of(match), self._weight
-        hits, seen = self._hits[pool], self._seen[pool]
+        weight, now = self._weight, bin_of(match)
         first, more = FIRST_WEIGHT * weight, POOL_WEIGHT * weight
-        out, survival, known = [], 1.0, -1
-        for at in range(MOST_FOUND):
-            pool = bin_of(match + at)
-            if pool != known:
-                pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
-                known, shrunk = pool, more * pooled
-                hit, had = (0.0, 0.0) if own is None else (own.hits[pool], own.seen[pool])
-            chance = (hits[at] + shrunk) / (seen[at] + more)
-            if own is not None:
-                chance = (hit + ROW_WEIGHT * chance) / (had + ROW_WEIGHT)
-            survival *= chance
-            if survival < LEAST:
-                break
-            out.append(survival)
+        hits, seen = self._hits[now], self._seen[now]
+        out: list[float] = []
+        survival, at = 1.0, 0
+        for pool in range(now, len(FIRST)):
+            end = MOST_FOUND if pool == len(MATCH_EDGES) else min(MOST_FOUND, MATCH_EDGES[pool] - match)
+            pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
+            pooled *= more
+            for hit, had in zip(hits[at:end], seen[at:end], strict=True):
+                chance = (hit + pooled) / (had + more)
+                if own is not None:
+                    chance = (own.hits[pool] + ROW_WEIGHT * chance) / (own.seen[pool] + ROW_WEIGHT)
+                survival *= chance
+                if survival < LEAST:
+                    return out
+                out.append(survival)
+            at = end
         return out
 
 

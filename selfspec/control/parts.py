@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from selfspec.control.costs import Costs
 from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
@@ -92,10 +94,11 @@ def choose(
     best: dict[tuple[int | None, int | None], float] = {}
     for part in parts:
         worth.draft_over(part.share)
-        rates, drafted = worth.rates(right * part.coverage, share)
+        rates, drafted = worth.rates(right if part is WHOLE else right * part.coverage, share)
         found[part.size] = part, rates, drafted
-        best.update({(part.size, layer): rate for layer, rate in enumerate((rates.max(1) * favour).tolist(), 1)})
-    size, exit_layer = max(((size, layer) for size in found for layer in layers), key=best.__getitem__)
+        promised = (np.maximum.reduce(rates, 1) * favour).tolist()
+        best.update({(part.size, layer): rate for layer, rate in enumerate(promised, 1)})
+    size, exit_layer = max([(size, layer) for size in found for layer in layers], key=best.__getitem__)
     if now[1] is not None and best[size, exit_layer] < stay * best.get(now, 0.0):
         size, exit_layer = now[0], now[1]
     part, rates, drafted = found[size]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
-SEED_POSITIONS = 32  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
+SEED_POSITIONS = 16  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
 
 
 def confidence_bin(confidence: float) -> int:
@@ -213,9 +213,23 @@ class Seconds:
     _last: float = field(default_factory=perf_counter, repr=False)
 
     def lap(self, stage: str) -> None:
-        now = perf_counter()
-        setattr(self, stage, getattr(self, stage) + now - self._last)
+        """All time since the last lap went to this stage."""
+        self.laps([(stage, 0.0)])
+
+    def laps(self, parts: Sequence[tuple[str, float]]) -> None:
+        """It went to these, one after another; what they leave of it, to the first."""
+        now = self.now()
+        left = now - self._last - sum(seconds for _, seconds in parts)
+        for stage, seconds in parts:
+            self.add(stage, seconds + left)
+            left = 0.0
         self._last = now
+
+    def add(self, stage: str, seconds: float) -> None:
+        setattr(self, stage, getattr(self, stage) + seconds)
+
+    def now(self) -> float:
+        return perf_counter()
 
     @property
     def total(self) -> float:

@@ -38,7 +38,6 @@ LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
 _MEAN, _PRECISION = np.array(CURVE_MEAN)[:, None], 1 / np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
-_HALF_LIVES = np.array((RECENT, LASTING, OVERALL))[:, None]
 
 
 class Tracker:
@@ -54,9 +53,10 @@ class Tracker:
         self.overall = np.zeros(self._shape)  # what later trackers may start from
         self._curve = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # offset and slope, [2, L - 1]
         self._expected, self._asked = self._curves(), 0
-        self._new: list[int] = []  # observations not counted yet, as indices into the counts
-        self._new_ages: list[float] = []  # and `_age` then
+        # Observations not counted yet: of one layer, and of several; and `_age` then.
+        self._drafts: list[tuple[int, Sequence[bool], Sequence[float], float]] = []
         self._shadows: list[tuple[Shadow, float]] = []
+        self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their counts begin
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
             self.lasting, self.overall = (read_prior(prior, num_layers, most) for most in (PRIOR_SIZE, OVERALL_SIZE))
@@ -65,11 +65,7 @@ class Tracker:
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
-        at, misses, age = (layer - 1) * NUM_BINS, self._shape[1] * NUM_BINS, self._age
-        for hit, confidence in zip(hits, confidences, strict=True):
-            column = bisect_right(CONFIDENCE_EDGES, confidence)
-            self._new.append(at + column if hit else misses + at + column)
-            self._new_ages.append(age)
+        self._drafts.append((layer, hits, confidences, self._age))
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -86,28 +82,38 @@ class Tracker:
             self.recent *= 0.5 ** (self._age / RECENT)
             self.lasting *= 0.5 ** (self._age / LASTING)
             self.overall *= 0.5 ** (self._age / OVERALL)
-        if self._new or self._shadows:
-            index, since = self._gathered()
-            views = (self.recent, self.lasting, self.overall)
-            for counts, weights in zip(views, np.exp2(-since / _HALF_LIVES), strict=True):
-                counts += np.bincount(index, weights, counts.size).reshape(self._shape)
-        self._new, self._new_ages, self._shadows, self._age = [], [], [], 0.0
-
-    def _gathered(self) -> tuple[NDArray[np.int64], Floats]:
-        """Indices into the flat counts, and tokens since, of all that is new."""
-        index, since = [np.array(self._new, np.int64)], [self._age - np.array(self._new_ages)]
-        alike: dict[tuple[int, ...], list[tuple[Shadow, float]]] = {}
+        if self._drafts:
+            self._add_drafts()
         for shadow, age in self._shadows:
-            alike.setdefault(shadow.layers, []).append((shadow, age))
-        for layers, seen in alike.items():
-            hits = np.concatenate([shadow.hits for shadow, _ in seen], 1)  # [layers, positions]
-            cells = np.searchsorted(_bounds, np.concatenate([shadow.confidences for shadow, _ in seen], 1), "right")
-            cells += (np.array(layers)[:, None] - 1) * NUM_BINS
-            cells += ~hits * (self._shape[1] * NUM_BINS)
-            index.append(cells.ravel())
-            ages = np.repeat([age for _, age in seen], [shadow.hits.shape[1] for shadow, _ in seen])
-            since.append(np.tile(self._age - ages, len(layers)))
-        return np.concatenate(index), np.concatenate(since)
+            counts = self._counts_of(shadow)
+            self.recent += counts * 0.5 ** ((self._age - age) / RECENT)
+            self.lasting += counts * 0.5 ** ((self._age - age) / LASTING)
+            self.overall += counts * 0.5 ** ((self._age - age) / OVERALL)
+        self._drafts, self._shadows, self._age = [], [], 0.0
+
+    def _add_drafts(self) -> None:
+        misses, new = self._shape[1] * NUM_BINS, dict[int, tuple[float, float, float]]()
+        for layer, hits, confidences, age in self._drafts:
+            recent, lasting, overall = [0.5 ** ((self._age - age) / n) for n in (RECENT, LASTING, OVERALL)]
+            for hit, confidence in zip(hits, confidences, strict=True):
+                cell = (layer - 1) * NUM_BINS + bisect_right(CONFIDENCE_EDGES, confidence) + (0 if hit else misses)
+                one, two, three = new.get(cell, (0.0, 0.0, 0.0))
+                new[cell] = one + recent, two + lasting, three + overall
+        flat = self.recent.reshape(-1), self.lasting.reshape(-1), self.overall.reshape(-1)
+        for cell, weights in new.items():
+            flat[0][cell] += weights[0]
+            flat[1][cell] += weights[1]
+            flat[2][cell] += weights[2]
+
+    def _counts_of(self, shadow: Shadow) -> NDArray[np.int64]:
+        """How often each layer was right and wrong, by bin; in the shape of the counts."""
+        cells = np.searchsorted(_bounds, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
+        lines = self._lines.get(shadow.layers)
+        if lines is None:
+            lines = self._lines[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
+        cells += lines
+        cells[~shadow.hits] += self._shape[1] * NUM_BINS
+        return np.bincount(cells.reshape(-1), minlength=self.recent.size).reshape(self._shape)
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
@@ -115,12 +121,13 @@ class Tracker:
         self._asked += 1
         if self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0:
             self._fit()
-        seen = self.lasting[0] + self.lasting[1]
-        right = (self.lasting[0] + CURVE_WEIGHT * self._expected) / (seen + CURVE_WEIGHT)
-        share = (seen + SHARE_WEIGHTS[1] / NUM_BINS) / (seen.sum(1, keepdims=True) + SHARE_WEIGHTS[1])
-        lately = self.recent[0] + self.recent[1]
-        right = (self.recent[0] + LASTING_WEIGHT * right) / (lately + LASTING_WEIGHT)
-        share = (lately + SHARE_WEIGHTS[0] * share) / (lately.sum(1, keepdims=True) + SHARE_WEIGHTS[0])
+        (hits, misses), (hits_now, misses_now) = self.lasting, self.recent
+        seen, lately = hits + misses, hits_now + misses_now
+        right = (hits + CURVE_WEIGHT * self._expected) / (seen + CURVE_WEIGHT)
+        share = (seen + SHARE_WEIGHTS[1] / NUM_BINS) / (np.add.reduce(seen, 1, keepdims=True) + SHARE_WEIGHTS[1])
+        right = (hits_now + LASTING_WEIGHT * right) / (lately + LASTING_WEIGHT)
+        total = np.add.reduce(lately, 1, keepdims=True) + SHARE_WEIGHTS[0]
+        share = (lately + SHARE_WEIGHTS[0] * share) / total
         return np.maximum.accumulate(right, 1), share
 
     def mean_confidences(self, layer: int) -> tuple[float, float]:

@@ -41,7 +41,7 @@ class Worth:
         self.plain = costs.stages(None, (0,) * num_rows)
         self._lengths = np.arange(1.0, MOST + 1)
         self._by_width: tuple[Floats, Floats] | None = None  # of rounds by lookup; and their picks
-        self._lines = np.arange(costs.num_layers - 1)[:, None]
+        self._lines = np.arange(costs.num_layers - 1)[:, None] * (MOST + 1)  # where they begin in `_verify`
         self._pick = self._passes = self._part = 1.0
         self.move(context)
 
@@ -89,12 +89,16 @@ class Worth:
             acceptance = (right * share).sum(1, keepdims=True)
             kept = 1 + (acceptance**self._lengths).cumsum(1)
             return self.num_rows * kept / self._rounds, np.broadcast_to(self._lengths, kept.shape)
-        above = np.stack((share, right * share))[:, :, ::-1].cumsum(2)[:, :, ::-1]
-        above = np.minimum(above, 1 - 1e-6)  # P(a token lies above the bound), P(it does, and is right)
+        above = np.empty((2, *share.shape))
+        above[0] = share
+        np.multiply(right, share, out=above[1])
+        # P(a token lies above the bound), P(it does, and is right)
+        above = np.minimum(np.add.accumulate(above[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
         drafted, kept = (1 - above**MOST) / (1 - above)
         low = np.minimum(drafted.astype(np.int64), MOST - 1)
-        verifying = self._verify[self._lines, low]
-        verifying += (drafted - low) * (self._verify[self._lines, low + 1] - verifying)
+        at, verify = low + self._lines, self._verify.reshape(-1)
+        verifying = verify.take(at)
+        verifying += (drafted - low) * (verify.take(at + 1) - verifying)
         return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._begin + verifying), drafted
 
     def limits(self) -> Floats:

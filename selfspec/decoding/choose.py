@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan, Seconds, confidence_bin
+from selfspec.control.plan import CONFIDENCE_EDGES, Plan, Seconds, confidence_bin
 from selfspec.control.seconds import likely_seconds
 from selfspec.decoding.pick import Sampling, Subset
-from selfspec.decoding.picker import Picker
+from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
-from selfspec.drafting.exit import Branch
+from selfspec.drafting.exit import Branch, DraftRow
 from selfspec.drafting.lookup import num_right
 from selfspec.kernels.compiled_pick import Picks
+from selfspec.target.cache import PagedCache, Span
+from selfspec.target.compiled import CompiledBody
+from selfspec.target.compiled_draft import Stops, Written, write
 from selfspec.target.stack import Stack
 
-
-class _Step(NamedTuple):
-    """What the tokens of a draft step would have been otherwise."""
-
-    members: list[int]
-    seconds: Tensor  # int64 [members]
+_STAGES = ("draft", "head", "pick")
 
 
 class Chooser:
@@ -36,7 +33,7 @@ class Chooser:
         self._processes = any(row.request.logits_processor for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
-        self._steps: list[_Step] = []  # where second choices are asked
+        self._others: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
@@ -52,7 +49,8 @@ class Chooser:
         picks, sure, seconds = self._picks(logits, samplings, positions, tokens)
         going = members if sure is None else self._confident(sure.tolist(), members)
         if seconds is not None:
-            self._steps.append(_Step(members, seconds))
+            for i, token in zip(members, seconds.tolist(), strict=True):
+                self._others[i].append(token)
         if self._processes:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
@@ -61,6 +59,31 @@ class Chooser:
                 self.logits[i].append(one)
         self._seconds.lap("pick")
         return picks, going
+
+    def at_once(
+        self, cache: PagedCache, rows: Sequence[DraftRow], last: Sequence[int], tapped: Sequence[int]
+    ) -> Written | None:
+        """Everything that the rows draft after their last tokens, in one compiled call; None where there is none.
+
+        Args:
+            tapped: layers below the exit to look in at.
+        """
+        plan, stack, stop = self._plan, self._stack, self._plan.stop
+        if not self._picker.is_compiled or self._processes or plan.keep_divergence or not any(r.length for r in rows):
+            return None
+        assert plan.exit_layer is not None
+        head = stack.packed_head(plan.exit_layer, plan.draft_vocab)
+        if head is None or not isinstance(stack.lean, CompiledBody):
+            return None
+        stops = Stops(plan.min_confidence)
+        if stop is not None:
+            stops = Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
+        spans, how = [Span(*row) for row in rows], told_of([row.request.sampling for row in self._rows])
+        asked = plan.reads_confidence, plan.seconds is not None
+        written = write(stack.lean, cache, spans, last, plan.exit_layer, head, how, stops, *asked, tapped)
+        self.confidences, self._others = written.sure, written.seconds
+        self._seconds.laps([part for step in written.taken for part in zip(_STAGES, step, strict=True)])
+        return written
 
     def block(self, hidden: Tensor, guesses: Sequence[int], num_drafted: int) -> tuple[list[int], bool]:
         """Of a single row, after its last drafted token and some guesses: the picks as far as the guesses were these.
@@ -85,7 +108,7 @@ class Chooser:
         picks = picks[: num_right(guesses, picks) + 1]
         going = [] if sure is None else [self._confident([one], [0]) for one in sure[: len(picks)].tolist()]
         if seconds is not None:
-            self._steps += [_Step([0], one) for one in seconds[: len(picks), None]]
+            self._others[0] += seconds[: len(picks)].tolist()
         self._drafted[0] += picks
         if plan.keep_divergence:
             self.logits[0] += logits[: len(picks)]
@@ -131,8 +154,4 @@ class Chooser:
         assert rule is not None
         most = min(rule.most, self._rows[row].room - 1 - length)
         found = likely_seconds(rule, self.confidences[row], most)
-        if not found:
-            return []
-        steps = [self._steps[node] for node in found]
-        seconds = torch.stack([step.seconds[step.members.index(row)] for step in steps]).tolist()
-        return [Branch(node, token) for node, token in zip(found, seconds, strict=True)]
+        return [Branch(node, self._others[row][node]) for node in found]

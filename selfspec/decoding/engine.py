@@ -262,7 +262,7 @@ class Engine:
             for row in ready:
                 if row.has_raised:
                     self._cancel(row)
-            if any([row.finish_reason is not None for row in ready]):
+            if any(row.finish_reason is not None for row in ready):
                 self.rows = [row for row in self.rows if row.finish_reason is None]
         seconds.lap("rest")
         self.policy.observe(plan, outcomes, seconds)
@@ -307,8 +307,8 @@ class Engine:
         if plan.shadow is not None:
             layers, chosen = plan.shadow.layers, plan.shadow.rows
             between = [0, *layers, self.stack.num_layers]
-            ascends = all([low < high for low, high in pairwise(between)]) and plan.exit_layer not in layers
-            if not layers or not ascends or not all([0 <= i < len(rows) for i in chosen]):
+            ascends = all(low < high for low, high in pairwise(between)) and plan.exit_layer not in layers
+            if not layers or not ascends or not all(0 <= i < len(rows) for i in chosen):
                 raise ValueError(
                     f"a plan's shadow must name, in order, layers in 1..{self.stack.num_layers - 1}, not its exit "
                     f"layer, and rows below {len(rows)}, got layers {list(layers)} and rows {list(chosen)}"
@@ -322,10 +322,12 @@ class Engine:
         if plan.trees is not None:
             check_trees(plan)
         last, room = self.stack.num_layers - 1, [row.room for row in rows]
-        given = [whole("a plan's draft length", length) for length in plan.draft_lengths]
+        given = list(plan.draft_lengths)
+        if any(type(length) is not int for length in given):
+            given = [whole("a plan's draft length", length) for length in given]
         if not LOOKUP <= plan.exit_layer <= last:
             raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
-        if len(given) != len(room) or not all([0 <= n < most for n, most in zip(given, room, strict=True)]):
+        if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
             raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 
     def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
@@ -355,7 +357,7 @@ class Engine:
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:
             return None
-        self.cache.release(row.pages)
+        self.cache.release(row.pages, row.limit)
         return row.completion()
 
     def _drop_cancelled(self) -> None:

@@ -89,14 +89,15 @@ class _Laps(Seconds):
 
     def __init__(self, now: Callable[[], float]) -> None:
         super().__init__()
-        self.now = now
+        self._clock = now
         self.taken: dict[str, list[float]] = {}
         self._last = now()
 
-    def lap(self, stage: str) -> None:
-        at = self.now()
-        self.taken.setdefault(stage, []).append(at - self._last)
-        self._last = at
+    def add(self, stage: str, seconds: float) -> None:
+        self.taken.setdefault(stage, []).append(seconds)
+
+    def now(self) -> float:
+        return self._clock()
 
 
 class _Endless:

@@ -39,9 +39,8 @@ class Picker:
     ) -> Picks:
         """Picks at N positions; see `decoding.pick.scored` for the arguments, and `surely` for how sure they are."""
         if self.is_compiled:
-            how = b"".join([_told(sampling) for sampling in samplings])
             tokens = None if subset is None else subset.tokens
-            return compiled_pick(logits, how, positions, tokens, with_sure, with_seconds)
+            return compiled_pick(logits, told_of(samplings), positions, tokens, with_sure, with_seconds)
         at = torch.tensor(positions)
         at = at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at.to(logits.device)
         if with_seconds:
@@ -51,6 +50,11 @@ class Picker:
         if with_sure:
             return Picks(*pick_surely(logits, samplings, at, self._noise, subset), None)
         return Picks(pick(logits, samplings, at, self._noise, subset), None, None)
+
+
+def told_of(samplings: Sequence[Sampling]) -> bytes:
+    """How rows pick, as compiled functions are told."""
+    return b"".join([_told(sampling) for sampling in samplings])
 
 
 @lru_cache(maxsize=64)
@@ -67,7 +71,7 @@ def _agrees() -> bool:
     positions = [i << 30 for i in range(len(samplings))]
     scores = scored(logits, samplings, torch.tensor(positions))
     wanted, sure = surely(scores)
-    how = b"".join([_told(sampling) for sampling in samplings])
+    how = told_of(samplings)
     picks, found, seconds = compiled_pick(logits, how, positions, with_sure=True, with_seconds=True)
     assert found is not None and seconds is not None
     same = torch.equal(picks, wanted) and torch.equal(seconds, second_choices(scores, wanted))

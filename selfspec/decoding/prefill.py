@@ -12,7 +12,7 @@ from selfspec.control.plan import SEED_POSITIONS, Policy
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import shadow_picks
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.target.stack import Stack, Taps
 
 
@@ -28,7 +28,7 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
 
     Rows come in order; a prompt's last positions are shown to the policy if it has `seed_layers`.
     """
-    if all([row.num_cached + 1 >= len(row.content) for row in rows]):
+    if all(row.num_cached + 1 >= len(row.content) for row in rows):
         return
     tokens: list[int] = []
     spans, fed, looks = [], [], []
@@ -47,7 +47,7 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
     taps: Taps | None = dict.fromkeys(layer for look in looks for layer in look.layers) if looks else None
     packed = PackedRows(cache, spans, stack.device)
     packed.plans["prompts"] = [len(row.content) - 1 for row, _ in fed]  # read in exact mode
-    last = stack.run(packed, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
+    last = stack.run(packed, 0, stack.num_layers, tensor_of(tokens, stack.device), taps)
     for row, count in fed:
         row.num_cached += count
     for look in looks:

@@ -16,10 +16,11 @@ from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
 from selfspec.decoding.whole import whole_round
+from selfspec.drafting.at_once import draft_at_once
 from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.target.stack import Stack, Taps
 
 
@@ -96,8 +97,9 @@ def _draft(
         return draft_trees([row.content[-1] for row in rows], plan.trees, stack.device), None
     if plan.exit_layer == LOOKUP:
         return draft_by_lookup([row.guesser.lookup for row in rows], plan.draft_lengths, stack.device), None
-    last = torch.tensor([row.content[-1] for row in rows], device=stack.device)
+    ends = [row.content[-1] for row in rows]
     if plan.exit_layer is None:
+        last = tensor_of(ends, stack.device)
         return Draft(last, last, [0] * len(rows)), None
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
     chooser = Chooser(stack, picker, rows, plan, seconds)
@@ -108,6 +110,11 @@ def _draft(
         return draft_by_cascade(
             stack, cache, places[0], token, plan.exit_layer, chooser.block, guess, plan.guesses, tapped, beside
         ), chooser
+    inner = [layer for layer in tapped if layer < plan.exit_layer]
+    written = chooser.at_once(cache, places, ends, inner)
+    if written is not None:
+        return draft_at_once(stack, cache, places, ends, plan.exit_layer, written, inner, beside), chooser
+    last = torch.tensor(ends, device=stack.device)
     return draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped, beside), chooser
 
 

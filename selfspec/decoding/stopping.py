@@ -122,10 +122,10 @@ class LateText(NamedTuple):
     """What became certain of a row's text with one block; `str` of it is the text."""
 
     text: RowText
-    index: int
+    block: int
 
     def __str__(self) -> str:
-        return self.text.piece(self.index)
+        return self.text.piece(self.block)
 
     def __repr__(self) -> str:
         return repr(str(self))

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from selfspec.drafting.exit import Draft
-from selfspec.target.cache import Tree
+from selfspec.target.cache import Tree, tensor_of
 
 MOST_MATCHED = 16  # longest match told from longer ones
-_NO_KEY = -1
+_NO_KEY, _MIX = -1, 0x9E3779B1
 _BEGINNING = -1  # the token before the first: like no other
 
 
@@ -48,7 +48,7 @@ def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: t
         guess = lookup.draft(length).tokens
         fed += [lookup.last, *guess]
         drafted.append(len(guess))
-    tokens = torch.tensor(fed, device=device)
+    tokens = tensor_of(fed, device)
     return Draft(tokens, tokens, drafted)
 
 
@@ -62,7 +62,7 @@ def draft_trees(
         fed += [token, *tokens]
         is_chain = all(parent == node for node, parent in enumerate(parents))
         trees.append(None if is_chain else Tree((-1, *parents)))
-    packed = torch.tensor(fed, device=device)
+    packed = tensor_of(fed, device)
     lengths = [0 if one is None else len(one[0]) for one in given]
     return Draft(packed, packed, lengths, trees=trees if any(trees) else None)
 
@@ -149,11 +149,14 @@ class Lookup:
 
     def _add(self, position: int) -> None:
         """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
-        content, nodes, latest, depths, find = self._content, self._nodes, self._latest, self._depths, self._slot
-        node, depth, place = 0, 0, -1
+        content, keys, nodes, latest, depths = self._content, self._keys, self._nodes, self._latest, self._depths
+        node, depth, place, size = 0, 0, -1, len(keys)
         shorter = []
         while True:
-            slot = find(node, content[position - depth])
+            key = node << 32 | content[position - depth] + 1
+            slot = key * _MIX % size  # as in `_slot`: this is where the time goes
+            while (there := keys[slot]) != key and there != _NO_KEY:
+                slot = slot + 1 if slot + 1 < size else 0
             child = nodes[slot]
             if child > 0:
                 place, end = latest[child], depths[child]
@@ -190,7 +193,7 @@ class Lookup:
         """Where in the table the child of a node is, or belongs."""
         keys = self._keys
         key, size = node << 32 | token + 1, len(keys)
-        slot = key * 0x9E3779B1 % size
+        slot = key * _MIX % size
         while keys[slot] != key and keys[slot] != _NO_KEY:
             slot = slot + 1 if slot + 1 < size else 0
         return slot

@@ -1,9 +1,9 @@
-"""The structures and functions of `cpu/body.cpp`, as Python calls them."""
+"""The structures and functions of `cpu`, as Python calls them."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -51,6 +51,26 @@ class How(Structure):
     _fields_ = (*_all("temperature top_p min_p", c_float), *_all("top_k seed", c_int64))
 
 
+class Stop(Structure):
+    _fields_ = (
+        *_all("min_confidence least", c_double),
+        *_all("edges calibration", c_void_p),
+        *_all("num_edges", c_int64),
+    )
+
+
+class Drafting(Structure):
+    _fields_ = (
+        *_all("num_rows most vocab", c_int64),
+        *_all("pages positions lengths last", c_void_p),
+        *_all("row_pages", c_int64),
+        *_all("how names cos sin embedding norm", c_void_p),
+        *_all("eps", c_float),
+        *_all("stop", Stop),
+        *_all("counts tokens seconds sure hidden taps taken", c_void_p),
+    )
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -66,6 +86,8 @@ def functions() -> ctypes.CDLL:
         "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
         "selfspec_fits_half": ([p, n], n),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
+        "selfspec_draft_floats": ([p, p, n, p, n, n], n),
+        "selfspec_draft": ([p, p, n, p, p, n, p, n], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }

@@ -34,7 +34,7 @@ def find_compiler() -> str | None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The compiled functions of `cpu/body.cpp`; compiled now if they never were on this machine.
+    """The compiled functions of `cpu`; compiled now if they never were on this machine.
 
     Raises:
         NoCompilerError: there is no compiler, or it cannot compile them, with the reason.
@@ -68,7 +68,7 @@ def _compile(compiler: str, file: Path) -> None:
     for more in TRIED:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".tmp")
         os.close(handle)
-        reason = _run([compiler, *FLAGS, *more, str(SOURCES / "body.cpp"), "-o", name])
+        reason = _run([compiler, *FLAGS, *more, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", name])
         if not reason:
             os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
             _log.warning("compiled the layers for this machine in %.1f s, kept in %s", perf_counter() - start, file)

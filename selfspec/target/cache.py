@@ -18,6 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 `[N]`; torch itself takes several times as long to read a list."""
+    return torch.as_tensor(np.array(numbers, np.int64), device=device)
+
+
 class Tree(NamedTuple):
     """Tokens that go on from each other, not all from the one before. Node 0 is a row's last token, known already."""
 
@@ -115,13 +120,19 @@ class PagedCache:
             return None
         return [heapq.heappop(self._free) for _ in range(count)]
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show."""
-        index = list(pages)
+    def release(self, pages: Sequence[int], written: int | None = None) -> None:
+        """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show.
+
+        Args:
+            written: no token beyond so many first ones was ever written; None: any may have been.
+        """
+        index, end = list(pages), self.page_size
+        if written is not None:
+            index, end = index[: self.pages_for(written)], min(end, written)
         if self._store._pool is not None:
-            self._store._pool[:, :, index] = 0
+            self._store._pool[:, :, index, :end] = 0
         for storage in self._store._others:
-            storage[index] = 0
+            storage[index, :end] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
             heapq.heappush(self._free, page)
@@ -182,7 +193,7 @@ class PackedRows:
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
-        self.num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
+        self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
         self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
         self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
         self._positions: Tensor | None = None
@@ -194,6 +205,10 @@ class PackedRows:
             self._positions = self._stand()[None]
         return self._positions
 
+    @positions.setter
+    def positions(self, positions: Tensor) -> None:
+        self._positions = positions
+
     def _stand(self) -> Tensor:
         if len(self.spans) == 1 and self.spans[0].tree is None:
             start = self.spans[0].start
@@ -202,7 +217,7 @@ class PackedRows:
             flat = [span.start if span.tree is None else span.positions()[0] for span in self.spans]
         else:
             flat = [p for span in self.spans for p in span.positions()]
-        return torch.as_tensor(np.array(flat, np.int64), device=self.device)  # a list takes torch many times as long
+        return tensor_of(flat, self.device)
 
     @cached_property
     def _slots(self) -> slice | Tensor:
@@ -211,7 +226,11 @@ class PackedRows:
             first = self.spans[0].pages[0] * size + self.spans[0].start
             return slice(first, first + self.spans[0].length)
         slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
-        return torch.tensor(slots, device=self.device)
+        return tensor_of(slots, self.device)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
 
     @property
     def most_tokens(self) -> int:

@@ -59,10 +59,10 @@ class CompiledBody(LeanBody):
             )
             for x in self.layers
         ]
-        self._packed_head = Packed([self.head], room)
+        self.packed_head = Packed([self.head], room)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
         self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
-        self._last_norm = self.norm.weight.detach().clone()
+        self.last_norm = self.norm.weight.detach().clone()
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
         heads = [w for w in self.head if w is not None]
         self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
@@ -100,7 +100,7 @@ class CompiledBody(LeanBody):
         given = given.contiguous()
         x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
         embedding = self.embedding.data_ptr() if start == 0 else None
-        model, layers = self._in(rows.cache, x)
+        model, layers = self.structs(rows.cache)
         call, longest = self._call(rows)
         places = None
         if taps:
@@ -109,11 +109,11 @@ class CompiledBody(LeanBody):
                 if start < depth <= stop:
                     taps[depth] = tap = torch.empty_like(x)
                     places[depth - start - 1] = tap.data_ptr()
-        threads = self._threads(len(x))
+        threads = self.threads(len(x))
         scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
         buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
         room = x.new_empty(buffers + scratch * threads)
-        last = self._last_norm.data_ptr() if stop == len(self.layers) else None
+        last = self.last_norm.data_ptr() if stop == len(self.layers) else None
         self._lib.selfspec_run(
             *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
             *(ctypes.byref(call), given.data_ptr(), embedding, x.data_ptr(), places, last),
@@ -125,17 +125,17 @@ class CompiledBody(LeanBody):
         """See `Stack.logits`."""
         if hidden.requires_grad:  # an exit head learns through it: the lean body's products have gradients
             return super().logits(hidden, normed)
-        return self.product(self._packed_head, hidden, norm=not normed)
+        return self.product(self.packed_head, hidden, norm=not normed)
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
         """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
         if not len(hidden):
             return hidden.new_empty(0, packed.num_outputs)
         hidden = hidden.contiguous()
-        out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self._threads(len(hidden))
+        out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self.threads(len(hidden))
         product = ctypes.byref(packed.struct)
         room = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
-        weight = self._last_norm.data_ptr() if norm else None
+        weight = self.last_norm.data_ptr() if norm else None
         self._lib.selfspec_linear(
             *(product, hidden.data_ptr(), len(hidden), out.data_ptr()),
             *(weight, self.norm.eps, room.data_ptr(), threads),
@@ -155,16 +155,16 @@ class CompiledBody(LeanBody):
         for layer in self._products:
             for one in layer:
                 one.fill()
-        self._packed_head.fill()
+        self.packed_head.fill()
         self._structs.clear()  # of weights that may stand elsewhere now
         for x, norms in zip(self.layers, self._norms, strict=True):
             for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
                 if norm is not None and copy is not None:
                     copy.copy_(norm.weight.detach())
-        self._last_norm.copy_(self.norm.weight.detach())
+        self.last_norm.copy_(self.norm.weight.detach())
         self._seen, self._sampled = seen, self._samples()
 
-    def _threads(self, num_tokens: int) -> int:
+    def threads(self, num_tokens: int) -> int:
         """Never more than torch's own, which are the caller's to set."""
         most = torch.get_num_threads()
         return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
@@ -180,7 +180,7 @@ class CompiledBody(LeanBody):
         """What the compiled function is told of a packed call, and the longest row's length."""
         known = rows.plans.get("compiled")
         if known is None:
-            longest, (cos, sin) = self._reach(rows)
+            longest, (cos, sin) = self.reach(rows)
             spans, nodes = _apart(rows.spans)
             most = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
@@ -196,11 +196,11 @@ class CompiledBody(LeanBody):
             known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
         return known[0], known[1]
 
-    def _in(self, cache: PagedCache, like: Tensor) -> tuple[c.Model, Any]:
+    def structs(self, cache: PagedCache) -> tuple[c.Model, Any]:
         """The model, and its layers with the places of their keys and values in a cache."""
         known = self._structs.get(cache)
         if known is None:
-            shape, made = like.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            shape, made = self.embedding.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
             for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
                 places = [None if n is None else n.data_ptr() for n in norms]
                 places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]

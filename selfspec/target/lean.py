@@ -129,12 +129,12 @@ class LeanBody:
         """cos and signed sin `[N, 1, head_dim]` at the call's positions, from a table that grows by doubling."""
         known = rows.plans.get("rope")
         if known is None:
-            _, (cos, sin) = self._reach(rows)
+            _, (cos, sin) = self.reach(rows)
             at = rows.positions[0]
             known = rows.plans["rope"] = (cos[at], sin[at])
         return known
 
-    def _reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
+    def reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
         """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
         last, tables = rows.most_tokens, self._tables
         if tables is None or last > tables[0].shape[0]:

@@ -13,9 +13,11 @@ from transformers import AttentionInterface
 from selfspec.target import backends, fastest
 from selfspec.target.attention import NAME, attend
 from selfspec.target.cache import PackedRows, PagedCache
+from selfspec.target.compiled import CompiledBody
 from selfspec.target.draft_head import DraftHead, Frequencies
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
+from selfspec.target.packed import Packed
 from selfspec.target.ranks import ranks_of
 from selfspec.target.shortlist import sample_of, short_head
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
@@ -200,6 +202,19 @@ class Stack:
             hidden = heads(hidden, exit_layer)
         subset = self._draft_head.subset(size, self.frequencies, self.engine == "compiled")
         return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
+
+    def packed_head(self, exit_layer: int, size: int | None = None) -> tuple[Packed, Tensor | None] | None:
+        """What a compiled draft picks from: weights and the `size` tokens they are of, None for all of the vocabulary.
+
+        None where layers are not compiled, or their hidden states go through an exit head first.
+        """
+        heads = self.exit_heads
+        if not isinstance(self.lean, CompiledBody) or (heads is not None and exit_layer in heads.layers):
+            return None
+        if size is None or self._draft_head is None or size >= self.vocab_size:
+            return self.lean.packed_head, None
+        subset = self._draft_head.subset(size, self.frequencies, True)
+        return None if subset.packed is None else (subset.packed, subset.tokens)
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""

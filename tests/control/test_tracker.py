@@ -103,6 +103,27 @@ def test_estimates_are_probabilities_that_rise_with_confidence(data):
     np.testing.assert_allclose(share.sum(1), 1)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_is_counted_late_is_what_is_counted_at_once(data):
+    late, at_once = Tracker(4), Tracker(4)
+    for _ in range(data.draw(st.integers(1, 12))):
+        count = data.draw(st.integers(0, 4))
+        hits = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        sure = data.draw(st.lists(st.floats(0, 1, width=32), min_size=count, max_size=count))
+        layer, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 40))
+        layers = data.draw(st.sampled_from([(1, 2), (1, 2, 3)]))
+        shadow = Shadow(layers, np.array([hits] * len(layers), bool), np.array([sure] * len(layers), np.float32))
+        for tracker in (late, at_once):
+            tracker.add(layer, hits, sure)
+            tracker.add_shadow(shadow)
+            tracker.pass_time(tokens)
+        at_once.mean_confidences(1)  # asking counts
+    late.mean_confidences(1)
+    np.testing.assert_allclose(late.recent, at_once.recent, atol=1e-9)
+    np.testing.assert_allclose(late.lasting, at_once.lasting, atol=1e-9)
+
+
 def test_a_tracker_starts_from_an_earlier_ones_state():
     first = Tracker(4)
     for i in range(200):

@@ -151,6 +151,26 @@ def test_coverage_is_of_written_tokens_by_the_ranks_before_them():
     assert seen.coverage(100) > 0.9
 
 
+@given(
+    blocks=st.lists(
+        st.tuples(st.lists(st.integers(0, 49), max_size=200), st.booleans(), st.sampled_from([None, 5, 20])),
+        max_size=12,
+    )
+)
+def test_what_is_counted_late_is_what_is_counted_at_once(blocks):
+    late, at_once = Frequencies(50), Frequencies(50)
+    for tokens, written, asked in blocks:
+        for seen in (late, at_once):
+            seen.add(tokens, written)
+        assert at_once.version >= 0  # asking counts
+        if asked is not None:
+            assert late.coverage(asked) == at_once.coverage(asked)
+    assert late.version == at_once.version
+    for size in (5, 20, 35):
+        assert late.part(size).members == at_once.part(size).members
+        assert late.coverage(size) == at_once.coverage(size)
+
+
 def test_the_part_that_is_drafted_over_is_the_one_that_coverage_is_of():
     target, hidden = Target(build("llama")), torch.randn(2, 32)
     target.stack.frequencies.coverage(20)  # asked for before anything is drafted

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from selfspec.api import Target
 from selfspec.decoding.request import Request
-from selfspec.decoding.stopping import Stopper, TextStream
+from selfspec.decoding.stopping import RowText, Stopper, TextStream
 from tests.helpers import Always, Schedule, decode, generate, make_prompts
 from tests.models import build, tiny
 from tests.tokenizers import byte_tokenizer, spaced_tokenizer
@@ -141,6 +141,55 @@ def test_stopped_text_is_the_text_before_the_first_stop_string_for_any_blocks(ki
     else:
         assert out == whole
         assert made.found is None
+
+
+# ------------------------------------------------------------------------------------------------- text read at leisure
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=80)
+@given(
+    tokens=st.lists(st.integers(0, 255), min_size=1, max_size=30),
+    text=st.text(max_size=8),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_text_is_the_same_piece_by_piece_whenever_it_is_read(kind, tokens, text, sizes, data):
+    tokenizer = TOKENIZERS[kind]
+    prompt = ids_of(tokenizer, "once")
+    tokens = [*ids_of(tokenizer, text), *tokens] if data.draw(st.booleans()) else ids_of(tokenizer, "x" + text)
+    expected = stream(tokenizer, prompt, tokens, sizes)
+    blocks = blocks_of(tokens, sizes)
+    made = RowText(tokenizer, prompt)
+    pieces = []
+    for i, block in enumerate(blocks):
+        pieces.append(made.add(block, last=i == len(blocks) - 1))
+        if data.draw(st.booleans()):
+            read = data.draw(st.integers(0, i))
+            assert str(pieces[read]) == expected[read]
+    for i in data.draw(st.permutations([*range(len(blocks)), None])):
+        assert str(made if i is None else pieces[i]) == ("".join(expected) if i is None else expected[i])
+
+
+class Counting:
+    """A tokenizer that counts how often it is asked for text."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked = tokenizer, 0
+
+    def decode(self, token_ids, **options):
+        self.asked += 1
+        return self.tokenizer.decode(token_ids, **options)
+
+
+def test_text_that_nobody_reads_is_not_made():
+    tokenizer = Counting(TOKENIZERS["bytes"])
+    target = Target(build("llama", vocab_size=257, eos_token_id=256, pad_token_id=256), tokenizer)
+    rounds = target.stream([[5, 6, 7]], policy=Always(2, 3), max_new_tokens=20)
+    seen = [next(rounds) for _ in range(3)]
+    assert tokenizer.asked == 0
+    assert all(isinstance(row.text, str) for round_ in seen for row in round_.rows)
+    assert tokenizer.asked > 0
 
 
 # ------------------------------------------------------------------------------------------------------- the stopper

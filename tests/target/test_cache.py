@@ -87,3 +87,18 @@ def test_layers_have_storage_of_their_own_shape_made_when_they_first_write():
     assert cache.read(3, [0], 2)[1].shape == (2, 2, 5)
     with pytest.raises(KeyError):
         cache.read(1, [0], 2)
+
+
+def test_releasing_zeroes_what_a_row_has_written_on_any_of_its_pages():
+    cache = PagedCache(4, 8)
+    pages = cache.reserve(20)
+    keys, values = cache.layer(0, torch.ones(1, 2, 4), torch.ones(1, 2, 4))
+    for storage in (keys, values):
+        storage[pages] = 1
+        storage[pages[-1], 4:] = 0
+    cache.release(pages, 20)
+    assert not keys.any() and not values.any()
+    [page] = cache.reserve(5)
+    keys[page, :5] = 1
+    cache.release([page], 5)
+    assert not keys.any()

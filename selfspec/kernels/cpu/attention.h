@@ -6,11 +6,8 @@
 
 #include <cmath>
 
+#include "model.h"
 #include "vector.h"
-
-struct Shape {
-    int64_t heads, kv_heads, head_dim, page_size;
-};
 
 // Where a row's tokens are: `count` new ones, the first of them at `position`, written already. A node of a tree is a
 // row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...

@@ -5,7 +5,6 @@
 
 #include "amx.h"
 #include "attention.h"
-#include "pick.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -13,30 +12,6 @@
 static int omp_get_thread_num() { return 0; }
 static int omp_get_num_threads() { return 1; }
 #endif
-
-struct Layer {
-    Product qkv, o, gate_up, down;
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
-    float *keys, *values;                            // [pages, page_size, kv_heads, head_dim]
-    int64_t window;                                  // 0: none
-};
-
-struct Model {
-    Shape shape;
-    int64_t hidden, inner;  // inner: of the MLP
-    float eps, mlp_eps, qk_eps, scale;
-};
-
-struct Call {
-    int64_t num_tokens, num_rows;
-    const int64_t* positions;  // [num_tokens]
-    const int64_t* firsts;     // [num_rows + 1]: where each row's tokens begin
-    const int64_t* pages;      // [num_rows, row_pages]
-    int64_t row_pages;
-    const int64_t *roots, *branches;  // [num_rows], [num_rows, row_nodes]: of nodes of trees; else null, or root -1
-    int64_t row_nodes;
-    const float *cos, *sin;  // [positions, head_dim]; sin carries the sign of the turned half
-};
 
 static void norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
     Vec squares = {};
@@ -262,24 +237,6 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
                 uint32_t low = from[i * in + k] >> 16, high = k + 1 < in ? from[i * in + k + 1] & UPPER : 0;
                 to[i][k / 2 * PANEL] = high | low;
             }
-    }
-}
-
-int64_t selfspec_pick_floats(int64_t vocab) { return pick_floats(vocab); }
-
-// Picks of n rows of logits [n, vocab], `stride` apart; tokens: see `Row`, `tokens_stride` apart (0: the same for all).
-// sure [n] and seconds [n] may be null. room: `selfspec_pick_floats` per thread.
-void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const How* how,
-                   const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks, float* sure,
-                   int64_t* seconds, float* room, int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t* own = tokens ? tokens + i * tokens_stride : nullptr;
-        Picked one = pick_row({logits + i * stride, vocab, positions[i], own}, how[i],
-                              room + omp_get_thread_num() * pick_floats(vocab), sure, seconds);
-        picks[i] = own ? own[one.best] : one.best;
-        if (sure) sure[i] = one.sure;
-        if (seconds) seconds[i] = own ? own[one.second] : one.second;
     }
 }
 }

@@ -5,13 +5,8 @@
 // of every token, and to single precision; the noise itself is made for the few that may have won.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-
-#include "vector.h"
-
-constexpr int64_t CHUNK = 256;  // tokens summed in single precision; buffers are filled up to a multiple of it
-constexpr int64_t SORTED = 64;  // tokens at most that are sorted rather than parted once more
+#include "filters.h"
+#include "noise.h"
 
 struct How {  // see `selfspec.decoding.pick.Sampling`
     float temperature, top_p, min_p;
@@ -29,53 +24,8 @@ struct Picked {
     float sure;
 };
 
-static inline int64_t filled_up(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
-
 // Floats of room that a row needs: scores, weights, and two whole numbers per token.
 static inline int64_t pick_floats(int64_t vocab) { return 6 * filled_up(vocab); }
-
-static inline uint64_t mixed(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-    return z ^ (z >> 31);
-}
-
-constexpr uint64_t STRIDE = 0x9E3779B97F4A7C15;
-
-static inline uint64_t key_of(int64_t seed, int64_t position) {
-    return mixed(mixed(uint64_t(seed) * STRIDE + STRIDE) + uint64_t(position) * STRIDE);
-}
-
-static inline uint64_t bits_of(uint64_t key, int64_t token) { return mixed(key + uint64_t(token + 1) * STRIDE) >> 12; }
-
-static float noise(uint64_t key, int64_t token) {
-    return float(-std::log(-std::log((double(bits_of(key, token)) + 0.5) * 0x1p-52)));
-}
-
-// E = -log(u) of CHUNK tokens to about 1e-6 of it, from u and 1 - u: near 1 all there is of u is what it lacks.
-static void arrivals(uint64_t key, const int64_t* tokens, int64_t first, float* out) {
-    float uniform[CHUNK], rest[CHUNK];
-    for (int64_t i = 0; i < CHUNK; i++) {
-        uint64_t bits = bits_of(key, tokens ? tokens[first + i] : first + i) | 0x3FF0000000000000;
-        double from_one;  // 1 + bits / 2^52
-        std::memcpy(&from_one, &bits, sizeof bits);
-        double u = from_one - (1 - 0x1p-53);
-        uniform[i] = float(u);
-        rest[i] = float(1 - u);
-    }
-    for (int64_t i = 0; i < CHUNK; i += LANES) {
-        Vec u = load(uniform + i), m;
-        Ints bits;
-        std::memcpy(&bits, &u, sizeof u);
-        Ints exponent = (bits - 0x3F400000) >> 23, mantissa = bits - (exponent << 23);  // of [0.75, 1.5)
-        std::memcpy(&m, &mantissa, sizeof m);
-        Vec above = exponent == 0 ? -load(rest + i) : m - 1.f;
-        Vec f = above / (above + 2.f), square = f * f, p = splat(1.f / 9);  // log(m) = 2 artanh(f)
-        for (float term : {1.f / 7, 1.f / 5, 1.f / 3}) p = fma(p, square, splat(term));
-        Vec log_m = fma(f + f, p * square, f + f);
-        store(out + i, -fma(__builtin_convertvector(exponent, Vec), splat(0.69314718f), log_m));
-    }
-}
 
 // The largest of filled-up numbers; NaN where one of them is none.
 static float largest(const float* x, int64_t n) {
@@ -130,74 +80,6 @@ static double weigh(const float* x, int64_t n, float most, float* out) {
         total += sum(part);
     }
     return total;
-}
-
-// Calls `f` with every place, in order, whose number is above a bound; most chunks have none.
-template <class F>
-static void each_above(const float* x, int64_t n, float bound, F f) {
-    for (int64_t at = 0; at < n; at += CHUNK) {
-        Ints any = {};
-        for (int64_t i = at; i < at + CHUNK; i += LANES) any |= load(x + i) > bound;
-        int32_t some = 0;
-        for (int i = 0; i < LANES; i++) some |= any[i];
-        if (!some) continue;
-        for (int64_t i = at; i < at + CHUNK; i++)
-            if (x[i] > bound) f(i);
-    }
-}
-
-// How many numbers are above a bound, and what they weigh: their weights, or one each.
-static double above(const float* x, const float* weights, int64_t n, float bound, int64_t& count) {
-    double total = 0;
-    count = 0;
-    for (int64_t at = 0; at < n; at += CHUNK) {
-        Vec part = {}, ones = {}, zero = {};
-        for (int64_t i = at; i < at + CHUNK; i += LANES) {
-            Ints is_above = load(x + i) > bound;
-            ones += is_above ? splat(1) : zero;
-            if (weights) part += is_above ? load(weights + i) : zero;
-        }
-        float number = sum(ones);
-        count += int64_t(number);
-        total += weights ? sum(part) : number;
-    }
-    return total;
-}
-
-// Keep the largest numbers until they weigh `wanted`, and make the others -inf. Of equals the last are kept with
-// weights, as a sort from the smallest on leaves them, and all without.
-static void keep(float* x, float* weights, int64_t n, float most, double wanted, int64_t* order) {
-    float step = std::max(1.f, std::fabs(most) * 1e-6f);
-    float low = -INFINITY, high = most;  // what is above `high` is kept, and no more than what is above `low`
-    double before = 0;
-    for (int64_t count_low = n, count_high = 0, count; count_low - count_high > SORTED; step *= 4) {
-        float middle = low == -INFINITY ? most - step : low + (high - low) / 2;
-        if (!(middle > low && middle < high)) break;
-        double weight = above(x, weights, n, middle, count);
-        if (weight >= wanted)
-            low = middle, count_low = count;
-        else
-            high = middle, count_high = count, before = weight;
-    }
-    int64_t inside = 0, last = -1;
-    each_above(x, n, low, [&](int64_t i) {
-        if (x[i] <= high) order[inside++] = i;
-    });
-    std::sort(order, order + inside, [&](int64_t a, int64_t b) { return x[a] != x[b] ? x[a] > x[b] : a > b; });
-    for (int64_t i = 0; i < inside && before < wanted; i++) {
-        last = order[i];
-        before += weights ? weights[last] : 1;
-    }
-    if (last < 0) return;
-    float bound = x[last];
-    for (int64_t at = 0; at < n; at += LANES) {
-        Vec one = load(x + at), never = splat(-INFINITY), zero = {};
-        Ints kept = one >= bound;
-        store(x + at, kept ? one : never);
-        if (weights) store(weights + at, kept ? load(weights + at) : zero);
-    }
-    for (int64_t i = 0; weights && i < last; i++)
-        if (x[i] == bound) x[i] = -INFINITY;
 }
 
 // The winner among scores x, and what share it has; see above. Tokens: of each score, filled up; null: its place.

@@ -7,18 +7,13 @@
 // turned first, [blocks][in][rows of the block], so that they are read in one stream too.
 #pragma once
 
+#include "model.h"
 #include "vector.h"
 
 constexpr int PANEL = 2 * LANES;
 
 enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
 enum Kind { FULL, HALF, AMX };      // AMX: packed as HALF, and multiplied as amx.h says
-
-struct Product {
-    const char* packed;
-    const float* bias;      // [panels * PANEL], in the packed order; or null
-    int64_t in, out, kind;  // out: of y, so that SWIGLU has half as many as there are weights
-};
 
 constexpr int64_t DEEP = 32;  // inputs that AMX takes in one step: what `depth` is a multiple of, filled up with zeros
 constexpr int AHEAD = 8192;   // bytes of weights asked for before they are needed: what this far hides memory's delay

@@ -1,0 +1,142 @@
+// Picks, and drafts in one call: the first layers, the head and the pick of one token after another.
+
+#include <chrono>
+#include <vector>
+
+#include "model.h"
+#include "pick.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num() { return 0; }
+#endif
+
+// When rows stop drafting, see `selfspec.control.plan`: all of them where they are too unlikely to be right, or else
+// each after a token that is not sure.
+struct Stop {
+    double min_confidence, least;
+    const double *edges, *calibration;  // between bins of confidence; how often each is right, or null
+    int64_t num_edges;
+};
+
+struct Drafting {
+    int64_t num_rows, most, vocab;  // most: tokens of a row; vocab: of the head
+    const int64_t *pages, *positions, *lengths, *last;  // [num_rows, row_pages]; [num_rows] of each row's last token
+    int64_t row_pages;
+    const How* how;        // [num_rows]
+    const int64_t* names;  // [vocab]: the tokens that the head is of; null: all
+    const float *cos, *sin, *embedding, *norm;
+    float eps;
+    Stop stop;
+    int64_t *counts, *tokens, *seconds;  // out: [num_rows], [num_rows, most], the same or null
+    float *sure, *hidden, *const *taps;  // [num_rows, most] or null; [num_rows, most, hidden], the latter per layer or null
+    double* taken;                       // [most, 3]: seconds of layers, head and pick
+};
+
+static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Room for the head's product of up to so many rows.
+static int64_t head_floats(const Product* head, int64_t rows, int64_t num_threads) {
+    return std::max(selfspec_linear_floats(head, rows, num_threads), selfspec_linear_floats(head, 1, num_threads));
+}
+
+// Rows that draft on after a step; `sure` are theirs.
+static std::vector<int64_t> going_on(const Drafting& d, const std::vector<int64_t>& live, const float* sure,
+                                     int64_t step, std::vector<double>& survival) {
+    double total = 0;
+    for (size_t i = 0; i < live.size() && d.stop.calibration; i++) {
+        int64_t bin = 0;
+        while (bin < d.stop.num_edges && !(sure[i] < d.stop.edges[bin])) bin++;
+        total += survival[live[i]] *= d.stop.calibration[bin];
+    }
+    std::vector<int64_t> going;
+    if (d.stop.calibration && !(total >= d.stop.least * double(live.size()))) return going;
+    for (size_t i = 0; i < live.size(); i++) {
+        bool is_sure = d.stop.calibration || !d.sure || sure[i] >= d.stop.min_confidence;
+        if (is_sure && step + 1 < d.lengths[live[i]]) going.push_back(live[i]);
+    }
+    return going;
+}
+
+extern "C" {
+
+int64_t selfspec_pick_floats(int64_t vocab) { return pick_floats(vocab); }
+
+// Picks of n rows of logits [n, vocab], `stride` apart; tokens: see `Row`, `tokens_stride` apart (0: the same for all).
+// sure [n] and seconds [n] may be null. room: `selfspec_pick_floats` per thread.
+void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const How* how,
+                   const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks, float* sure,
+                   int64_t* seconds, float* room, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t* own = tokens ? tokens + i * tokens_stride : nullptr;
+        Picked one = pick_row({logits + i * stride, vocab, positions[i], own}, how[i],
+                              room + omp_get_thread_num() * pick_floats(vocab), sure, seconds);
+        picks[i] = own ? own[one.best] : one.best;
+        if (sure) sure[i] = one.sure;
+        if (seconds) seconds[i] = own ? own[one.second] : one.second;
+    }
+}
+
+// Floats of room that a draft needs, of rows that come to hold `longest` tokens.
+int64_t selfspec_draft_floats(const Model* m, const Drafting* d, int64_t num_layers, const Product* head,
+                              int64_t longest, int64_t num_threads) {
+    int64_t taps = d->taps ? num_layers : 0;
+    return pick_floats(d->vocab) + d->num_rows * ((1 + taps) * m->hidden + d->vocab) +
+           head_floats(head, d->num_rows, num_threads) + selfspec_buffer_floats(m, d->num_rows) +
+           num_threads * selfspec_scratch_floats(m, longest);
+}
+
+// Draft as far as the rows' lengths and the stops let it. The last token of each draft is not fed.
+void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, const Product* head, const Drafting* drafting,
+                    int64_t longest, float* room, int64_t num_threads) {
+    const Drafting& d = *drafting;
+    int64_t size = m->hidden, rows = d.num_rows, scratch_floats = selfspec_scratch_floats(m, longest);
+    float *logits = room + pick_floats(d.vocab), *x = logits + rows * d.vocab, *h = x + rows * size;
+    float *seen = h + head_floats(head, rows, num_threads), *buffers = seen + (d.taps ? num_layers * rows * size : 0);
+    float* scratch = buffers + selfspec_buffer_floats(m, rows);
+    std::vector<int64_t> live, fed(rows), positions(rows), asked(rows), firsts(rows + 1), picks(rows), seconds(rows);
+    std::vector<int64_t> pages(rows * d.row_pages), next(d.last, d.last + rows);
+    std::vector<How> how(rows);
+    std::vector<float> sure(rows);
+    std::vector<double> survival(rows, 1.0);
+    std::vector<float*> taps(d.taps ? num_layers : 0, nullptr);
+    for (size_t i = 0; i < taps.size(); i++)
+        if (d.taps[i]) taps[i] = seen + i * rows * size;
+    for (int64_t r = 0; r < rows; r++)
+        if (d.lengths[r] > 0) live.push_back(r);
+    for (int64_t step = 0; !live.empty(); step++) {
+        int64_t n = live.size();
+        for (int64_t i = 0; i < n; i++) {
+            int64_t r = live[i];
+            fed[i] = next[r], how[i] = d.how[r], positions[i] = d.positions[r] + step, asked[i] = positions[i] + 1;
+            firsts[i + 1] = i + 1;
+            std::memcpy(&pages[i * d.row_pages], d.pages + r * d.row_pages, sizeof(int64_t) * d.row_pages);
+        }
+        Call call = {n, n, positions.data(), firsts.data(), pages.data(), d.row_pages, nullptr, nullptr, 0, d.cos, d.sin};
+        double start = now();
+        selfspec_run(m, layers, num_layers, &call, fed.data(), d.embedding, x, d.taps ? taps.data() : nullptr, nullptr,
+                     buffers, scratch, scratch_floats, num_threads);
+        double between = now();
+        selfspec_linear(head, x, n, logits, d.norm, d.eps, h, num_threads);
+        double headed = now();
+        selfspec_pick(logits, d.vocab, n, d.vocab, how.data(), asked.data(), d.names, 0, picks.data(),
+                      d.sure ? sure.data() : nullptr, d.seconds ? seconds.data() : nullptr, room, 1);
+        for (int64_t i = 0; i < n; i++) {
+            int64_t r = live[i], at = r * d.most + step;
+            d.tokens[at] = next[r] = picks[i], d.counts[r] = step + 1;
+            if (d.sure) d.sure[at] = sure[i];
+            if (d.seconds) d.seconds[at] = seconds[i];
+            std::memcpy(d.hidden + at * size, x + i * size, sizeof(float) * size);
+            for (size_t k = 0; k < taps.size(); k++)
+                if (taps[k]) std::memcpy(d.taps[k] + at * size, taps[k] + i * size, sizeof(float) * size);
+        }
+        live = going_on(d, live, sure.data(), step, survival);
+        double *taken = d.taken + 3 * step, end = now();
+        taken[0] = between - start, taken[1] = headed - between, taken[2] = end - headed;
+    }
+}
+}
