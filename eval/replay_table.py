@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from eval.compare import STOPPED, optimum
 from eval.config import MEASURED
 from eval.table import table
 
 
 def render(record: dict[str, Any]) -> str:
-    """Per length: every policy by task at the first head cost, and its mean over tasks at every head cost."""
+    """Per length: every policy by task at the first head cost; its mean over tasks, and what that is of the bounds."""
     return "\n\n".join(_parts(record))
 
 
@@ -28,6 +29,8 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
         yield f"{length} tokens, head: {head}; speedup over plain decoding in replay\n\n{_by_task(first, several)}"
         if len(sections) > 1:
             yield f"{length} tokens: mean over tasks by what the head costs, in layers\n\n{_by_head(sections, several)}"
+        beside = f"the mean beside that of the {STOPPED}, and of the clairvoyant who drafts as it may"
+        yield f"{length} tokens: {beside}; by what the head costs, in layers\n\n{_of_bounds(sections, several)}"
 
 
 def _by_task(section: dict[str, Any], several: bool) -> str:
@@ -44,6 +47,20 @@ def _by_head(sections: Sequence[dict[str, Any]], several: bool) -> str:
         for same in zip(*(section["rows"] for section in sections), strict=True)
     ]
     return table(["", *map(_head, sections)], body)
+
+
+def _of_bounds(sections: Sequence[dict[str, Any]], several: bool) -> str:
+    means = [{row["name"]: row["mean"] for row in section["rows"] if row["kind"] == "bound"} for section in sections]
+    body = [
+        [_name(same[0], several), *(_shares(row, of) for row, of in zip(same, means, strict=True))]
+        for same in zip(*(section["rows"] for section in sections), strict=True)
+        if same[0]["kind"] == "policy"
+    ]
+    return table(["of", *map(_head, sections)], body)
+
+
+def _shares(row: dict[str, Any], bounds: dict[str, float]) -> str:
+    return f"{row['mean'] / bounds[STOPPED]:.3f}, {row['mean'] / bounds[optimum(row['name'])]:.3f}"
 
 
 def _head(section: dict[str, Any]) -> str:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.finder import Finder
 from selfspec.control.parts import WHOLE, Parts, Vocabulary, choose
@@ -34,12 +36,15 @@ from selfspec.control.plan import (
 )
 from selfspec.control.reading import FEW, Reading
 from selfspec.control.seconds import SecondRates
-from selfspec.control.tracker import Tracker
+from selfspec.control.tracker import Floats, Tracker
 from selfspec.control.trust import Trust
 from selfspec.control.worth import MOST, Worth
 
-HANDICAP = 1.1  # what a draft must promise over plain decoding before it is begun (arXiv 2406.14066)
-STAY = 1.02  # and to go on; and what another exit layer must promise over the present one
+HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
+OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact
+STAY = 1.02  # what another exit layer must promise over the present one
+# How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
+FAVOUR, FAVOUR_WIDTH = 0.1, 0.5
 REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
@@ -76,6 +81,8 @@ class Adaptive:
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
         self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
+        self._favour = _favour(costs.num_layers)
+        self._promising: list[int] = []  # layers that would be worth leaving at if they were always right
         self._cascades = "cascade" in drafts
         self._second_rates = SecondRates(costs.num_layers) if "tree" in drafts else None
         self._seconds: SecondChoices | None = None
@@ -132,7 +139,8 @@ class Adaptive:
             return ()  # rounds tell a batch soon enough, and of what the model writes
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
-        order = _spread(self.costs.num_layers)
+        could = self._could_pay(self._worth_of(max(1, self._batch), row.content_length // CONTEXT_STEP), HANDICAP)
+        order = [layer for layer in _spread(self.costs.num_layers) if layer in could]
         count = len(order)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
@@ -157,7 +165,8 @@ class Adaptive:
         if self._exit_layer is None and self._credit < 0 and self._round % CLOCK_EVERY:
             return self._idle
         if self._exit_layer is None:
-            return self._idle if self._credit < 0 else Plan(None, self._idle.draft_lengths, shadow=self._shadow(None))
+            shadow = None if self._credit < 0 else self._shadow(None)
+            return self._idle if shadow is None else Plan(None, self._idle.draft_lengths, shadow=shadow)
         lengths = tuple([min(self.most, row.room - 1) for row in rows])
         if not any(lengths):
             return self._idle
@@ -267,7 +276,7 @@ class Adaptive:
             return
         now = self._exit_layer
         parts = self._parts.now(any(row.has_processors for row in rows))
-        chosen = choose(parts, self._allowed, worth, right, share, (self._part.size, now), STAY)
+        chosen = choose(parts, self._allowed, worth, right, share, (self._part.size, now), STAY, self._favour)
         self._part, exit_layer, rates, drafted = chosen
         line = exit_layer - 1
         right_then, share_then = right[line].tolist(), share[line].tolist()
@@ -275,8 +284,9 @@ class Adaptive:
         rate = max(by_bound)
         trusted = self._trust.ratio * rate
         self._speedup = trusted * worth.plain_seconds / num_rows
+        self._promising = self._could_pay(worth, max(HANDICAP, self._speedup))
         self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
-        if self._speedup < (HANDICAP if now is None else STAY):
+        if self._speedup < (HANDICAP if now is None else OFF):
             self._exit_layer = None
             self._next = self._round + IDLE_ROUNDS
             return
@@ -302,9 +312,15 @@ class Adaptive:
             self._worth_for = (num_rows, step)
         return self._worth
 
+    def _could_pay(self, worth: Worth, speedup: float) -> list[int]:
+        """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
+        least = speedup * worth.num_rows / worth.plain_seconds
+        could = (worth.limits() >= least).tolist()
+        return [layer for layer in self._allowed if could[layer - 1]]
+
     def _shadow(self, exit_layer: int | None) -> ShadowPlan | None:
-        """All layers, at a few rows in turn; only called when earlier rounds have paid for it."""
-        layers = tuple(layer for layer in self._allowed if layer != exit_layer)
+        """All layers that could pay, at a few rows in turn; only called when earlier rounds have paid for it."""
+        layers = tuple(layer for layer in self._promising if layer != exit_layer)
         if not layers:
             return None
         columns = 1 if exit_layer is None else SHADOW_COLUMNS
@@ -331,6 +347,12 @@ class Adaptive:
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
             self._passes += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self._passes)
+
+
+def _favour(num_layers: int) -> Floats:
+    """`[L - 1]`: models that were trained to leave early do so best near a quarter of the depth."""
+    away = np.log(4 * np.arange(1, num_layers) / num_layers)
+    return 1 + FAVOUR * np.exp(-(away**2) / FAVOUR_WIDTH)
 
 
 def _spread(num_layers: int) -> list[int]:

@@ -80,6 +80,7 @@ def choose(
     share: Floats,
     now: tuple[int | None, int | None],
     stay: float,
+    favour: Floats | float = 1.0,
 ) -> Choice:
     """The part and exit layer of most tokens per second, which `worth` then prices drafts by.
 
@@ -87,6 +88,7 @@ def choose(
         right: how often each layer is right among tokens that drafts are picked among, and `share`, as in
             `Worth.rates`.
         now: a part's size and a layer, which stay in use unless others promise `stay` times as much.
+        favour: `[L - 1]`, by what each layer's promise is multiplied beside the others'.
     """
     found: dict[int | None, tuple[Part, Floats, Floats]] = {}
     best: dict[tuple[int | None, int | None], float] = {}
@@ -94,7 +96,8 @@ def choose(
         worth.draft_over(part.share)
         rates, drafted = worth.rates(right if part is WHOLE else right * part.coverage, share)
         found[part.size] = part, rates, drafted
-        best.update({(part.size, layer): rate for layer, rate in enumerate(np.maximum.reduce(rates, 1).tolist(), 1)})
+        promised = (np.maximum.reduce(rates, 1) * favour).tolist()
+        best.update({(part.size, layer): rate for layer, rate in enumerate(promised, 1)})
     size, exit_layer = max([(size, layer) for size in found for layer in layers], key=best.__getitem__)
     if now[1] is not None and best[size, exit_layer] < stay * best.get(now, 0.0):
         size, exit_layer = now[0], now[1]

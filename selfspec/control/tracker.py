@@ -4,6 +4,7 @@ Per exit layer and bin of confidence it keeps two decayed counts of hits and mis
 and a lasting one. Estimates are shrunk: recent to lasting, lasting to a curve with two parameters per layer (a logistic
 in the confidence's log-odds, fitted to the lasting counts), the curve to a prior; what a few observations cannot tell
 is taken from the next wider view. Layers that were never seen have the prior's estimates, and no division by zero.
+Counts over many texts are kept beside them, for the trackers of later texts to start from.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow
 
 Floats = NDArray[np.float64]
 
-RECENT = 20.0  # tokens after which an observation counts half, recent and lasting
+RECENT = 20.0  # tokens after which an observation counts half: recent, lasting, and over all texts
 LASTING = 100.0
+OVERALL = 2000.0
 LASTING_WEIGHT = 4.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
 CURVE_WEIGHT = 10.0
 SHARE_WEIGHTS = (8.0, 2.0)  # the same for how often each bin occurs
 CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # of offset and slope; a slope of 1 takes confidence at its word
 DEPTH = 0.7  # by which the mean offset rises per doubling of the depth, in natural logarithms; 0 at a quarter of it
 EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves are fitted anew
-PRIOR_SIZE = 60.0  # most observations per layer that a saved prior counts for
+# Most observations per layer that a saved prior counts for, and that are saved again with what comes.
+PRIOR_SIZE, OVERALL_SIZE = 60.0, 3000.0
 
 _bounds = np.array(CONFIDENCE_EDGES)
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
@@ -48,6 +51,7 @@ class Tracker:
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
         self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
+        self.overall = np.zeros(self._shape)  # what later trackers may start from
         self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # of offset and slope, [2, L - 1]
         self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
@@ -58,7 +62,7 @@ class Tracker:
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their counts begin
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
-            self.lasting = read_prior(prior, num_layers)
+            self.lasting, self.overall = (read_prior(prior, num_layers, most) for most in (PRIOR_SIZE, OVERALL_SIZE))
             for _ in range(8):
                 self._fit()
 
@@ -80,26 +84,29 @@ class Tracker:
         if self._age:
             self.recent *= 0.5 ** (self._age / RECENT)
             self.lasting *= 0.5 ** (self._age / LASTING)
+            self.overall *= 0.5 ** (self._age / OVERALL)
         if self._drafts:
             self._add_drafts()
         for shadow, age in self._shadows:
             counts = self._counts_of(shadow)
             self.recent += counts * 0.5 ** ((self._age - age) / RECENT)
             self.lasting += counts * 0.5 ** ((self._age - age) / LASTING)
+            self.overall += counts * 0.5 ** ((self._age - age) / OVERALL)
         self._drafts, self._shadows, self._age = [], [], 0.0
 
     def _add_drafts(self) -> None:
-        misses, new = self._shape[1] * NUM_BINS, dict[int, tuple[float, float]]()
+        misses, new = self._shape[1] * NUM_BINS, dict[int, tuple[float, float, float]]()
         for layer, hits, confidences, age in self._drafts:
-            recent, lasting = 0.5 ** ((self._age - age) / RECENT), 0.5 ** ((self._age - age) / LASTING)
+            recent, lasting, overall = [0.5 ** ((self._age - age) / n) for n in (RECENT, LASTING, OVERALL)]
             for hit, confidence in zip(hits, confidences, strict=True):
                 cell = (layer - 1) * NUM_BINS + bisect_right(CONFIDENCE_EDGES, confidence) + (0 if hit else misses)
-                one, other = new.get(cell, (0.0, 0.0))
-                new[cell] = one + recent, other + lasting
-        flat = self.recent.reshape(-1), self.lasting.reshape(-1)
+                one, two, three = new.get(cell, (0.0, 0.0, 0.0))
+                new[cell] = one + recent, two + lasting, three + overall
+        flat = self.recent.reshape(-1), self.lasting.reshape(-1), self.overall.reshape(-1)
         for cell, weights in new.items():
             flat[0][cell] += weights[0]
             flat[1][cell] += weights[1]
+            flat[2][cell] += weights[2]
 
     def _counts_of(self, shadow: Shadow) -> NDArray[np.int64]:
         """How often each layer was right and wrong, by bin; in the shape of the counts."""
@@ -137,7 +144,7 @@ class Tracker:
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later tracker from."""
         self._settle()
-        hits, misses = (counts.round(2).tolist() for counts in self.lasting)
+        hits, misses = (counts.round(2).tolist() for counts in self.overall)
         return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses}
 
     def _curves(self) -> Floats:
@@ -155,8 +162,8 @@ class Tracker:
         self._expected = self._curves()
 
 
-def read_prior(given: Any, num_layers: int) -> Floats:
-    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`, thinned to what a prior may weigh.
+def read_prior(given: Any, num_layers: int, most: float = PRIOR_SIZE) -> Floats:
+    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`, thinned to `most` observations per layer.
 
     Raises:
         ValueError: it is something else, or another model's.
@@ -169,7 +176,7 @@ def read_prior(given: Any, num_layers: int) -> Floats:
     if not fits or not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError(f"not a prior of a model with {num_layers} layers")
     total = counts.sum((0, 2))
-    return counts * (np.minimum(total, PRIOR_SIZE) / np.maximum(total, 1e-9))[None, :, None]
+    return counts * (np.minimum(total, most) / np.maximum(total, 1e-9))[None, :, None]
 
 
 def is_prior(given: Any, num_layers: int) -> bool:

@@ -79,6 +79,7 @@ class Worth:
         self._begin = self._passes * (self._first + read)
         # [L - 1, MOST]: drafts of every length; the last drafted token runs through early layers too, without a head
         self._rounds = self._step * self._lengths + self._begin + self._verify[:, 1:]
+        self._limits: Floats | None = None
 
     def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
@@ -100,6 +101,13 @@ class Worth:
         verifying = verify.take(at)
         verifying += (drafted - low) * (verify.take(at + 1) - verifying)
         return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._begin + verifying), drafted
+
+    def limits(self) -> Floats:
+        """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
+        if self._limits is None:
+            kept = self.num_rows * (1 + self._lengths)
+            self._limits = (kept / self._rounds).max(1)
+        return self._limits
 
     def lookups(self) -> list[float]:
         """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.parts import WHOLE, choose
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import MOST, Worth
@@ -106,6 +107,52 @@ def test_a_prompt_is_looked_at_as_far_as_the_output_can_pay_for_it():
     assert dear.seed_layers(RowState(0, 100, 20)) == ()
     for room, layers in ((1, ()), (10_000, tuple(range(1, LAYERS)))):
         assert Adaptive(made_up_costs(LAYERS)).seed_layers(RowState(0, 100, room)) == layers
+
+
+def test_layers_are_looked_at_only_where_being_always_right_would_pay():
+    costs = made_up_costs(LAYERS)
+    limits = Worth(costs, 1).limits() * costs.plain_round(1)
+    rounds = [round_ for round_ in replay(traces(0.8, count=1), Adaptive(costs), costs).rounds if round_.plan.shadow]
+    assert any(round_.plan.speedup > 1.1 * limits[-1] for round_ in rounds)
+    for round_ in rounds:  # limits fall a little as the context grows
+        assert all(limits[layer - 1] >= 0.9 * round_.plan.speedup for layer in round_.plan.shadow.layers)
+
+
+def test_nothing_is_looked_at_and_every_round_is_the_same_where_no_layer_could_pay():
+    costs = made_up_costs(2, head=0.1)
+    policy = Adaptive(costs)
+    assert policy.seed_layers(RowState(0, 100, 10_000)) == ()
+    rounds = replay(traces(1, count=1, layers=2), policy, costs).rounds
+    assert {id(round_.plan) for round_ in rounds if round_.plan.exit_layer is None} == {id(rounds[0].plan)}
+
+
+def test_only_layers_to_choose_from_are_looked_at_in_prompts():
+    policy = Adaptive(made_up_costs(LAYERS), exit_layers=[2, 3])
+    assert policy.seed_layers(RowState(0, 100, 10_000)) == (2, 3)
+
+
+def test_of_layers_that_promise_as_much_the_one_near_a_quarter_of_the_depth_is_left_at():
+    costs = made_up_costs(LAYERS)
+    worth = Worth(costs, 1)
+    right, share = np.full((LAYERS - 1, NUM_BINS), 0.7), np.full((LAYERS - 1, NUM_BINS), 1 / NUM_BINS)
+    promised = worth.rates(right, share)[0].max(1)
+    even, favour = promised.max() / promised, Adaptive(costs)._favour
+    for beside, expected in ((even, {0, 1, 2, 3, 4, 5, 6}), (even * favour, {1})):
+        chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (None, None), 1.0, beside)
+        assert chosen.exit_layer - 1 in expected
+    near = choose([WHOLE], range(1, LAYERS), worth, right, share, (None, None), 1.0, even * favour)
+    assert near.rates[near.exit_layer - 1].max() == promised[1]  # what it promises stays what it is
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), st.integers(1, 900))
+def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, rows, context):
+    costs = made_up_costs(LAYERS)
+    worth = Worth(costs, rows, context)
+    limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
+    assert worth.limits()[layer - 1] == pytest.approx(limit)
+    right = np.ones((LAYERS - 1, NUM_BINS))
+    assert worth.rates(right, right / NUM_BINS)[0][layer - 1].max() <= 1.001 * limit
 
 
 @pytest.mark.parametrize("reading", [0.0, -1.0, float("nan")])

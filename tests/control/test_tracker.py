@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow, confidence_bin
-from selfspec.control.tracker import CURVE_MEAN, DEPTH, LASTING, LOG_ODDS, RECENT, Tracker, is_prior, read_prior
+from selfspec.control.tracker import (
+    CURVE_MEAN,
+    DEPTH,
+    LASTING,
+    LOG_ODDS,
+    OVERALL,
+    OVERALL_SIZE,
+    PRIOR_SIZE,
+    RECENT,
+    Tracker,
+    is_prior,
+    read_prior,
+)
 
 
 def test_layers_never_seen_have_the_prior_and_no_nan():
@@ -145,3 +157,23 @@ def test_a_state_of_something_else_is_refused(given_):
     assert not is_prior(given_, 4)
     with pytest.raises(ValueError, match="not a prior"):
         read_prior(given_, 4)
+
+
+def test_a_state_remembers_more_texts_than_the_last_and_a_prior_still_counts_for_little():
+    tracker = Tracker(4)
+    tracker.add(1, [True] * 400, [0.9] * 400)
+    tracker.pass_time(OVERALL)
+    tracker.add(1, [False] * 20, [0.9] * 20)
+    state, column = tracker.state(), confidence_bin(0.9)
+    assert state["hits"][0][column] == pytest.approx(200) and state["misses"][0][column] == pytest.approx(20)
+    assert tracker.lasting[0, 0, column] < 0.01  # the text at hand has nothing of it left
+    again = Tracker(4, state)
+    assert again.lasting.sum() == pytest.approx(PRIOR_SIZE)
+    assert again.lasting[0, 0, column] == pytest.approx(PRIOR_SIZE * 200 / 220)
+    again.add(1, [True], [0.9])
+    assert again.state()["hits"][0][column] == pytest.approx(201)
+
+
+def test_what_is_saved_again_and_again_does_not_grow_for_ever():
+    state = {"edges": list(CONFIDENCE_EDGES), "hits": [[1e9] * NUM_BINS] * 3, "misses": [[0.0] * NUM_BINS] * 3}
+    assert sum(Tracker(4, state).state()["hits"][0]) == pytest.approx(OVERALL_SIZE)
