@@ -99,8 +99,8 @@ class CompiledBody(LeanBody):
     @property
     def num_bytes(self) -> int:
         """Weights that a token reads: all products' and norms'."""
-        products = [self._packed_head, *(one for layer in self._products for one in layer)]
-        norms = [self._last_norm, *(n for own in self._norms for n in own if n is not None)]
+        products = [self.packed_head, *(one for layer in self._products for one in layer)]
+        norms = [self.last_norm, *(n for own in self._norms for n in own if n is not None)]
         return sum(one.num_bytes for one in products) + sum(n.nbytes for n in norms)
 
     def run(
