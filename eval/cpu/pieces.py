@@ -54,17 +54,22 @@ def pieces(stack: Stack, exit_layer: int, repeats: int) -> dict[str, Any]:
         hidden = forward(1, 1)
         calls: dict[str, Callable[[], Any]] = {f"1 row of {n}": lambda n=n: whole(1, n) for n in WIDTHS}  # type: ignore[misc]
         calls |= {f"{ROWS} rows of 1": lambda: whole(ROWS, 1), "head": lambda: stack.logits(hidden, exit_layer)}
-        calls |= {f"{exit_layer} layers": lambda: forward(1, 1, exit_layer), "memory": big.max}
+        calls[f"{exit_layer} layers"] = lambda: forward(1, 1, exit_layer)
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(repeats):
             for piece, call in calls.items():
                 call()  # so that the reading finds in the caches what the last one of its kind left there
                 for _ in range(2):
-                    start = now()
-                    call()
-                    taken[piece].append(now() - start)
+                    taken[piece].append(_seconds(call, now))
+        taken["memory"] = [_seconds(big.max, now) for _ in range(2 * repeats)]  # apart: it leaves the caches empty
     milliseconds = {piece: spread(1e3 * s for s in seconds)._asdict() for piece, seconds in taken.items()}
     return {"clock": name, "milliseconds": milliseconds, **ratios(stack, exit_layer, milliseconds)}
+
+
+def _seconds(call: Callable[[], Any], now: Callable[[], float]) -> float:
+    start = now()
+    call()
+    return now() - start
 
 
 def ratios(stack: Stack, exit_layer: int, milliseconds: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from selfspec.hushed import hushed
+
 
 class _Lines(logging.Handler):
     """One line each on stderr, and none twice."""
@@ -28,6 +30,7 @@ def notices(quiet: bool = False) -> Iterator[None]:
     log, handler = logging.getLogger("selfspec"), logging.NullHandler() if quiet else _Lines()
     log.addHandler(handler)
     try:
-        yield
+        with hushed():
+            yield
     finally:
         log.removeHandler(handler)

@@ -45,11 +45,11 @@ OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a l
 STAY = 1.02  # what another exit layer must promise over the present one
 # How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
 FAVOUR, FAVOUR_WIDTH = 0.1, 0.5
-REPLAN, EARLY_REPLAN, EARLY = 8, 2, 24  # rounds between decisions; at first, and for how many rounds
+REPLAN, EARLY_REPLAN, EARLY = 12, 4, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
-SEED_SHARE = 0.005  # the same for a prompt's last positions, unless it joins others
+SEED_SHARE = 0.01  # the same for a prompt's last positions, unless it joins others
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 LOOK_EVERY = 4  # rounds between looks at the clock

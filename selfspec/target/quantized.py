@@ -6,13 +6,12 @@ of its tokens. Its tokens are not those of the model that it was made from.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from selfspec.hushed import hushed
 
 Quantize = Literal["int8", "int4"]
 KINDS: tuple[Quantize, ...] = ("int8", "int4")
@@ -37,7 +36,7 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     """
     check_kind(kind)
     try:
-        with _without_notices():
+        with hushed():
             from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
     except ImportError as problem:
         raise ImportError("quantize needs the package torchao; install it with: pip install torchao") from problem
@@ -53,20 +52,6 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     )
     quantize_(model, how, filter_fn=lambda module, name: id(module) in chosen)
     return model.requires_grad_(False)
-
-
-@contextmanager
-def _without_notices() -> Iterator[None]:
-    """Hold back what torchao says about kernels for other devices when it is imported."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def is_dense(weight: Tensor) -> bool:
