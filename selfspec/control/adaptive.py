@@ -49,7 +49,7 @@ REPLAN, EARLY_REPLAN, EARLY = 12, 4, 24  # rounds between decisions; at first, a
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
-SEED_SHARE = 0.01  # the same for a prompt's last positions, unless it joins others
+SEED_SHARE = 0.005  # the same for a prompt's last positions, unless it joins others
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 LOOK_EVERY = 4  # rounds between looks at the clock
@@ -57,6 +57,7 @@ MOST_BESIDE = 8  # second choices drafted for a row
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
+DECIDING_STEP, MOST_DECIDING = 0.25, 1.0  # and of deciding; the most, in plain rounds
 
 
 class Adaptive:
@@ -88,6 +89,8 @@ class Adaptive:
         self._seconds: SecondChoices | None = None
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = 1.0  # and early passes, beside the verifications of the same rounds
+        self._deciding = 0.0  # seconds that deciding takes in a round that drafts
+        self._decided: list[float] = []  # of the rounds since the last look at the clock
         self._worth: Worth | None = None
         self._worth_for = (0, 0)  # rows, and steps of context of the longest
         self._credit = 0.0  # seconds that shadow picks may still take
@@ -219,6 +222,7 @@ class Adaptive:
         if self._second_rates is not None:
             self._second_rates.pass_time(emitted / max(1, len(outcomes)))
         self._compare(plan, emitted, outcomes)
+        self._decided.append(seconds.control)
         if self._round % LOOK_EVERY == 0:
             lengths, beside = ([*each] for each in zip(*[(o.num_drafted, o.num_beside) for o in outcomes], strict=True))
             beside = beside if any(beside) else []
@@ -269,7 +273,7 @@ class Adaptive:
             self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         right, share = self.tracker.estimates()
-        worth.price(self._pick, self._passes)
+        worth.price(self._pick, self._passes, self._deciding)
         self._usual = num_rows / worth.plain_seconds
         if not self._allowed:
             self._next = self._round + IDLE_ROUNDS
@@ -334,7 +338,7 @@ class Adaptive:
         return ShadowPlan(layers, chosen, columns)
 
     def _look_at_clock(self, expected: Mapping[str, float], seconds: Seconds) -> None:
-        """Learn what picks cost beside everything else of their round, and early passes beside its verification.
+        """Learn what picks and deciding cost beside all else of their round, and early passes beside its verification.
 
         Parts of one round are set against each other only: what a round takes when others use the machine says nothing
         about other rounds.
@@ -344,6 +348,10 @@ class Adaptive:
         if layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # a clock that was set back says nothing
             ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
             self._pick += PICK_STEP * (ratio - self._pick)
+        decided, self._decided = sum(self._decided) / len(self._decided), []
+        if layers > 0 and expected["draft"] > 0 and decided > 0:
+            most = MOST_DECIDING * self.costs.plain_round(self._batch)
+            self._deciding += DECIDING_STEP * (min(decided / pace, most) - self._deciding)
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
             self._passes += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self._passes)

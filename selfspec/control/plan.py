@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
-SEED_POSITIONS = 32  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
+SEED_POSITIONS = 16  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
 
 
 def confidence_bin(confidence: float) -> int:

@@ -44,6 +44,7 @@ class Worth:
         self._by_width: tuple[Floats, Floats] | None = None  # of rounds by lookup; and their picks
         self._lines = np.arange(costs.num_layers - 1)[:, None] * (MOST + 1)  # where they begin in `_verify`
         self._pick = self._passes = self._part = 1.0
+        self._deciding = 0.0
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -51,11 +52,16 @@ class Worth:
         self._more = self.num_rows * self._costs.context * max(0.0, context - CONTEXT)  # seconds a layer
         self._price()
 
-    def price(self, pick: float, passes: float = 1.0) -> None:
-        """Take on how much longer than in the table picks take (sampling does) and early passes, beside the rest."""
-        if abs(pick / self._pick - 1) < NOTICEABLE and abs(passes / self._passes - 1) < NOTICEABLE:
+    def price(self, pick: float, passes: float = 1.0, deciding: float = 0.0) -> None:
+        """Take on how much longer than in the table picks take (sampling does) and early passes, beside the rest.
+
+        Args:
+            deciding: seconds that deciding takes in every round that drafts.
+        """
+        near = abs(deciding - self._deciding) < NOTICEABLE * self.plain_seconds
+        if near and abs(pick / self._pick - 1) < NOTICEABLE and abs(passes / self._passes - 1) < NOTICEABLE:
             return
-        self._pick, self._passes = pick, passes
+        self._pick, self._passes, self._deciding = pick, passes, deciding
         self._price()
 
     def draft_over(self, share: float) -> None:
@@ -65,7 +71,8 @@ class Worth:
             self._price_drafts()
 
     def _price(self) -> None:
-        self._verify = self._late + self._above * self._more + self.head + self._pick * self.pick + self.rest
+        self._verify = self._late + self._above * self._more + self.head + self._pick * self.pick
+        self._verify += self.rest + self._deciding
         self._lookups: list[float] | None = None
         plain = sum(self.plain.values()) + self._costs.num_layers * self._more
         self.plain_seconds = plain + (self._pick - 1) * self.plain["pick"]
@@ -124,7 +131,7 @@ class Worth:
             rest = np.array([costs.head(n) for n in tokens]) + self.rest + rows * LOOKUP_SECONDS
             self._by_width = layers + rest, np.array([costs.pick(n) for n in tokens])
         fixed, picks = self._by_width
-        seconds = fixed + costs.num_layers * self._more + self._pick * picks
+        seconds = fixed + costs.num_layers * self._more + self._pick * picks + self._deciding
         self.least_lookup = float((np.diff(seconds) / np.diff(LOOKUP_GRID)).min()) / rows
         drafted = np.arange(min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         return [self.plain_seconds, *np.interp(drafted[1:], LOOKUP_GRID, seconds).tolist()]

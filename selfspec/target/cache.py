@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfspec.kernels.room import Room
+
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
     """int64 `[N]`; torch itself takes several times as long to read a list."""
@@ -148,7 +150,9 @@ class PagedCache:
         room = (self.num_pages, self.page_size)
         alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
         if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
-            self._pool = key.new_zeros(self.num_layers, 2, *room, *key.shape[1:])
+            shape = (self.num_layers, 2, *room, *key.shape[1:])
+            # Of the system's own zeros: to write them would take as long as a prompt does to read.
+            self._pool = Room().zeros(*shape) if key.dtype == torch.float32 else key.new_zeros(shape)
         pool = self._pool
         fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
         if fits and alike and pool is not None and layer_idx < len(pool):
