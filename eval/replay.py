@@ -137,7 +137,9 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
         if layers:
             hits, sure = row.trace.prompt_hits, row.trace.prompt_confidences
             base = end - hits.shape[1]
-            looks.append((row.state, _shadow_of(hits, sure, layers, first - base, row.num_cached - base)))
+            seen = max(0, first - base), max(0, row.num_cached - base)  # of a trace, fewer positions may be known
+            if seen[0] < seen[1]:
+                looks.append((row.state, _shadow_of(hits, sure, layers, *seen)))
     seconds = 0.0
     for state, shadow in looks:
         policy.seed(state, shadow)  # type: ignore[attr-defined]  # whoever has seed_layers has it

@@ -25,6 +25,7 @@ import selfspec
 from selfspec.control.costs import Costs, Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder
+from selfspec.target.compiled import CompiledBody
 from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
@@ -55,6 +56,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "schema": SCHEMA,
         **shape_of(stack),
         "engine": stack.engine,
+        **({"packed": stack.lean.num_bytes} if isinstance(stack.lean, CompiledBody) else {}),
         **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
         **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),

@@ -357,8 +357,10 @@ class Engine:
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:
             return None
-        self.cache.release(row.pages, row.limit)
-        return row.completion()
+        try:
+            return row.completion()
+        finally:
+            self.cache.release(row.pages, row.limit)
 
     def _drop_cancelled(self) -> None:
         for row in self.rows:

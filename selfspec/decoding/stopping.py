@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -84,6 +85,7 @@ class RowText:
         self._stream: TextStream | None = None  # of the blocks that were read
         self._blocks: list[tuple[Sequence[int], bool]] = []  # tokens, and whether none follow
         self._pieces: list[str] = []  # of those that were read
+        self._reading = Lock()  # rounds may be read in another thread than decodes them
 
     @property
     def found(self) -> str | None:
@@ -97,11 +99,12 @@ class RowText:
 
     def piece(self, index: int) -> str:
         """What became certain with a block."""
-        if self._stream is None:
-            self._stream = self._new_stream()
-        for tokens, last in self._blocks[len(self._pieces) : index + 1]:
-            self._pieces.append(self._stream.push(tokens, last))
-        return self._pieces[index]
+        with self._reading:
+            if self._stream is None:
+                self._stream = self._new_stream()
+            for tokens, last in self._blocks[len(self._pieces) : index + 1]:
+                self._pieces.append(self._stream.push(tokens, last))
+            return self._pieces[index]
 
     def __str__(self) -> str:
         """All that is certain."""
@@ -129,6 +132,9 @@ class LateText(NamedTuple):
 
     def __repr__(self) -> str:
         return repr(str(self))
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # a copy is the text alone
 
 
 Criterion = Callable[[torch.Tensor, Any], Any]

@@ -82,7 +82,7 @@ class CompiledBody(LeanBody):
         alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
         plain = all(
             w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous()
-            for w in [body.embedding, *weights]
+            for w in [body.embedding, body.head.weight, *weights]
         )
         return silu and alike and plain and body.head_dim % 2 == 0
 

@@ -25,7 +25,7 @@ from selfspec.target.packed import Packed
 from selfspec.target.quantized import is_dense
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
-MOST_NEW = 4096  # blocks of tokens kept before they are counted
+MOST_NEW = 16384  # tokens kept before they are counted
 HALF_LIFE = 64.0  # written tokens after which one counts half in coverage
 SUPPOSED, SUPPOSED_WEIGHT = 0.8, 4.0  # coverage before any are written, and for how many of them that counts
 
@@ -66,6 +66,7 @@ class Frequencies:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._new: list[tuple[Sequence[int], bool]] = []  # what is not counted yet, and whether it was written
+        self._num_new = 0  # tokens of it
         self._counts: Counter[int] = Counter()
         self._seen = self._ranked = 0
         self._parts: dict[int, Part] = {}
@@ -80,12 +81,13 @@ class Frequencies:
     def add(self, tokens: Iterable[int], written: bool = False) -> None:
         """Count tokens of a prompt, or those that the model has `written`."""
         self._new.append((list(tokens), written))
-        if len(self._new) >= MOST_NEW:
+        self._num_new += len(self._new[-1][0])
+        if self._num_new >= MOST_NEW:
             self._settle()
 
     def _settle(self) -> None:
         """Count what is new as it came: which tokens are the most frequent changes in between."""
-        new, self._new = self._new, []
+        new, self._new, self._num_new = self._new, [], 0
         for tokens, written in new:
             for size in self._parts if written else ():
                 self._part(size).count(tokens)

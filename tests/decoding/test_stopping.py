@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -310,3 +312,11 @@ def test_a_stop_string_is_found_after_a_prompt_of_byte_tokens():
     rest = ids_of(tokenizer, "\U0001f600\U0001f600\U0001f600a")[len(emoji) :]
     got = "".join(stream.push([token]) for token in rest if stream.found is None)
     assert (got, stream.found) == ("", "\U0001f600")
+
+
+def test_a_copy_of_text_to_come_is_the_text():
+    tokenizer = byte_tokenizer()
+    text = RowText(tokenizer, [])
+    late = [text.add(ids_of(tokenizer, part)) for part in ("ab", "cd")]
+    assert [pickle.loads(pickle.dumps(one)) for one in late] == ["ab", "cd"]
+    assert copy.deepcopy(late[0]) == "ab"

@@ -122,3 +122,10 @@ def test_a_rows_bits_do_not_depend_on_the_others_nor_on_threads():
                 assert torch.equal(got, torch.cat(each))
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 5e-324])
+def test_top_p_keeps_the_likeliest_token_however_little_it_asks_for(top_p):
+    logits = some_logits(20, 900, 3, 0.1)
+    got = compiled(logits, [Sampling(1.0, top_p=top_p, seed=i) for i in range(20)], range(20))
+    assert torch.equal(got.tokens, logits.argmax(-1))

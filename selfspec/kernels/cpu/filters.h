@@ -59,7 +59,7 @@ static void keep(float* x, float* weights, int64_t n, float most, double wanted,
         if (x[i] <= high) order[inside++] = i;
     });
     std::sort(order, order + inside, [&](int64_t a, int64_t b) { return x[a] != x[b] ? x[a] > x[b] : a > b; });
-    for (int64_t i = 0; i < inside && before < wanted; i++) {
+    for (int64_t i = 0; i < inside && (before < wanted || last < 0); i++) {  // one at least, however little is wanted
         last = order[i];
         before += weights ? weights[last] : 1;
     }
