@@ -114,7 +114,7 @@ class Adversary(Schedule):
                 self.shadows.append((row, outcome.shadow, plan.shadow.exact))
 
     def check_looked(self, plan, row, outcome):
-        if outcome.looked.match == 0:
+        if outcome.looked is None or outcome.looked.match == 0:  # None: nobody has asked for guesses yet
             assert plan.exit_layer != LOOKUP or plan.trees is not None or outcome.num_drafted == 0
             return
         assert outcome.looked.num_right <= outcome.looked.num_compared

@@ -17,7 +17,6 @@ ASK_SECONDS = 2.5e-5  # to ask for a row's guesses, and to set them beside what 
 BRANCH_SECONDS = 3.5e-5  # the same of branches
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
-MOST_AHEAD = 256  # tokens of each row that are taken to be decoded, at most, when the first share is paid in
 KEPT = 64  # rounds that what was saved earlier pays for, at most
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
@@ -51,8 +50,7 @@ class Reading:
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
         if self._ahead < 0:
-            room = [min(row.room, MOST_AHEAD) for row in rows]  # rows may end long before their limit
-            self._ahead = worth.plain_seconds * sum(room) / len(rows)
+            self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._ahead
         if not self._is_priced and len(rows) > FEW:
             return ()
