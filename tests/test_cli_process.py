@@ -71,7 +71,7 @@ def test_help_names_every_option_and_begins_with_examples():
 
 
 def test_a_reader_who_leaves_is_no_error(model_folder):
-    with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250) as process:
+    with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250, "--quiet") as process:
         process.stdin.close()
         process.stdout.close()
         assert process.stderr.read() == b""

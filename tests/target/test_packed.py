@@ -93,7 +93,7 @@ def test_the_smallest_kind_is_taken_that_loses_nothing():
 
 def kinds(target):
     body = target.stack.lean
-    return {one.struct.kind for layer in body._products for one in layer} | {body._packed_head.struct.kind}
+    return {one.struct.kind for layer in body._products for one in layer} | {body.packed_head.struct.kind}
 
 
 def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
@@ -123,5 +123,5 @@ def test_a_part_of_the_vocabulary_is_packed_as_small():
     part = stack._draft_head.subset(40, stack.frequencies, packs=True)
     assert part.packed.struct.kind == SMALLEST
     hidden = torch.randn(3, 32)
-    whole = stack.lean.product(stack.lean._packed_head, hidden, norm=True)
+    whole = stack.lean.product(stack.lean.packed_head, hidden, norm=True)
     assert torch.equal(stack.lean.product(part.packed, hidden, norm=True), whole[:, part.tokens])
