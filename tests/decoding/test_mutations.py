@@ -138,8 +138,8 @@ def test_holes_between_early_and_late_layers_are_noticed(monkeypatch, mutation, 
     must_fail(check, monkeypatch, rounds, "draft_by_exit", mutation)
 
 
-def one_too_many(self, tokens, text, logits, scores, honest=Row.keep):
-    honest(self, tokens, text, logits, scores)
+def one_too_many(self, tokens, logits, scores, honest=Row.keep):
+    honest(self, tokens, logits, scores)
     self.num_cached += 1
 
 
@@ -168,7 +168,7 @@ def test_a_page_that_two_rows_own_is_noticed(monkeypatch):
     )
 
 
-def pages_never_freed(self, pages):
+def pages_never_freed(self, pages, written=None):
     pass
 
 
@@ -226,7 +226,10 @@ def check_rounds_add_up():
 
 
 def test_rows_that_are_decoded_after_their_end_are_noticed(monkeypatch):
-    monkeypatch.setattr(PagedCache, "release", lambda self, pages: self._free.extend(set(pages) - set(self._free)))
+    def release(self, pages, written=None):
+        self._free.extend(set(pages) - set(self._free))
+
+    monkeypatch.setattr(PagedCache, "release", release)
     must_fail(check_rounds_add_up, monkeypatch, Engine, "step", finished_rows_stay)
 
 
