@@ -99,7 +99,7 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
     int64_t share = s.heads / s.kv_heads, count = 0, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     Task task{{}, -1, 0};
-    auto run = [&](const float* next) {
+    auto run = [&](const Next& next) {
         attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, int(layer.window), m.scale,
                next, out, scratch);
     };
@@ -109,11 +109,13 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
         for (int64_t block = 0; block < blocks; block++)
             for (int64_t head = 0; head < s.kv_heads; head++, count++) {
                 if (count % threads != thread) continue;
-                if (task.head >= 0) run(slot(layer.keys, s, span, 0, head));
+                int64_t position = span.position + block * LANES / share, low = lowest(position, layer.window);
+                if (task.head >= 0)
+                    run({slot(layer.keys, s, span, low, head), together_until(s, span, low, position + 1) - low});
                 task = {span, head, block};
             }
     }
-    if (task.head >= 0) run(nullptr);
+    if (task.head >= 0) run({});
 #pragma omp barrier
 }
 
