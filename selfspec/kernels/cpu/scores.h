@@ -4,6 +4,7 @@
 // order, over a query's own keys from first to last.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "model.h"
@@ -161,11 +162,12 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
     for (int n = 0; n < N; n++) out[n] = add_quads(sums[n]);
 }
 
-// The keys [at, stop) copied one after another, as products read LANES of them where they are fewer or apart.
+// The keys [at, stop) copied one after another and filled up with zeros: products read LANES keys that are not apart.
 static Keys gather(const float* keys, const float* values, const Shape& s, const Span& row, int64_t kv_head, int64_t at,
                    int64_t stop, float* copied) {
     int64_t d = s.head_dim, stride = s.kv_heads * d;
-    for (float* to = copied; at < stop;) {
+    float* to = copied;
+    while (at < stop) {
         int64_t until = together_until(s, row, at, stop);
         const float* key = slot(keys, s, row, at, kv_head);
         for (; at < until; at++, key += stride, to += d) {
@@ -173,6 +175,7 @@ static Keys gather(const float* keys, const float* values, const Shape& s, const
             for (int64_t i = 0; i < d; i += LANES) ask(key + i, values - keys);
         }
     }
+    std::fill(to, copied + LANES * d, 0.f);  // what lies there may be slow to multiply
     return {copied, d, 0};
 }
 
