@@ -6,11 +6,13 @@
 
 #include "scores.h"
 
-// Where keys that the next task begins with lie one after another: asked for while this one mixes values.
+// Keys that the next task begins with, one after another: asked for while this one mixes values.
 struct Next {
     const float* keys;  // null: there are none
     int64_t count;
 };
+
+constexpr int64_t ASKED = 4096;  // floats of them at most: the nearest cache holds values beside them
 
 // Weights times values, for Q queries from `lane` on and D vectors of the head from `from` on.
 template <int Q, int D>
@@ -70,9 +72,10 @@ static inline int64_t lowest(int64_t position, int64_t window) {
 }
 
 // Queries [block * LANES, ...) of those of one row that share a key head; query m is token m / share, head m % share.
+// The first `asked` of the keys that they read were asked for before.
 static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
-                   const float* keys, const float* values, int window, float scale, const Next& next, float* out,
-                   float* scratch) {
+                   const float* keys, const float* values, int64_t asked, int window, float scale, const Next& next,
+                   float* out, float* scratch) {
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
@@ -86,8 +89,8 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     int64_t limit = position[count - 1] + 1, low = lowest(position[0], window);
     bool few = count <= FEW;
     Weights weights{room + weigh_room(d), few ? 1 : LANES, few ? (limit - low + LANES - 1) / LANES * LANES : 1, total};
-    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, window, scale,
-                                   room, weights);
+    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
+                                   scale, room, weights);
     int most = d < 4 * LANES || count <= QUERIES / 2 ? QUERIES : QUERIES / 2;
     for (int lane = 0; lane < count; lane += most) {
         int together = count - lane < most ? count - lane : most;

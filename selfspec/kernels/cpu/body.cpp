@@ -98,7 +98,7 @@ static Span span_of(const Call& call, int64_t row) {
 
 struct Task {  // what `attend` does at a time
     Span row;
-    int64_t head, block;
+    int64_t head, block, asked;
 };
 
 static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,
@@ -106,10 +106,10 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
     const Shape& s = m.shape;
     int64_t share = s.heads / s.kv_heads, count = 0, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    Task task{{}, -1, 0};
+    Task task{{}, -1, 0, 0};
     auto run = [&](const Next& next) {
-        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, int(layer.window), m.scale,
-               next, out, scratch);
+        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked, int(layer.window),
+               m.scale, next, out, scratch);
     };
     for (int64_t row = 0; row < call.num_rows; row++) {
         Span span = span_of(call, row);
@@ -118,9 +118,10 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
             for (int64_t head = 0; head < s.kv_heads; head++, count++) {
                 if (count % threads != thread) continue;
                 int64_t position = span.position + block * LANES / share, low = lowest(position, layer.window);
-                if (task.head >= 0)
-                    run({slot(layer.keys, s, span, low, head), together_until(s, span, low, position + 1) - low});
-                task = {span, head, block};
+                int64_t known = task.head < 0 ? 0 : together_until(s, span, low, position + 1) - low;
+                if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;
+                if (task.head >= 0) run({slot(layer.keys, s, span, low, head), known});
+                task = {span, head, block, known};
             }
     }
     if (task.head >= 0) run({});

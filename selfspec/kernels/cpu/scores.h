@@ -77,8 +77,8 @@ static inline void products(const float* turned, const float* key, int64_t strid
 
 // Weights of many queries, [keys][LANES]: a query in every lane.
 static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int window,
-                       float scale, float* turned, const Weights& weights) {
+                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int64_t,
+                       int window, float scale, float* turned, const Weights& weights) {
     int64_t d = s.head_dim, stride = s.kv_heads * d;
     for (int64_t i = 0; i < d; i++)
         for (int lane = 0; lane < LANES; lane++) turned[i * LANES + lane] = queries[lane * d + i];
@@ -129,15 +129,17 @@ static void spread(const float* queries, int n, int64_t d, float* out) {
         }
 }
 
-// Keys of one head one after another, and how far away from them something to ask for is.
+// Keys of one head one after another, and how far away from them values to ask for are.
 struct Keys {
     const float* first;
     int64_t stride, away;
 };
 
+constexpr int64_t SOON_KEYS = 2 * LANES;  // that are asked for before they are needed, where nobody did before
+
 // Products of LANES keys with N `spread` queries. Four keys at a time are turned within quads of lanes, so that a
-// lane's sum is of one key and one quad.
-template <int N>
+// lane's sum is of one key and one quad. Whether to ask for later keys too is known when it is compiled.
+template <int N, bool asks_later>
 static void products_of_few(const Keys& keys, const float* queries, int64_t d, Vec* out) {
     Vec sums[N][QUAD_SUMS];
     const float* key = keys.first;
@@ -150,6 +152,7 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
             for (int i = 0; i < QUAD; i++) {
                 four[i] = load_rest(key + i * keys.stride + from, d - from);
                 ask(key + i * keys.stride + from, keys.away);
+                if (asks_later) ask(key + i * keys.stride + from, SOON_KEYS * keys.stride);
             }
             turn_quads(four);
 #pragma GCC unroll 4
@@ -180,22 +183,24 @@ static Keys gather(const float* keys, const float* values, const Shape& s, const
 }
 
 typedef void (*Products)(const Keys&, const float*, int64_t, Vec*);
-template <int... N>
+template <bool asks_later, int... N>
 static Products products_for(int count, std::integer_sequence<int, N...>) {
-    static const Products known[] = {products_of_few<N + 1>...};
+    static const Products known[] = {products_of_few<N + 1, asks_later>...};
     return known[count - 1];
 }
 
 // Floats of room to weigh keys in, for queries spread and keys copied, or queries turned.
 static inline int64_t weigh_room(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
 
-// Weights of a few queries, [queries][keys]: a key in every lane. The same sums in the same order.
+// Weights of a few queries, [queries][keys]: a key in every lane. The same sums in the same order. The first `asked` keys
+// were asked for before.
 static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int window,
-                      float scale, float* room, const Weights& weights) {
+                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
+                      int window, float scale, float* room, const Weights& weights) {
     int64_t d = s.head_dim, stride = s.kv_heads * d, until = low;
     float* copied = room + vectors_of(d) * QUAD * LANES * FEW;
-    Products products = products_for(count, std::make_integer_sequence<int, FEW>());
+    constexpr std::make_integer_sequence<int, FEW> counts;
+    Products products = products_for<false>(count, counts), asking = products_for<true>(count, counts);
     const float* run = nullptr;  // keys that lie one after another, from here up to `until`
     Vec most[FEW];
     Ints lane = {};
@@ -209,7 +214,7 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
         }
         int64_t stop = at + LANES < limit ? at + LANES : limit;
         Vec sums[FEW];
-        products(at + LANES <= until ? Keys{run, stride, values - keys}
+        (at + SOON_KEYS < low + asked ? products : asking)(at + LANES <= until ? Keys{run, stride, values - keys}
                                      : gather(keys, values, s, row, kv_head, at, stop, copied),
                  room, d, sums);
         Ints where = lane + int32_t(at);
