@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eval.recording import record
 from eval.replay import replay
-from eval.traces import Trace, record
+from eval.traces import Trace
 from selfspec.control.costs import Costs, Table
 from selfspec.control.growth import grow
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, SurvivalStop

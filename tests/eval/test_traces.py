@@ -7,9 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from eval.drafts import draft, draft_lengths
 from eval.methods import Endless
-from eval.replay import draft, draft_lengths, replay
-from eval.traces import Trace, load, record, save
+from eval.recording import record
+from eval.replay import replay
+from eval.traces import Trace, load, save
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
