@@ -84,6 +84,7 @@ def replay(config: ReplayConfig, options: argparse.Namespace, say: Any) -> dict[
     from eval import environment, knee, plots
     from eval.compare import compare
     from eval.tasks import gather
+    from eval.traces import renumbered
 
     if options.output:
         plots.check_plots()
@@ -91,6 +92,9 @@ def replay(config: ReplayConfig, options: argparse.Namespace, say: Any) -> dict[
         torch.set_num_threads(config.threads)
     about = environment.machine()
     tasks = gather(config, options.traces, options.costs, options.record_traces, say)
+    if config.renumbered != "no":
+        seed = config.seed if config.renumbered == "random" else None
+        tasks = [task._replace(traces=renumbered(task.traces, seed)) for task in tasks]
     sections = compare(tasks, config, say)
     if options.output:
         folder = folder_of(options)

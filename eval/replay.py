@@ -63,13 +63,6 @@ class Replayed:
     def num_tokens(self) -> int:
         return sum(row.num_emitted for round_ in self.rounds for row in round_.rows)
 
-    def add(self, other: Replayed) -> None:
-        """Count another replay's rounds as well."""
-        self.rounds += other.rounds
-        self.seconds += other.seconds
-        self.plain_seconds += other.plain_seconds
-        self.control += other.control
-
 
 @dataclass(slots=True)
 class _Row:

@@ -6,7 +6,8 @@ from selfspec.control.plan import DRAFTS
 from selfspec.control.policies import POLICIES
 
 WITH_SOURCES = "adaptive"
-FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source != "tree"), f"{WITH_SOURCES}:{'+'.join(DRAFTS)}")
+CHAIN, EVERYTHING = f"{WITH_SOURCES}:exit", f"{WITH_SOURCES}:{'+'.join(DRAFTS)}"
+FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source != "tree"), EVERYTHING)
 
 
 def split_policy(name: str) -> tuple[str, tuple[str, ...] | None]:

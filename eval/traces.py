@@ -85,6 +85,40 @@ class Trace:
         return dataclasses.replace(self, tokens=self.tokens[:num_tokens], likely=self.likely[:num_tokens], **cut)
 
 
+def renumbered(traces: Sequence[Trace], seed: int | None = None) -> list[Trace]:
+    """The same outputs with every token a new one, so that nothing in them repeats and nothing can be looked up.
+
+    What the layers picked is right and wrong where it was, and as sure; what was not the output's token becomes one
+    that no text holds.
+
+    Args:
+        seed: draw tokens of the vocabulary at random instead: what repeats then is chance, and foretells nothing.
+    """
+    lengths = [trace.prompt_length + len(trace.tokens) for trace in traces]
+    count = vocab_size = sum(lengths)
+    everything = np.arange(count)
+    if seed is not None:
+        vocab_size = max((trace.vocab_size for trace in traces), default=1)
+        everything = np.random.default_rng(seed).integers(0, vocab_size, count)
+    texts = np.split(everything.astype(np.int32), np.cumsum(lengths)[:-1])
+    return [_with_text(trace, text, vocab_size) for trace, text in zip(traces, texts, strict=True)]
+
+
+def _with_text(trace: Trace, text: NDArray[np.int32], vocab_size: int) -> Trace:
+    tokens = text[trace.prompt_length :]
+    stranger = np.int32(vocab_size)  # as are those after it
+    is_next = trace.likely == np.array(trace.tokens, np.int32)[:, None]
+    return dataclasses.replace(
+        trace,
+        prompt=tuple(text[: trace.prompt_length].tolist()),
+        tokens=tuple(tokens.tolist()),
+        likely=np.where(is_next, tokens[:, None], stranger + np.arange(trace.likely.shape[1], dtype=np.int32)),
+        picks=np.where(trace.hits, tokens, stranger),
+        wrong_picks=np.where(trace.wrong_picks < 0, trace.wrong_picks, stranger),
+        vocab_size=vocab_size + trace.likely.shape[1],
+    )
+
+
 def save(traces: Sequence[Trace], path: str | Path) -> None:
     """Write traces into one `.npz` file, whole or not at all."""
     arrays: dict[str, Any] = {"version": np.array(VERSION), "count": np.array(len(traces))}
