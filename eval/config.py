@@ -109,7 +109,7 @@ class ReplayConfig:
     renumbered: str = knob(
         "no",
         "'new': make every token of the traces a new one, so that there is nothing to look up; 'random': a random one, "
-        "so that lookup misleads. What layers picked stays. If no policies are given: adaptive from few and all sources.",
+        "so that lookup misleads. What layers picked stays. Where no policies are given: adaptive's sources.",
     )
     exit_layer: int = knob(
         0, "Exit layer of the policies that do not choose it; 0: stored with the model, else a quarter."
