@@ -131,6 +131,7 @@ class Plan:
     guesses: int = 0  # of a single row: most free guesses that an early pass checks after the token it is fed
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
+    draft_bits: int | None = None  # 8: draft by copies of the layers in 8 bits, if there are any; all layers judge
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property

@@ -9,7 +9,6 @@ Counts over many texts are kept beside them, for the trackers of later texts to 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +31,13 @@ EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves 
 # Most observations per layer that a saved prior counts for, and that are saved again with what comes.
 PRIOR_SIZE, OVERALL_SIZE = 60.0, 3000.0
 
+_RATES = -1 / np.array((RECENT, LASTING, OVERALL))  # by which the three counts fade, in powers of two per token
 _bounds = np.array(CONFIDENCE_EDGES)
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
+_WEIGHTS = np.array((LASTING_WEIGHT, CURVE_WEIGHT))[:, None, None]
+_SHARE_WEIGHTS = np.array(SHARE_WEIGHTS)[:, None, None]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
 _PRECISION = 1 / np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
@@ -50,25 +52,34 @@ class Tracker:
 
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
-        self.recent, self.lasting = np.zeros(self._shape), np.zeros(self._shape)
-        self.overall = np.zeros(self._shape)  # what later trackers may start from
+        self._counts = np.zeros((len(_RATES), *self._shape))
+        self.recent, self.lasting, self.overall = self._counts  # the last: what later trackers may start from
+        self._firsts = np.arange(len(_RATES))[:, None] * self.recent.size  # where they begin in `_counts`
         self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # of offset and slope, [2, L - 1]
         self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
         self._expected, self._asked = self._curves(), 0
-        # Observations not counted yet: of one layer, and of several; and `_age` then.
-        self._drafts: list[tuple[int, Sequence[bool], Sequence[float], float]] = []
+        # Observations not counted yet: of single picks, where their layer's hits or misses begin; and of several layers.
+        self._lines: list[int] = []
+        self._sure: list[float] = []
+        self._ages: list[float] = []
         self._shadows: list[tuple[Shadow, float]] = []
-        self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their counts begin
+        self._lines_of: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
-            self.lasting, self.overall = (read_prior(prior, num_layers, most) for most in (PRIOR_SIZE, OVERALL_SIZE))
+            self.lasting[:], self.overall[:] = (
+                read_prior(prior, num_layers, most) for most in (PRIOR_SIZE, OVERALL_SIZE)
+            )
             for _ in range(8):
                 self._fit()
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
-        self._drafts.append((layer, hits, confidences, self._age))
+        line = (layer - 1) * NUM_BINS
+        miss = line + self._shape[1] * NUM_BINS
+        self._lines += [line if hit else miss for hit in hits]
+        self._sure += confidences
+        self._ages += [self._age] * len(hits)
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -82,41 +93,26 @@ class Tracker:
     def _settle(self) -> None:
         """Fade the counts and add what is new, once per estimate: rounds are many, and most need none."""
         if self._age:
-            self.recent *= 0.5 ** (self._age / RECENT)
-            self.lasting *= 0.5 ** (self._age / LASTING)
-            self.overall *= 0.5 ** (self._age / OVERALL)
-        if self._drafts:
-            self._add_drafts()
-        for shadow, age in self._shadows:
-            counts = self._counts_of(shadow)
-            self.recent += counts * 0.5 ** ((self._age - age) / RECENT)
-            self.lasting += counts * 0.5 ** ((self._age - age) / LASTING)
-            self.overall += counts * 0.5 ** ((self._age - age) / OVERALL)
-        self._drafts, self._shadows, self._age = [], [], 0.0
+            self._counts *= np.exp2(self._age * _RATES)[:, None, None, None]
+        if self._lines or self._shadows:
+            lines, sure, ages = [np.array(self._lines, np.int64)], [np.array(self._sure)], self._ages
+            for shadow, age in self._shadows:
+                lines.append(self._cells_of(shadow))
+                sure.append(shadow.confidences.reshape(-1))
+                ages += [age] * shadow.hits.size
+            cells = np.concatenate(lines) + np.searchsorted(_bounds, np.concatenate(sure), "right")
+            weights = np.exp2(_RATES[:, None] * (self._age - np.array(ages)))
+            at = (self._firsts + cells).reshape(-1)
+            self._counts += np.bincount(at, weights.reshape(-1), self._counts.size).reshape(self._counts.shape)
+            self._lines, self._sure, self._ages, self._shadows = [], [], [], []
+        self._age = 0.0
 
-    def _add_drafts(self) -> None:
-        misses, new = self._shape[1] * NUM_BINS, dict[int, tuple[float, float, float]]()
-        for layer, hits, confidences, age in self._drafts:
-            recent, lasting, overall = [0.5 ** ((self._age - age) / n) for n in (RECENT, LASTING, OVERALL)]
-            for hit, confidence in zip(hits, confidences, strict=True):
-                cell = (layer - 1) * NUM_BINS + bisect_right(CONFIDENCE_EDGES, confidence) + (0 if hit else misses)
-                one, two, three = new.get(cell, (0.0, 0.0, 0.0))
-                new[cell] = one + recent, two + lasting, three + overall
-        flat = self.recent.reshape(-1), self.lasting.reshape(-1), self.overall.reshape(-1)
-        for cell, weights in new.items():
-            flat[0][cell] += weights[0]
-            flat[1][cell] += weights[1]
-            flat[2][cell] += weights[2]
-
-    def _counts_of(self, shadow: Shadow) -> NDArray[np.int64]:
-        """How often each layer was right and wrong, by bin; in the shape of the counts."""
-        cells = np.searchsorted(_bounds, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
-        lines = self._lines.get(shadow.layers)
+    def _cells_of(self, shadow: Shadow) -> NDArray[np.int64]:
+        """Where the hits or misses of its picks' layers begin."""
+        lines = self._lines_of.get(shadow.layers)
         if lines is None:
-            lines = self._lines[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
-        cells += lines
-        cells[~shadow.hits] += self._shape[1] * NUM_BINS
-        return np.bincount(cells.reshape(-1), minlength=self.recent.size).reshape(self._shape)
+            lines = self._lines_of[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
+        return np.where(shadow.hits, lines, lines + self._shape[1] * NUM_BINS).reshape(-1)
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
@@ -124,13 +120,12 @@ class Tracker:
         self._asked += 1
         if self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0:
             self._fit()
-        (hits, misses), (hits_now, misses_now) = self.lasting, self.recent
-        seen, lately = hits + misses, hits_now + misses_now
-        right = (hits + CURVE_WEIGHT * self._expected) / (seen + CURVE_WEIGHT)
-        share = (seen + SHARE_WEIGHTS[1] / NUM_BINS) / (np.add.reduce(seen, 1, keepdims=True) + SHARE_WEIGHTS[1])
-        right = (hits_now + LASTING_WEIGHT * right) / (lately + LASTING_WEIGHT)
-        total = np.add.reduce(lately, 1, keepdims=True) + SHARE_WEIGHTS[0]
-        share = (lately + SHARE_WEIGHTS[0] * share) / total
+        hits, both = self._counts[:2, 0], self._counts[:2, 0] + self._counts[:2, 1]  # [recent or lasting, L - 1, bins]
+        seen, totals = both + _WEIGHTS, np.add.reduce(both, 2, keepdims=True) + _SHARE_WEIGHTS
+        right = (hits[1] + CURVE_WEIGHT * self._expected) / seen[1]
+        right = (hits[0] + LASTING_WEIGHT * right) / seen[0]
+        share = (both[1] + SHARE_WEIGHTS[1] / NUM_BINS) / totals[1]
+        share = (both[0] + SHARE_WEIGHTS[0] * share) / totals[0]
         return np.maximum.accumulate(right, 1), share
 
     def mean_confidences(self, layer: int) -> tuple[float, float]:

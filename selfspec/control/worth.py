@@ -34,15 +34,17 @@ class Worth:
         tokens = [num_rows * width for width in range(1, MOST + 2)]
         one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n) for n in tokens])
         self._above = (costs.num_layers - exits)[:, None]  # [L - 1, 1]: layers that verify
-        self._late = self._above * one_layer  # [L - 1, MOST + 1]
-        self.head = np.array([costs.head(n) for n in tokens])
+        self._below = exits[:, None]
         self.pick = np.array([costs.pick(n) for n in tokens])
         self.rest = costs.rest(num_rows)
+        heads = np.array([costs.head(n) for n in tokens])
+        self._late = self._above * one_layer + heads + self.rest  # [L - 1, MOST + 1], without picks
         self.plain = costs.stages(None, (0,) * num_rows)
+        self._plain = sum(self.plain.values())
         self._lengths = np.arange(1.0, MOST + 1)
-        self.least_lookup = 0.0  # seconds of a token drafted by lookup where one is cheapest
-        self._by_width: tuple[Floats, Floats] | None = None  # of rounds by lookup; and their picks
+        self._lookup_tables: tuple[Floats, Floats, Floats] | None = None  # see `_price_lookups`
         self._lines = np.arange(costs.num_layers - 1)[:, None] * (MOST + 1)  # where they begin in `_verify`
+        self._wider: dict[int, list[float]] = {}  # what `guesses` knows of exit layers
         self._pick = self._passes = self._part = 1.0
         self._deciding = 0.0
         self.move(context)
@@ -63,30 +65,53 @@ class Worth:
             return
         self._pick, self._passes, self._deciding = pick, passes, deciding
         self._price()
+        self._wider.clear()
 
     def draft_over(self, share: float) -> None:
         """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller."""
         if share != self._part:
             self._part = share
-            self._price_drafts()
+            self._forget()
+            self._wider.clear()
 
     def _price(self) -> None:
-        self._verify = self._late + self._above * self._more + self.head + self._pick * self.pick
-        self._verify += self.rest + self._deciding
+        """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
+        self.plain_seconds = self._plain + self._costs.num_layers * self._more + (self._pick - 1) * self.plain["pick"]
+        self._verifying: Floats | None = None
         self._lookups: list[float] | None = None
-        plain = sum(self.plain.values()) + self._costs.num_layers * self._more
-        self.plain_seconds = plain + (self._pick - 1) * self.plain["pick"]
-        self._price_drafts()
+        self._forget()
 
-    def _price_drafts(self) -> None:
-        read = (self._costs.num_layers - self._above) * self._more  # [L - 1, 1], by an early pass
-        picking = self._part * (self.step_head + self._pick * self.step_pick)
-        # [L - 1, 1]: one drafted token per row, beside the round's first pass
-        self._step = self._passes * (self._early + read) + picking
-        self._begin = self._passes * (self._first + read)
-        # [L - 1, MOST]: drafts of every length; the last drafted token runs through early layers too, without a head
-        self._rounds = self._step * self._lengths + self._begin + self._verify[:, 1:]
+    def _forget(self) -> None:
+        self._steps: tuple[Floats, Floats] | None = None
+        self._rounds: Floats | None = None
         self._limits: Floats | None = None
+
+    @property
+    def _verify(self) -> Floats:
+        """`[L - 1, MOST + 1]`: everything of a round but early passes and their picks, by drafted tokens per row."""
+        if self._verifying is None:
+            self._verifying = self._late + self._above * self._more
+            self._verifying += self._pick * self.pick + self._deciding
+        return self._verifying
+
+    @property
+    def _drafting(self) -> tuple[Floats, Floats]:
+        """`[L - 1, 1]`: one drafted token per row, and the round's first pass beside them.
+
+        The last drafted token runs through early layers too, without a head.
+        """
+        if self._steps is None:
+            read = self._below * self._more  # by an early pass
+            picking = self._part * (self.step_head + self._pick * self.step_pick)
+            self._steps = self._passes * (self._early + read) + picking, self._passes * (self._first + read)
+        return self._steps
+
+    def _all_rounds(self) -> Floats:
+        """`[L - 1, MOST]`: rounds of drafts of every length."""
+        if self._rounds is None:
+            step, begin = self._drafting
+            self._rounds = step * self._lengths + begin + self._verify[:, 1:]
+        return self._rounds
 
     def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
@@ -96,7 +121,7 @@ class Worth:
         if self.num_rows > 1:
             acceptance = (right * share).sum(1, keepdims=True)
             kept = 1 + (acceptance**self._lengths).cumsum(1)
-            return self.num_rows * kept / self._rounds, np.broadcast_to(self._lengths, kept.shape)
+            return self.num_rows * kept / self._all_rounds(), np.broadcast_to(self._lengths, kept.shape)
         above = np.empty((2, *share.shape))
         above[0] = share
         np.multiply(right, share, out=above[1])
@@ -104,16 +129,16 @@ class Worth:
         above = np.minimum(np.add.accumulate(above[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
         drafted, kept = (1 - above**MOST) / (1 - above)
         low = np.minimum(drafted.astype(np.int64), MOST - 1)
-        at, verify = low + self._lines, self._verify.reshape(-1)
+        at, verify, (step, begin) = low + self._lines, self._verify.reshape(-1), self._drafting
         verifying = verify.take(at)
         verifying += (drafted - low) * (verify.take(at + 1) - verifying)
-        return (1 + above[1][:, :1] * kept) / (drafted * self._step + self._begin + verifying), drafted
+        return (1 + above[1][:, :1] * kept) / (drafted * step + begin + verifying), drafted
 
     def limits(self) -> Floats:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
         if self._limits is None:
             kept = self.num_rows * (1 + self._lengths)
-            self._limits = (kept / self._rounds).max(1)
+            self._limits = np.maximum.reduce(kept / self._all_rounds(), 1)
         return self._limits
 
     def lookups(self) -> list[float]:
@@ -122,30 +147,43 @@ class Worth:
             self._lookups = self._price_lookups()
         return self._lookups
 
-    def _price_lookups(self) -> list[float]:
-        rows, costs = self.num_rows, self._costs
-        if self._by_width is None:
+    @property
+    def least_lookup(self) -> float:
+        """Seconds of a token drafted by lookup where one is cheapest."""
+        fixed, picks = self._lookup_prices()[2]
+        return float((np.diff(fixed + self._pick * picks) / np.diff(LOOKUP_GRID)).min()) / self.num_rows
+
+    def _lookup_prices(self) -> tuple[Floats, Floats, Floats]:
+        """Of rounds by lookup, by drafted tokens in all: what does not change, and picks; and both on the grid."""
+        if self._lookup_tables is None:
+            rows, costs = self.num_rows, self._costs
             tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
             ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
             layers = max(1.0, ragged) * np.array([costs.verify(0, rows, n) for n in tokens])
             rest = np.array([costs.head(n) for n in tokens]) + self.rest + rows * LOOKUP_SECONDS
-            self._by_width = layers + rest, np.array([costs.pick(n) for n in tokens])
-        fixed, picks = self._by_width
-        seconds = fixed + costs.num_layers * self._more + self._pick * picks + self._deciding
-        self.least_lookup = float((np.diff(seconds) / np.diff(LOOKUP_GRID)).min()) / rows
-        drafted = np.arange(min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
-        return [self.plain_seconds, *np.interp(drafted[1:], LOOKUP_GRID, seconds).tolist()]
+            grid = np.stack((layers + rest, np.array([costs.pick(n) for n in tokens])))
+            drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
+            fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
+            self._lookup_tables = fixed, picks, grid
+        return self._lookup_tables
+
+    def _price_lookups(self) -> list[float]:
+        fixed, picks, _ = self._lookup_prices()
+        seconds = fixed + self._pick * picks + (self._costs.num_layers * self._more + self._deciding)
+        return [self.plain_seconds, *seconds.tolist()]
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""
-        line = exit_layer - 1
-        return [float(self._begin[line, 0] + self._verify[line, 0]), *self._rounds[line].tolist()]
+        line, verify = exit_layer - 1, self._verify[exit_layer - 1]
+        step, begin = (float(each[line, 0]) for each in self._drafting)
+        drafted = step * self._lengths + begin + verify[1:]
+        return [begin + float(verify[0]), *drafted.tolist()]
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""
         line, at = exit_layer - 1, min(int(drafted), MOST - 2)
         wider = (self._verify[line, at + 2] - self._verify[line, at]) / 2
-        return float(self._step[line, 0] + wider) / self.num_rows
+        return float(self._drafting[0][line, 0] + wider) / self.num_rows
 
     def beside(self, exit_layer: int, drafted: float) -> tuple[float, float]:
         """Seconds that drafting tokens beside the others adds to a round of about `drafted` per row: at all, and each.
@@ -165,14 +203,22 @@ class Worth:
         Args:
             chances: that the exit picks the first guess, the first two, ...; falling.
         """
-        step, costs = float(self._step[exit_layer - 1, 0]), self._costs
-        narrow = costs.early_pass(exit_layer, 1)
+        wider = self._wider.get(exit_layer)
+        if wider is None:
+            wider = self._wider[exit_layer] = self._widths(exit_layer)
+        step = float(self._drafting[0][exit_layer - 1, 0])
         best, count, saved = 0.0, 0, 0.0
-        for n, chance in enumerate(chances[:MOST_GUESSES], 1):
+        for n, (chance, more) in enumerate(zip(chances, wider, strict=False), 1):
             saved += chance * step
-            wider = self._passes * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow)
-            picking = costs.head(1 + n) - self.step_head + self._pick * (costs.pick(1 + n) - self.step_pick)
-            wider += self._part * picking
-            if saved - wider > best:
-                best, count = saved - wider, n
+            if saved - more > best:
+                best, count = saved - more, n
         return count
+
+    def _widths(self, exit_layer: int) -> list[float]:
+        """Seconds that 1, 2, .. `MOST_GUESSES` guesses add to an early pass of a single row."""
+        costs, wider = self._costs, []
+        narrow = costs.early_pass(exit_layer, 1)
+        for n in range(1, MOST_GUESSES + 1):
+            picking = costs.head(1 + n) - self.step_head + self._pick * (costs.pick(1 + n) - self.step_pick)
+            wider.append(self._passes * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._part * picking)
+        return wider

@@ -72,7 +72,8 @@ class Chooser:
         if not self._picker.is_compiled or self._processes or plan.keep_divergence or not any(r.length for r in rows):
             return None
         assert plan.exit_layer is not None
-        head = stack.packed_head(plan.exit_layer, plan.draft_vocab)
+        rounded = plan.draft_bits is not None
+        head = stack.packed_head(plan.exit_layer, plan.draft_vocab, rounded)
         if head is None or not isinstance(stack.lean, CompiledBody):
             return None
         stops = Stops(plan.min_confidence)
@@ -80,7 +81,7 @@ class Chooser:
             stops = Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
         spans, how = [Span(*row) for row in rows], told_of([row.request.sampling for row in self._rows])
         asked = plan.reads_confidence, plan.seconds is not None
-        written = write(stack.lean, cache, spans, last, plan.exit_layer, head, how, stops, *asked, tapped)
+        written = write(stack.lean, cache, spans, last, plan.exit_layer, head, how, stops, *asked, tapped, rounded)
         self.confidences, self._others = written.sure, written.seconds
         self._seconds.laps([part for step in written.taken for part in zip(_STAGES, step, strict=True)])
         return written
