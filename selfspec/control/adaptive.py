@@ -88,7 +88,7 @@ class Adaptive:
         self._second_rates = SecondRates(costs.num_layers) if "tree" in drafts else None
         self._seconds: SecondChoices | None = None
         self._pick = 1.0  # how much longer picks take than in the table of costs
-        self._passes = 1.0  # and early passes, beside the verifications of the same rounds
+        self._passes = [1.0, 1.0]  # and early passes, and those of copies, beside the same rounds' verifications
         self._deciding = 0.0  # seconds that deciding takes in a round that drafts
         self._decided: list[float] = []  # of the rounds since the last look at the clock
         self._worth: Worth | None = None
@@ -111,14 +111,22 @@ class Adaptive:
         self._reading = Reading(costs.ragged is not None)
         self._idle_rounds = 0  # plain rounds that are not counted yet
         self._acceptance = 0.0  # of the exit layer in use
-        self._parts, self._part = Parts(costs), WHOLE  # of the vocabulary, and the one that drafts are over
+        self._may_copy, self._has_copies = "copies" in drafts, False
+        self._vocabulary: Vocabulary | None = None
+        self._parts, self._part = Parts(costs), WHOLE  # ways of drafting, and the one in use
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._most_credit = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        self._parts, self._part = Parts(self.costs, vocabulary), WHOLE
+        self._vocabulary = vocabulary
+        self._parts, self._part = Parts(self.costs, vocabulary, self._has_copies), WHOLE
+
+    def tell_copies(self, has_copies: bool) -> None:
+        """Drafts may be written by copies of the layers in 8 bits; until this is told they may not."""
+        self._has_copies = has_copies and self._may_copy
+        self.tell_vocabulary(self._vocabulary)
 
     @property
     def reads_lookup(self) -> bool:
@@ -189,6 +197,7 @@ class Adaptive:
             seconds=self._seconds,
             guesses=guesses,
             draft_vocab=self._part.size,
+            draft_bits=self._part.bits,
             speedup=self._speedup,
         )
         if shadow is None:
@@ -228,8 +237,9 @@ class Adaptive:
             beside = beside if any(beside) else []
             widths = outcomes[0].widths
             part = self._parts.share(plan.draft_vocab)
-            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside, part, widths)
-            self._look_at_clock(expected, seconds)
+            copies = plan.draft_bits is not None
+            expected = self.costs.stages(plan.exit_layer, lengths, self._context, beside, part, widths, copies)
+            self._look_at_clock(expected, seconds, copies)
         self._idle_rounds = 0
         self._pay(plan, seconds)
 
@@ -273,14 +283,14 @@ class Adaptive:
             self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         right, share = self.tracker.estimates()
-        worth.price(self._pick, self._passes, self._deciding)
+        worth.price(self._pick, (self._passes[0], self._passes[1]), self._deciding)
         self._usual = num_rows / worth.plain_seconds
         if not self._allowed:
             self._next = self._round + IDLE_ROUNDS
             return
         now = self._exit_layer
         parts = self._parts.now(any(row.has_processors for row in rows))
-        chosen = choose(parts, self._allowed, worth, right, share, (self._part.size, now), STAY, self._favour)
+        chosen = choose(parts, self._allowed, worth, right, share, (self._part, now), STAY, self._favour)
         self._part, exit_layer, rates, drafted = chosen
         line = exit_layer - 1
         right_then, share_then = right[line].tolist(), share[line].tolist()
@@ -337,7 +347,7 @@ class Adaptive:
         self._turn = (self._turn + count) % rows
         return ShadowPlan(layers, chosen, columns)
 
-    def _look_at_clock(self, expected: Mapping[str, float], seconds: Seconds) -> None:
+    def _look_at_clock(self, expected: Mapping[str, float], seconds: Seconds, copies: bool) -> None:
         """Learn what picks and deciding cost beside all else of their round, and early passes beside its verification.
 
         Parts of one round are set against each other only: what a round takes when others use the machine says nothing
@@ -354,7 +364,7 @@ class Adaptive:
             self._deciding += DECIDING_STEP * (min(decided / pace, most) - self._deciding)
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
-            self._passes += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self._passes)
+            self._passes[copies] += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self._passes[copies])
 
 
 def _favour(num_layers: int) -> Floats:

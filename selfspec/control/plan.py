@@ -21,15 +21,12 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-DRAFTS = ("exit", "lookup", "recycle", "tree", "cascade")
+DRAFTS = ("exit", "copies", "lookup", "recycle", "tree", "cascade")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
-tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up."""
-DEFAULT_DRAFTS = (
-    "exit",
-    "lookup",
-    "tree",
-    "cascade",
-)  # keeping what was likely takes more time than it has been seen to save
+tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up, "copies"
+lets copies of early layers in 8 bits draft in their place."""
+# Keeping what was likely takes more time than it has been seen to save.
+DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree", "cascade")
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -246,7 +243,8 @@ class Policy(Protocol):
     where `recycles` is true, what verification thought likely is kept for later. A policy may also have
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
     and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `tell_vocabulary` is
-    handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one.
+    handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one; one that has
+    `tell_copies`, whether there are copies of the layers in 8 bits to draft by.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -59,7 +59,7 @@ class Tracker:
         self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
         self._expected, self._asked = self._curves(), 0
-        # Observations not counted yet: of single picks, where their layer's hits or misses begin; and of several layers.
+        # Observations not counted yet: of single picks, where their layer's hits or misses begin; of several layers.
         self._lines: list[int] = []
         self._sure: list[float] = []
         self._ages: list[float] = []

@@ -88,6 +88,8 @@ def policy_for(
     stack, ranks = target.exact_stack if exact else target.stack, target.stack.ranks
     if hasattr(made, "tell_vocabulary"):
         made.tell_vocabulary(stack.frequencies if stack.has_draft_heads else None)
+    if hasattr(made, "tell_copies"):
+        made.tell_copies(stack.has_copies)
     return made if ranks is None else Led(made, ranks.leads, ranks.agreed)
 
 

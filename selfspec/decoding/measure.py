@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 
-from selfspec.control.costs import CONTEXT, Costs, Table
+from selfspec.control.costs import CONTEXT, Copies, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, TokenTree
+from selfspec.control.table import Table
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.request import Request
@@ -159,6 +160,9 @@ class _Clock:
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
+            if self.stack.has_copies and self.steps == STEPS:
+                early = [e for e in few if e <= max(1, layers // 2)]
+                yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
             if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
                 yield partial(self.ragged, rows)
         if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
@@ -185,6 +189,7 @@ class _Clock:
             short=Table.of(self.typical("short")[1]),
             context=context,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
+            copies=self.copies(),
         )
         factors = {
             rows: seconds / costs.verify(LOOKUP, rows, num_tokens)
@@ -192,6 +197,13 @@ class _Clock:
             for num_tokens, seconds in of_rows.items()
         }
         return replace(costs, ragged=Table.of(factors)) if factors else costs
+
+    def copies(self) -> Copies | None:
+        first, later = (
+            {rows: Table.of(by_exit) for rows, by_exit in self.typical(f"copied {which}").items()}
+            for which in ("first", "later")
+        )
+        return Copies(first, later, Table.of(self.typical("copied head")[1])) if first else None
 
     def typical(self, piece: str) -> dict[int, dict[int, float]]:
         """rows -> size -> seconds of a piece, near the lowest of its readings.
@@ -228,6 +240,17 @@ class _Clock:
                 self.keep(stage, 1, rows, one)
             if drafting:
                 self.keep(stage, 1, rows * width, judging)
+
+    def copied(self, rows: int, exit_layer: int) -> None:
+        """A round's draft by copies of the layers."""
+        plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=8)
+        laps = self.laps(rows, self.base, plan)
+        first, *later, packing = laps["draft"]
+        self.keep("copied first", rows, exit_layer, first + packing)
+        for one in later:
+            self.keep("copied later", rows, exit_layer, one)
+        for one in laps["head"][:-1]:
+            self.keep("copied head", 1, rows, one)
 
     def beside(self, more: int) -> None:
         """The last early pass of a draft, with so many tokens drafted beside the others."""

@@ -88,6 +88,11 @@ class Stack:
         return self._draft_head is not None and self.runner is None
 
     @property
+    def has_copies(self) -> bool:
+        """Whether drafts may be written by copies of the layers in 8 bits, see `CompiledBody.rounded`."""
+        return isinstance(self.lean, CompiledBody) and self.exit_heads is None
+
+    @property
     def engine(self) -> str:
         """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
         return "views" if self.lean is None else self.lean.name
