@@ -29,7 +29,7 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
     judged = min(accepted + 1, length)
     away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
     outcome = RowOutcome(0, length, accepted, confidences, away)
-    return outcome if plan.seconds is None else _with_second(trace, at, plan.seconds, line, outcome)
+    return outcome if plan.second_choices is None else _with_second(trace, at, plan.second_choices, line, outcome)
 
 
 def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
