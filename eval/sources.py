@@ -7,10 +7,8 @@ from selfspec.control.policies import POLICIES
 
 WITH_SOURCES = "adaptive"
 BESIDE = {"copies", "tree"}  # which only change how others draft
-FORMS = (
-    *(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source not in BESIDE),
-    f"{WITH_SOURCES}:{'+'.join(DRAFTS)}",
-)
+CHAIN, EVERYTHING = f"{WITH_SOURCES}:exit", f"{WITH_SOURCES}:{'+'.join(DRAFTS)}"
+FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source not in BESIDE), EVERYTHING)
 
 
 def split_policy(name: str) -> tuple[str, tuple[str, ...] | None]:

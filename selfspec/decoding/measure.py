@@ -205,7 +205,7 @@ class _Clock:
     def beside(self, more: int) -> None:
         """The last early pass of a draft, with so many tokens drafted beside the others."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
-        plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, seconds=rule if more else None)
+        plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, second_choices=rule if more else None)
         self.keep("wide", 1, 1 + more, self.laps(1, self.base, plan)["draft"][-1])
 
     def ragged(self, rows: int) -> None:

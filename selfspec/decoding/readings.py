@@ -29,7 +29,7 @@ class Readings:
         Args:
             layers: of the model.
             middle: the exit layer from which verifications were read.
-            beyond: tokens by which the context of "long" forwards is longer than that of the others; 0: that says nothing.
+            beyond: tokens by which the context of "long" forwards is longer than the others'; 0: it says nothing.
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
         plain, far = self.typical("plain"), self.typical("long")[1][1]

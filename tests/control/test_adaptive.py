@@ -228,10 +228,10 @@ def test_a_prior_of_the_same_model_is_where_it_starts():
         stop=plan.stop,
         keep_confidence=True,
         shadow=plan.shadow,
-        seconds=plan.seconds,
+        second_choices=plan.second_choices,
         speedup=plan.speedup,
     )
-    assert plan.speedup > 1.1 and plan.seconds.right == plan.stop.calibration
+    assert plan.speedup > 1.1 and plan.second_choices.right == plan.stop.calibration
 
 
 def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_says():
