@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from eval.bounds import MOST_DRAFTED, RoundCosts, best_static, clairvoyant, plain_seconds, statics
+from eval.bounds import MOST_DRAFTED, best_static, clairvoyant, plain_seconds, statics
 from eval.replay import replay
+from eval.round_costs import RoundCosts
 from selfspec.control.costs import Copies, Costs
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import DRAFTS, LOOKUP, Plan
