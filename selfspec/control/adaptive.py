@@ -86,7 +86,7 @@ class Adaptive:
         self._promising: list[int] = []  # layers that would be worth leaving at if they were always right
         self._cascades = "cascade" in drafts
         self._second_rates = SecondRates(costs.num_layers) if "tree" in drafts else None
-        self._seconds: SecondChoices | None = None
+        self._second_choices: SecondChoices | None = None
         self._pick = 1.0  # how much longer picks take than in the table of costs
         self._passes = [1.0, 1.0]  # and early passes, and those of copies, beside the same rounds' verifications
         self._deciding = 0.0  # seconds that deciding takes in a round that drafts
@@ -194,7 +194,7 @@ class Adaptive:
             stop=self._stop,
             keep_confidence=True,
             shadow=shadow,
-            seconds=self._seconds,
+            second_choices=self._second_choices,
             guesses=guesses,
             draft_vocab=self._part.size,
             draft_bits=self._part.bits,
@@ -316,7 +316,7 @@ class Adaptive:
         if self._second_rates is not None:
             second = self._second_rates.of(exit_layer)
             fixed, each = worth.beside(exit_layer, self._length)
-            self._seconds = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
+            self._second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
         if self._worth is None or self._worth_for[0] != num_rows:

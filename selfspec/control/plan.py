@@ -124,7 +124,7 @@ class Plan:
     keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
-    seconds: SecondChoices | None = None  # drafted beside the exit's own
+    second_choices: SecondChoices | None = None  # drafted beside the exit's own
     guesses: int = 0  # of a single row: most free guesses that an early pass checks after the token it is fed
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
@@ -133,7 +133,9 @@ class Plan:
 
     @property
     def reads_confidence(self) -> bool:
-        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.seconds is not None
+        wants = (
+            self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.second_choices is not None
+        )
         return wants and self.exit_layer != LOOKUP
 
 

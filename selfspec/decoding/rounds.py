@@ -106,7 +106,7 @@ def _draft(
         return Draft(last, last, [0] * len(rows)), None
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
     chooser = Chooser(stack, picker, rows, plan, seconds)
-    beside = None if plan.seconds is None else chooser.branches
+    beside = None if plan.second_choices is None else chooser.branches
     if plan.guesses and len(rows) == 1:
         guess = rows[0].guesser.chain(plan.draft_lengths[0])
         token = rows[0].content[-1]

@@ -108,7 +108,7 @@ class Drawn:
             exit_layer,
             lengths,
             stop=SurvivalStop(bins, 0.1) if self.draw(0, 1) else None,
-            seconds=SecondChoices(bins, bins, 0.05, self.draw(0, 3)) if self.draw(0, 1) else None,
+            second_choices=SecondChoices(bins, bins, 0.05, self.draw(0, 3)) if self.draw(0, 1) else None,
             shadow=ShadowPlan(tuple({1, 2, 3} - {exit_layer}), (0,), 4) if self.draw(0, 1) else None,
             draft_bits=8 if self.draw(0, 3) else None,
             draft_vocab=30 if self.draw(0, 3) == 0 else None,
