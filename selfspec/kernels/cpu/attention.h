@@ -1,7 +1,7 @@
 // Attention of packed ragged rows, read where the paged cache holds them: nothing is padded, gathered or masked ahead.
 //
-// The queries of one row that share a key head are worked on together, a few tokens' or many. Sums go over a query's own
-// keys from first to last, so that a query's bits do not depend on which others it is computed beside.
+// The queries of one row that share a key head are worked on together, a few tokens' or many. Sums go over a query's
+// own keys from first to last, so that a query's bits do not depend on which others it is computed beside.
 #pragma once
 
 #include "scores.h"

@@ -192,8 +192,8 @@ static Products products_for(int count, std::integer_sequence<int, N...>) {
 // Floats of room to weigh keys in, for queries spread and keys copied, or queries turned.
 static inline int64_t weigh_room(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
 
-// Weights of a few queries, [queries][keys]: a key in every lane. The same sums in the same order. The first `asked` keys
-// were asked for before.
+// Weights of a few queries, [queries][keys]: a key in every lane. The same sums in the same order. The first `asked`
+// keys were asked for before.
 static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
                       const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
                       int window, float scale, float* room, const Weights& weights) {
