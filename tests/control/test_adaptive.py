@@ -138,9 +138,9 @@ def test_of_layers_that_promise_as_much_the_one_near_a_quarter_of_the_depth_is_l
     promised = worth.rates(right, share)[0].max(1)
     even, favour = promised.max() / promised, Adaptive(costs)._favour
     for beside, expected in ((even, {0, 1, 2, 3, 4, 5, 6}), (even * favour, {1})):
-        chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (None, None), 1.0, beside)
+        chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (WHOLE, None), 1.0, beside)
         assert chosen.exit_layer - 1 in expected
-    near = choose([WHOLE], range(1, LAYERS), worth, right, share, (None, None), 1.0, even * favour)
+    near = choose([WHOLE], range(1, LAYERS), worth, right, share, (WHOLE, None), 1.0, even * favour)
     assert near.rates[near.exit_layer - 1].max() == promised[1]  # what it promises stays what it is
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from eval.recording import record
 from eval.replay import replay
 from eval.traces import Trace
-from selfspec.control.costs import Costs, Table
+from selfspec.control.costs import Costs
 from selfspec.control.growth import grow
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, SurvivalStop
+from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
 
