@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from eval.bounds import MOST_ACCEPTED, RoundCosts, Static, clairvoyant, plain_seconds, statics
+from eval.bounds import MOST_ACCEPTED, Static, clairvoyant, plain_seconds, statics
 from eval.config import MEASURED, ReplayConfig
 from eval.replay import Replayed, make, replay
+from eval.round_costs import RoundCosts
 from eval.sources import CHAIN, EVERYTHING, WITH_SOURCES, split_policy
 from eval.tasks import Recorded
 from eval.timing import Say

@@ -1,6 +1,7 @@
 """Replay: run a policy on recorded traces, with any table of costs, without a model.
 
 The simulator admits, reads prompts, plans and accepts as the engine does; a test holds the two equal, round by round.
+One thing is taken on trust: that copies of the layers in 8 bits draft what the layers would, which is nearly always so.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: int, costs: Co
     beside = [o.num_beside for o in outcomes]
     drafted = [o.num_drafted for o in outcomes]
     widths = outcomes[0].widths  # of a cascade, which is of a single row
-    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside if any(beside) else [], widths=widths))
+    beside, copies = beside if any(beside) else [], plan.draft_bits is not None
+    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, widths=widths, copies=copies))
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
@@ -231,4 +233,7 @@ def make(
 ) -> Policy:
     """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where drafts may come from."""
     policy, drafts = split_policy(name)
-    return make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    made = make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    if hasattr(made, "tell_copies"):
+        made.tell_copies(costs.copies is not None)
+    return made

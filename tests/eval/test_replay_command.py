@@ -13,7 +13,7 @@ from eval.__main__ import main
 from eval.compare import BOUNDS
 from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
-from eval.sources import CHAIN, EVERYTHING
+from eval.sources import EVERYTHING
 from eval.traces import load, save
 from selfspec.control.costs import Costs
 from selfspec.control.policies import POLICIES
@@ -132,7 +132,7 @@ def test_renumbered_all_sources_are_set_beside_the_exit_chain(files, kind, capsy
     assert main(["replay", *files, *shown]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     rows = json.loads(last)["sections"][0]["rows"]
-    assert [row["name"] for row in rows] == [CHAIN, "adaptive", EVERYTHING] * 2 + [*BOUNDS]
+    assert [row["name"] for row in rows] == ["adaptive:exit", "adaptive", EVERYTHING] * 2 + [*BOUNDS]
     chain, own = rows[0]["tasks"], rows[2]["tasks"]
     mean = (chain["a"]["seconds"] / own["a"]["seconds"] + chain["b"]["seconds"] / own["b"]["seconds"]) / 2
     pairs = [zip(chain[task]["seconds_by_prompt"], own[task]["seconds_by_prompt"], strict=True) for task in "ab"]
