@@ -22,19 +22,24 @@ def check_key(ok: bool, key: str, allowed: str, got: object) -> None:
         raise ValueError(f"{key} must be {allowed}, got {got!r}")
 
 
+def read_mapping(path: str | Path) -> dict[Any, Any]:
+    """What a YAML file holds, or ValueError where that is no mapping."""
+    try:
+        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        text = " ".join(str(problem).split())
+        raise ValueError(f"cannot read the configuration {str(path)!r}: {text}") from problem
+    check_key(isinstance(content, dict), f"the configuration {str(path)!r}", "a mapping of keys to values", content)
+    return content
+
+
 def read_keys(path: str | Path, kind: type) -> dict[str, Any]:
     """The values that a YAML file gives to keys of a dataclass, each of its field's type.
 
     Raises:
         ValueError: the file is missing or is no YAML mapping, or a key is unknown or of the wrong type.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-    except (OSError, yaml.YAMLError) as problem:
-        text = " ".join(str(problem).split())
-        raise ValueError(f"cannot read the configuration {str(path)!r}: {text}") from problem
-    if not isinstance(content, dict):
-        raise ValueError(f"the configuration {str(path)!r} must be a mapping of keys to values, got {content!r}")
+    content = read_mapping(path)
     kinds = typing.get_type_hints(kind)
     for key in content:
         if key not in kinds:

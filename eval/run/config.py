@@ -12,10 +12,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eval.config import FOLDER
-from eval.keys import check_key, convert, knob
+from eval.keys import check_key, convert, knob, read_mapping
 from eval.run.metrics import METRICS
 from eval.run.names import PLAIN_KINDS, parse_method
 from eval.run.questions import COLUMNS, HUB, PRESETS
@@ -170,12 +168,7 @@ def load_run_config(path: str | Path, **given: Any) -> RunConfig:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        text = " ".join(str(problem).split())
-        raise ValueError(f"cannot read the configuration {str(path)!r}: {text}") from problem
-    check_key(isinstance(content, dict), f"the configuration {str(path)!r}", "a mapping of keys to values", content)
+    content = read_mapping(path)
     kinds = typing.get_type_hints(RunConfig)
     for key in content:
         known("configuration key", str(key), kinds)
