@@ -48,12 +48,17 @@ struct Weights {
 // Scores are sums by quads: number j of a head belongs to sum j / QUAD % QUAD_SUMS, and those are added pair by pair.
 constexpr int QUAD_SUMS = LANES / QUAD, TOGETHER = 4;  // keys at once, so that sums do not wait for each other
 
+constexpr int64_t SOON_KEYS = 2 * LANES;  // that are asked for before they are needed, where nobody did before
+
 // Products of K keys with the queries in `turned` [head_dim][LANES].
 template <int K>
 static inline void products(const float* turned, const float* key, int64_t stride, int64_t away, int64_t d, Vec* out) {
     Vec acc[K][QUAD_SUMS] = {};
     for (int64_t from = 0; from < d; from += LANES) {
-        for (int i = 0; i < K; i++) ask(key + i * stride + from, away);
+        for (int i = 0; i < K; i++) {
+            ask(key + i * stride + from, away);
+            ask(key + i * stride + from, SOON_KEYS * stride);
+        }
         if (d - from >= LANES) {
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) {
@@ -134,8 +139,6 @@ struct Keys {
     const float* first;
     int64_t stride, away;
 };
-
-constexpr int64_t SOON_KEYS = 2 * LANES;  // that are asked for before they are needed, where nobody did before
 
 // Products of LANES keys with N `spread` queries. Four keys at a time are turned within quads of lanes, so that a
 // lane's sum is of one key and one quad. Whether to ask for later keys too is known when it is compiled.
