@@ -93,6 +93,8 @@ class Target:
             self._engine = "views"
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
+        self.stored_prior: Any = None
+        """Acceptance statistics that came with the model's files, see `selfspec.profile.stored_prior`."""
         self._exit_heads = exit_heads
         self._open()
 
@@ -300,10 +302,12 @@ class Target:
 
     @property
     def prior(self) -> dict[str, Any] | None:
-        """Acceptance statistics of earlier calls, or of earlier programs that kept theirs; None when there are none."""
+        """Acceptance statistics of earlier calls, or of earlier programs that kept theirs, or those that came with the
+        model; None when there are none."""
         if self._prior is None and not self._looked:
-            self._looked, saved = True, profile.read_prior(self.stack)
-            self._prior = saved if is_prior(saved, self.stack.num_layers) else None
+            self._looked = True
+            found = (profile.read_prior(self.stack), self.stored_prior)
+            self._prior = next((one for one in found if is_prior(one, self.stack.num_layers)), None)
         return self._prior
 
     @prior.setter

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from selfspec import profile
 from selfspec.api import Target
 from selfspec.target.engines import check_engine
 from selfspec.target.exit_heads import FILE as exit_heads_file
@@ -67,7 +68,14 @@ def load(
     check_engine(engine)
     heads = _exit_heads(model, exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter, quantize=quantize)
-    return Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
+    target = Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
+    target.stored_prior = None if isinstance(model, nn.Module) else profile.stored_prior(folder_of(model), target.stack)
+    return target
+
+
+def folder_of(model: str | Path) -> Path:
+    """Where a model's files lie, if it is given by a folder or is the embedded one."""
+    return DEMO if str(model) == "demo" else Path(model).expanduser()
 
 
 def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:
@@ -78,7 +86,7 @@ def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | N
         return None if str(given) == "none" else ExitHeads.load(given)
     if isinstance(model, nn.Module):
         return None
-    folder = DEMO if str(model) == "demo" else Path(model).expanduser()
+    folder = folder_of(model)
     return ExitHeads.load(folder) if (folder / exit_heads_file).is_file() else None
 
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Copies, Costs
 from selfspec.control.table import Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder
@@ -33,6 +33,7 @@ from selfspec.target.stack import Stack
 
 SCHEMA = 6  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
+STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
 ABOUT = {
     "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",
@@ -133,6 +134,26 @@ def read_prior(stack: Stack) -> dict[str, Any] | None:
     return None
 
 
+def stored_prior(folder: Path, stack: Stack) -> Any:
+    """The acceptance statistics that lie beside a model's weights; None where there are none, or of other weights."""
+    try:
+        given = json.loads((folder / STORED).read_bytes(), parse_constant=_refuse)
+        return given["prior"] if given["key"] == prior_key(stack) else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
+    """Put acceptance statistics beside a model's weights, for whoever loads it first on a machine.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({"about": ABOUT["prior"], "key": prior_key(stack), "prior": dict(prior)}, allow_nan=False)
+    (folder / STORED).write_text(text + "\n", "utf-8")
+    return folder / STORED
+
+
 def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
     """Keep acceptance statistics for these weights.
 
@@ -149,15 +170,20 @@ def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
 def _joined(known: Costs, more: Costs) -> Costs:
     """What is known, and beside it what only `more` has: further rows, and wider products."""
 
-    def both(name: str) -> Table:
-        old, new = getattr(known, name), getattr(more, name)
+    def both(name: str, of: Any = known, beside: Any = more) -> Table:
+        old, new = getattr(of, name), getattr(beside, name)
         return Table.of({p: s for t in (new, old) for p, s in zip(t.points, t.seconds, strict=True)})
 
     first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
     plain, head, pick = both("plain"), both("head"), both("pick")
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
     joined = replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late, _known={})
-    return replace(joined, ragged=ragged)
+    copies = known.copies or more.copies
+    if known.copies is not None and more.copies is not None:
+        ours, theirs = known.copies, more.copies
+        passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
+        copies = Copies(*passes, both("head", ours, theirs))
+    return replace(joined, ragged=ragged, copies=copies)
 
 
 def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:

@@ -1,0 +1,58 @@
+"""Acceptance statistics that a model is stored with: python -m train.prior MODEL [--config configs/train/demo.yaml]
+
+They say, by layer and confidence, how often an early exit would have been right where the model continues such texts as
+it was trained on, greedily and sampled. `adaptive` starts from them on a machine where the model was never run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Iterator, Sequence
+
+from selfspec import load, profile
+from selfspec.control.watch import Watch
+from selfspec.hub import folder_of
+from train.config import load_config
+from train.corpus import read_corpus
+
+TEMPERATURES = (0.0, 0.8)  # in turns
+PROMPT_CHARS = 400
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of the model, in which the file is written; or demo")
+    parser.add_argument(
+        "--config", default="configs/train/demo.yaml", help="whose corpus texts begin with; default: %(default)s"
+    )
+    parser.add_argument("--num-texts", type=int, default=32, help="continued; default: 32")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each; default: 128")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of texts; default: 0")
+    given = parser.parse_args(arguments)
+    target = load(given.model)
+    folder = folder_of(given.model)
+    watch = Watch(target.stack.num_layers)
+    for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
+        options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i}
+        target.generate(prompt, policy=watch, max_new_tokens=given.max_new_tokens, **options)
+        print(f"text {i + 1} of {given.num_texts}", file=sys.stderr, flush=True)
+    print(profile.store_prior(folder, target.stack, watch.tracker.state()))
+    return 0
+
+
+def _prompts(config: str, seed: int) -> Iterator[str]:
+    """Pieces of files that the model was trained on, never of those held out."""
+    corpus = read_corpus(load_config(config).corpus)
+    dice = random.Random(seed)
+    files = [file.text for file in corpus.train if len(file.text) > 2 * PROMPT_CHARS]
+    while True:
+        text = dice.choice(files)
+        start = text.find("\n", dice.randrange(len(text) - PROMPT_CHARS)) + 1
+        yield text[start : start + PROMPT_CHARS]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
