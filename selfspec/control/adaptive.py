@@ -20,11 +20,11 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spread
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
+from selfspec.control.kinds import BLOCK, BY_LAYERS, BY_LOOKUP, rounds_apart
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
-    LOOKUP,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -48,7 +48,7 @@ class Adaptive:
     """Plans from a tracker's statistics and a machine's costs.
 
     Args:
-        prior: statistics of an earlier run of the same model, from `Tracker.state`.
+        prior: what `state` of an earlier one of the same model returned.
         exit_layers: those to choose from; default: all.
         most: longest draft; default: as long as it pays.
         drafts: where they may come from, among `DRAFTS`.
@@ -80,6 +80,8 @@ class Adaptive:
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
         self._decision = Decision()
+        self._plain_run = 0  # plain rounds since the last one that drafted
+        self._block = 0  # plain rounds still to come before drafts go on
         self._parts = Parts(costs)  # of the vocabulary
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
@@ -92,6 +94,10 @@ class Adaptive:
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
         self._parts = Parts(self.costs, vocabulary)
+
+    def state(self) -> dict[str, Any]:
+        """What it has seen, for a later one of the same model to start from."""
+        return self._experience.state()
 
     @property
     def reads_lookup(self) -> bool:
@@ -132,6 +138,9 @@ class Adaptive:
         if self._round >= self._next or len(rows) != self._batch:
             self._decide(rows)
         self._context = max([row.content_length for row in rows])
+        if self._block:
+            self._block -= 1
+            return self._idle
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
             read = self._reading.begin(rows, self._worth, self._decision.usual)
@@ -174,32 +183,23 @@ class Adaptive:
         if self._finder is not None:
             if self._reading.is_on(self._batch):
                 self._finder.observe(plan, outcomes)
-            self._count_lookup(plan, outcomes)
-        if plan is self._idle and self._round % CLOCK_EVERY:  # the common case of a model that should not draft
+            if self._worth is not None:
+                self._reading.count(plan, outcomes, self._worth, self._decision.usual, self._decision.rounds)
+        self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
+        # The first plain round finds the caches as a long one left them, the next ones are looked at.
+        tells = 1 < self._plain_run <= BLOCK
+        if (
+            plan is self._idle and self._round % CLOCK_EVERY and not tells
+        ):  # the common case of a model that should not draft
             self._experience.add_idle()
             self._looks.pass_idle(seconds)
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._next = self._round  # something to decide upon
-        looks = self._round % LOOK_EVERY == 0
+        looks = tells or (self._round % LOOK_EVERY == 0 and self._plain_run != 1)
         looked = (self._context, self._parts.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._round < EARLY, seconds)
-
-    def _count_lookup(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
-        """Tell what lookup saved in a round, by the table of costs."""
-        if self._worth is None:
-            return
-        if plan.exit_layer is None:
-            self._reading.pass_round(self._batch, self._worth.plain_seconds, 0.0)
-        elif plan.exit_layer == LOOKUP:
-            seconds = self._worth.lookups()
-            took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
-            came = sum([outcome.num_emitted for outcome in outcomes])
-            self._reading.pass_round(self._batch, took, came / self._decision.usual - took)
-        else:
-            longest = max([outcome.num_drafted for outcome in outcomes])
-            self._reading.pass_round(self._batch, self._decision.rounds[min(self.most, longest)], 0.0)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
@@ -210,7 +210,7 @@ class Adaptive:
             self._batch = num_rows
             self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
-        worth.price(pace.pick, pace.passes, pace.deciding)
+        worth.price(pace.pick, pace.passes, pace.deciding, pace.kinds.ratio(BY_LOOKUP, num_rows))
         self._next = self._round + IDLE_ROUNDS
         if not self._allowed:
             self._decision = Decision(num_rows / worth.plain_seconds)
@@ -221,6 +221,9 @@ class Adaptive:
         if decision.exit_layer is not None:
             self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
             self._experience.expect(decision.rate, decision.rounds[: self.most + 1])
+            longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
+            if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):
+                self._block = BLOCK
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
         if self._worth is None or self._worth_for[0] != num_rows:
@@ -232,7 +235,8 @@ class Adaptive:
 
     def _could_pay(self, worth: Worth, speedup: float) -> list[int]:
         """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
-        least = speedup * worth.num_rows / worth.plain_seconds
+        slower = self._experience.pace.kinds.ratio(BY_LAYERS, worth.num_rows)
+        least = slower * speedup * worth.num_rows / worth.plain_seconds
         could = (worth.limits() >= least).tolist()
         return [layer for layer in self._allowed if could[layer - 1]]
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from selfspec.control.experience import Experience
+from selfspec.control.kinds import BY_LAYERS
 from selfspec.control.parts import WHOLE, Part, choose
 from selfspec.control.plan import SecondChoices, SurvivalStop
 from selfspec.control.tracker import Floats
@@ -52,13 +53,14 @@ def decide(
         favour: see `favour_of`.
     """
     num_rows, trust = worth.num_rows, experience.trust
+    slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
     chosen = choose(parts, allowed, worth, right, share, (now.part.size, now.exit_layer), STAY, favour)
     part, exit_layer, rates, drafted = chosen
     line = exit_layer - 1
     by_bound = rates[line].tolist()
     rate = max(by_bound)
-    trusted = trust * rate
+    trusted = trust * rate / slower
     speedup = trusted * worth.plain_seconds / num_rows
     if speedup < (HANDICAP if now.exit_layer is None else OFF):
         return Decision(num_rows / worth.plain_seconds, speedup)

@@ -12,7 +12,7 @@ from typing import Any
 
 from selfspec.control.costs import Costs
 from selfspec.control.pace import Pace
-from selfspec.control.plan import Plan, RowOutcome, Seconds
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds
 from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
@@ -28,14 +28,17 @@ class Experience:
     """The tracker of all layers, rates of second choices, trust in forecasts, and the clock's pace.
 
     Args:
-        prior: see `Tracker`.
+        prior: what `state` of an earlier one of the same model returned.
         has_seconds: whether second choices are drafted.
     """
 
     def __init__(self, costs: Costs, prior: Any, has_seconds: bool) -> None:
         self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
         self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
-        self._trust, self._pace = Trust(), Pace(costs)  # trust: in forecasts of rounds that layers drafted in
+        self._trust, self._pace = (
+            Trust(),
+            Pace(costs, (prior or {}).get("pace")),
+        )  # trust: in forecasts of rounds that layers drafted in
         self._recorded: list[_Recorded] = []
         self._num_idle = 0
         self._rate, self._rounds = 0.0, [0.0]
@@ -60,6 +63,10 @@ class Experience:
     def pace(self) -> Pace:
         self._count()
         return self._pace
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers to start a later one from."""
+        return self.tracker.state() | {"pace": self._pace.kinds.state()}
 
     def expect(self, rate: float, rounds: Sequence[float]) -> None:
         """Rounds that layers draft in are from now on forecast to bring so many tokens per second, of all rows.
@@ -120,10 +127,12 @@ class Experience:
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
             self._trust.add(emitted / rows, self._rate * took / rows)
-        self._pace.pass_round(seconds.control)
+        self._pace.pass_round(seconds.control, num_idle)
         if looked is not None:
             context, share = looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
             beside = beside if any(beside) else []
             expected = self._costs.stages(exit_layer, lengths, context, beside, share, outcomes[0].widths)
-            self._pace.look(rows, expected, seconds)
+            if exit_layer == LOOKUP and rows > 1 and self._costs.ragged is not None:
+                expected["verify"] *= max(1.0, self._costs.ragged(rows))
+            self._pace.look(exit_layer, rows, expected, seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.plan import RowState
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
@@ -74,6 +74,26 @@ class Reading:
             read.append(row)
         self._read = known
         return read if known else ()
+
+    def count(
+        self, plan: Plan, outcomes: Sequence[RowOutcome], worth: Worth, usual: float, rounds: Sequence[float]
+    ) -> None:
+        """Count a round, and what lookup saved in it, by the table of costs.
+
+        Args:
+            usual: tokens per second of all rows without.
+            rounds: seconds of rounds that layers draft in, by drafted tokens per row.
+        """
+        if plan.exit_layer is None:
+            self.pass_round(worth.num_rows, worth.plain_seconds, 0.0)
+        elif plan.exit_layer == LOOKUP:
+            seconds = worth.lookups()
+            took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
+            came = sum([outcome.num_emitted for outcome in outcomes])
+            self.pass_round(worth.num_rows, took, came / usual - took)
+        else:
+            longest = max([outcome.num_drafted for outcome in outcomes])
+            self.pass_round(worth.num_rows, rounds[min(longest, len(rounds) - 1)], 0.0)
 
     def pass_round(self, num_rows: int, seconds: float, saved: float) -> None:
         """Count a round that took `seconds`, by the table of costs, and what lookup saved in it."""

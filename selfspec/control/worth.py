@@ -47,6 +47,8 @@ class Worth:
         self._wider: dict[int, list[float]] = {}  # what `guesses` knows of exit layers
         self._pick = self._passes = self._part = 1.0
         self._deciding = 0.0
+        self._slower = 1.0  # rounds by lookup
+        self._lookups: list[float] | None = None
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -54,12 +56,15 @@ class Worth:
         self._more = self.num_rows * self._costs.context * max(0.0, context - CONTEXT)  # seconds a layer
         self._price()
 
-    def price(self, pick: float, passes: float = 1.0, deciding: float = 0.0) -> None:
+    def price(self, pick: float, passes: float = 1.0, deciding: float = 0.0, lookups: float = 1.0) -> None:
         """Take on how much longer than in the table picks take (sampling does) and early passes, beside the rest.
 
         Args:
             deciding: seconds that deciding takes in every round that drafts.
+            lookups: how much longer rounds by lookup take than plain ones, beside what the table says of both.
         """
+        if abs(lookups / self._slower - 1) >= NOTICEABLE / 5:
+            self._slower, self._lookups = lookups, None
         near = abs(deciding - self._deciding) < NOTICEABLE * self.plain_seconds
         if near and abs(pick / self._pick - 1) < NOTICEABLE and abs(passes / self._passes - 1) < NOTICEABLE:
             return
@@ -78,7 +83,7 @@ class Worth:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
         self.plain_seconds = self._plain + self._costs.num_layers * self._more + (self._pick - 1) * self.plain["pick"]
         self._verifying: Floats | None = None
-        self._lookups: list[float] | None = None
+        self._lookups = None
         self._forget()
 
     def _forget(self) -> None:
@@ -151,7 +156,7 @@ class Worth:
     def least_lookup(self) -> float:
         """Seconds of a token drafted by lookup where one is cheapest."""
         fixed, picks = self._lookup_prices()[2]
-        return float((np.diff(fixed + self._pick * picks) / np.diff(LOOKUP_GRID)).min()) / self.num_rows
+        return self._slower * float((np.diff(fixed + self._pick * picks) / np.diff(LOOKUP_GRID)).min()) / self.num_rows
 
     def _lookup_prices(self) -> tuple[Floats, Floats, Floats]:
         """Of rounds by lookup, by drafted tokens in all: what does not change, and picks; and both on the grid."""
@@ -170,7 +175,7 @@ class Worth:
     def _price_lookups(self) -> list[float]:
         fixed, picks, _ = self._lookup_prices()
         seconds = fixed + self._pick * picks + (self._costs.num_layers * self._more + self._deciding)
-        return [self.plain_seconds, *seconds.tolist()]
+        return [self.plain_seconds, *(self._slower * seconds).tolist()]
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""
