@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval import methods, traces
+from eval import methods, recording, traces
 from eval.attribution import attribute
 from eval.config import BenchConfig
 from eval.environment import environment, load_average
@@ -93,7 +93,9 @@ def record_traces(scene: Scene, folder: Path) -> None:
     name, stack = Path(scene.config.questions).stem, scene.target.stack
     pairs = zip(scene.prompts, scene.reference, strict=True)
     folder.mkdir(parents=True, exist_ok=True)
-    traces.save([traces.record(stack, prompt, tokens, task=name) for prompt, tokens in pairs], folder / f"{name}.npz")
+    traces.save(
+        [recording.record(stack, prompt, tokens, task=name) for prompt, tokens in pairs], folder / f"{name}.npz"
+    )
 
 
 def check_room(target: Target, prompts: Ids, max_new_tokens: int) -> None:

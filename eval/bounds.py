@@ -1,6 +1,7 @@
 """What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate.
 
-Static settings draft by one exit layer. The clairvoyant has all of them, and every other source of drafts.
+Static settings draft by one exit layer, or by copies of the layers below it, which are taken to draft the same. The
+clairvoyant has all of them, and every other source of drafts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.round_costs import RoundCosts
 from eval.traces import Bools, Trace
-from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP
-from selfspec.control.worth import MOST_GUESSES
+from selfspec.control.costs import CONTEXT
+from selfspec.control.plan import DEFAULT_DRAFTS
 from selfspec.drafting.lookup import Lookup, num_right
 from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
@@ -31,66 +32,7 @@ class Static(NamedTuple):
     num_draft_tokens: int
     min_confidence: float
     seconds: float
-
-
-class RoundCosts:
-    """Seconds of a round of one row by exit layer, drafted tokens and context, in arrays."""
-
-    def __init__(self, costs: Costs, longest: int) -> None:
-        layers = costs.num_layers
-        self.plain = costs.plain_round(1)
-        self.per_context = layers * costs.context  # plain
-        self.base = np.array([[costs.round(e, [d]) for d in range(longest + 1)] for e in range(1, layers)])
-        self.slope = np.array(
-            [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
-        )
-        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
-        self.with_second = np.array(
-            [[costs.round(e, [d], CONTEXT, [1]) for d in range(longest + 1)] for e in range(1, layers)]
-        )
-        wider = [costs.wide_pass(e, 1, 2) / costs.early_pass(e, 1) - 1 for e in range(1, layers)]  # the last pass
-        self.second_slope = self.slope + np.arange(1, layers)[:, None] * np.array(wider)[:, None] * costs.context
-        self.cascades = cascades(costs, longest)
-        self.cascade_slope = np.arange(1, layers)[:, None] * costs.context + self.per_context  # of two passes at least
-
-    def plain_at(self, context: float) -> float:
-        return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
-
-    def at(self, context: float) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: seconds of rounds at this many cached tokens."""
-        return self.base + self.slope * max(0.0, context - CONTEXT)
-
-    def with_second_at(self, context: float) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: the same with one token drafted beside the others."""
-        return self.with_second + self.second_slope * max(0.0, context - CONTEXT)
-
-    def cascades_at(self, context: float, guesses: int) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: the same where so many free guesses are what the exit would write; no less."""
-        return self.cascades[:, :, guesses] + self.cascade_slope * max(0.0, context - CONTEXT)
-
-    def by_lookup_at(self, context: float) -> NDArray[np.float64]:
-        """`[longest + 1]`: seconds of rounds that draft by lookup."""
-        return self.by_lookup + self.per_context * max(0.0, context - CONTEXT)
-
-
-def cascades(costs: Costs, longest: int) -> NDArray[np.float64]:
-    """`[L - 1, longest + 1, longest + 1]`: seconds of a round by drafted tokens, and right guesses, cut up at best."""
-    exits = range(1, costs.num_layers)
-    wide = np.array([[costs.wide_pass(e, 1, n) for n in range(1, MOST_GUESSES + 2)] for e in exits])
-    one = np.array([costs.head(n) + costs.pick(n) for n in range(1, MOST_GUESSES + 2)])
-    passes = np.zeros((longest + 1, longest + 1, len(exits)))
-    for drafted in range(1, longest + 1):
-        for right in range(longest + 1):
-            checked = range(min(right, drafted - 1, MOST_GUESSES) + 1)
-            rest = [passes[drafted - n - 1, max(0, right - n - 1)] + wide[:, n] + one[n] for n in checked]
-            passes[drafted, right] = np.minimum.reduce(rest)
-    first = np.array([costs.early_pass(e, 1, first=True) for e in exits])
-    ends = [
-        [costs.verify(e, 1, d + 1) + costs.head(d + 1) + costs.pick(d + 1) for d in range(longest + 1)] for e in exits
-    ]
-    whole = passes.transpose(2, 0, 1) + np.array(ends)[:, :, None] + costs.rest(1) + first[:, None, None]
-    whole[:, 0] = np.inf
-    return whole
+    copies: bool = False  # in 8 bits
 
 
 def plain_seconds(traces: Sequence[Trace], costs: RoundCosts) -> float:
@@ -134,16 +76,22 @@ def statics(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[flo
         for threshold in thresholds:
             lengths = [drafted(t, e - 1, threshold, a[e - 1]) for t, a in zip(traces, accepted, strict=True)]
             for d in range(1, MOST_DRAFTED + 1):
-                seconds = sum(
-                    _walk(t, costs, e, d, a[e - 1], n) for t, a, n in zip(traces, accepted, lengths, strict=True)
-                )
-                yield Static(e, d, threshold, seconds)
+                for copies in (False, True) if e <= costs.half else (False,):
+                    table = costs.of(e, copies)
+                    walked = zip(traces, accepted, lengths, strict=True)
+                    seconds = sum(_walk(t, costs, table, d, a[e - 1], n) for t, a, n in walked)
+                    yield Static(e, d, threshold, seconds, copies)
 
 
 def _walk(
-    trace: Trace, costs: RoundCosts, exit_layer: int, most: int, accepted: np.ndarray, lengths: np.ndarray
+    trace: Trace,
+    costs: RoundCosts,
+    table: tuple[list[float], list[float]],
+    most: int,
+    accepted: np.ndarray,
+    lengths: np.ndarray,
 ) -> float:
-    base, slope = costs.base[exit_layer - 1].tolist(), costs.slope[exit_layer - 1].tolist()
+    base, slope = table
     runs_, stops = accepted.tolist(), lengths.tolist()
     at, n, seconds = 0, len(trace.tokens), 0.0
     while at < n:

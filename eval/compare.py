@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from eval.bounds import MOST_ACCEPTED, RoundCosts, Static, clairvoyant, plain_seconds, statics
+from eval.bounds import MOST_ACCEPTED, Static, clairvoyant, plain_seconds, statics
 from eval.config import MEASURED, ReplayConfig
 from eval.replay import Replayed, make, replay
-from eval.sources import WITH_SOURCES, split_policy
+from eval.round_costs import RoundCosts
+from eval.sources import CHAIN, EVERYTHING, WITH_SOURCES, split_policy
 from eval.tasks import Recorded
 from eval.timing import Say
 from eval.traces import Trace
@@ -19,6 +20,7 @@ from selfspec.control.policies import BY_LOOKUP, CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
 BY_EXIT = "clairvoyant without lookup"
+BESIDE_CHAIN = (CHAIN, WITH_SOURCES, EVERYTHING)  # policies to compare where nothing can be looked up
 KEEPS_PRIOR = ("adaptive",)  # policies that can begin with what was seen before
 BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
 
@@ -73,11 +75,12 @@ def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig
     plain = plain_seconds(traces, of_rounds)
     cells = []
     for start in config.starts:
-        for name in config.policies or POLICIES:
+        for name in config.policies or (POLICIES if config.renumbered == "no" else BESIDE_CHAIN):
             if start != config.starts[0] and split_policy(name)[0] not in KEEPS_PRIOR:
                 continue  # one start is as the other
-            done = play(name, traces, costs, start == "warm", *_told(name, task, config))
-            cells.append(Cell(name, "policy", start, plain / done.seconds, _summary(done)))
+            done = list(play(name, traces, costs, start == "warm", *_told(name, task, config)))
+            summary = _summary(done)
+            cells.append(Cell(name, "policy", start, plain / summary["seconds"], summary))
     for name, seconds, settings in _bounds(traces, of_rounds):
         cells.append(Cell(name, "bound", None, plain / seconds, {"seconds": seconds, **settings}))
     return cells
@@ -97,27 +100,29 @@ def play(
     is_warm: bool = False,
     exit_layer: int | None = None,
     num_draft_tokens: int | None = None,
-) -> Replayed:
+) -> Iterator[Replayed]:
     """Replay a new policy on each prompt; warm, what it has seen so far is the next one's prior, as in a process."""
-    done, prior = Replayed(), None
+    prior = None
     for trace in traces:
         policy = make(name, costs, exit_layer, num_draft_tokens, prior)
-        done.add(replay([trace], policy, costs))
+        yield replay([trace], policy, costs)
         tracker = getattr(policy, "tracker", None)
         if is_warm and tracker is not None:
             prior = tracker.state()
-    return done
 
 
-def _summary(done: Replayed) -> dict[str, Any]:
-    rows = [row for round_ in done.rounds for row in round_.rows]
+def _summary(done: Sequence[Replayed]) -> dict[str, Any]:
+    """Of a policy's replays, one per prompt."""
+    rounds = [round_ for one in done for round_ in one.rounds]
+    rows = [row for round_ in rounds for row in round_.rows]
     return {
-        "seconds": done.seconds,
-        "num_tokens": done.num_tokens,
-        "num_rounds": len(done.rounds),
+        "seconds": sum(one.seconds for one in done),
+        "seconds_by_prompt": [one.seconds for one in done],
+        "num_tokens": sum(one.num_tokens for one in done),
+        "num_rounds": len(rounds),
         "num_drafted": sum(row.num_drafted for row in rows),
         "num_accepted": sum(row.num_accepted for row in rows),
-        "control_microseconds_per_round": 1e6 * done.control / max(1, len(done.rounds)),
+        "control_microseconds_per_round": 1e6 * sum(one.control for one in done) / max(1, len(rounds)),
     }
 
 

@@ -1,6 +1,7 @@
 """Replay: run a policy on recorded traces, with any table of costs, without a model.
 
 The simulator admits, reads prompts, plans and accepts as the engine does; a test holds the two equal, round by round.
+One thing is taken on trust: that copies of the layers in 8 bits draft what the layers would, which is nearly always so.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eval.drafts import cascade, draft, draft_by_lookup, draft_lengths, draft_tree
 from eval.sources import split_policy
-from eval.traces import WRONG_STEPS, Bools, Floats, Trace
+from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import (
     LOOKUP,
@@ -23,17 +25,11 @@ from selfspec.control.plan import (
     Policy,
     RowOutcome,
     RowState,
-    SecondChoices,
     Seconds,
     Shadow,
-    TokenTree,
-    confidence_bin,
 )
 from selfspec.control.policies import make_policy
-from selfspec.control.seconds import likely_seconds
-from selfspec.drafting.cascade import guesses_at
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.lookup import Lookup, num_right
 from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
 
@@ -67,13 +63,6 @@ class Replayed:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_emitted for round_ in self.rounds for row in round_.rows)
-
-    def add(self, other: Replayed) -> None:
-        """Count another replay's rounds as well."""
-        self.rounds += other.rounds
-        self.seconds += other.seconds
-        self.plain_seconds += other.plain_seconds
-        self.control += other.control
 
 
 @dataclass(slots=True)
@@ -155,13 +144,7 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     plan = policy.plan(states)
     clock.lap("control")
     context = max(state.content_length for state in states)
-    widths: tuple[int, ...] = ()
-    if plan.guesses and plan.exit_layer and len(ready) == 1:
-        lengths, widths = cascade(ready[0], plan)
-    else:
-        lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
-    outcomes = [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
-    outcomes = [outcome._replace(widths=widths) for outcome in outcomes] if widths else outcomes
+    outcomes = _outcomes(ready, plan)
     if reads_lookup:
         pairs = zip(ready, outcomes, strict=True)
         outcomes = [o._replace(looked=_looked(row, o.num_emitted, reads_ranks)) for row, o in pairs]
@@ -169,13 +152,7 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
         for row, outcome in zip(ready, outcomes, strict=True):
             came = slice(row.at, row.at + outcome.num_emitted)
             row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
-    beside = [o.num_beside for o in outcomes]
-    drafted = [o.num_drafted for o in outcomes]
-    beside = beside if any(beside) else []
-    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, widths=widths))
-    if plan.shadow is not None:
-        looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
-        took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
+    took = _seconds(plan, outcomes, context, costs)
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
     done.rounds.append(ReplayedRound(plan, replayed, took.total))
     done.seconds += took.total
@@ -186,6 +163,28 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     policy.observe(plan, outcomes, took)
     clock.lap("control")
     done.control += clock.control
+
+
+def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: int, costs: Costs) -> Seconds:
+    """What a round would take whose longest row holds `context` tokens."""
+    beside = [o.num_beside for o in outcomes]
+    drafted = [o.num_drafted for o in outcomes]
+    widths = outcomes[0].widths  # of a cascade, which is of a single row
+    beside, copies = beside if any(beside) else [], plan.draft_bits is not None
+    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, widths=widths, copies=copies))
+    if plan.shadow is not None:
+        looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
+        took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
+    return took
+
+
+def _outcomes(ready: Sequence[_Row], plan: Plan) -> list[RowOutcome]:
+    if plan.guesses and plan.exit_layer and len(ready) == 1:
+        row = ready[0]
+        length, widths = cascade(row.trace, row.at, row.guesser, plan)
+        return [_outcome(row, 0, plan, length)._replace(widths=widths)]
+    lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
+    return [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
 
 
 def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
@@ -206,137 +205,11 @@ def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
     return outcome._replace(request_id=row.request_id, shadow=shadow)
 
 
-def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
-    """How many tokens each row drafts, from output position `at` of its trace, until a stop of the plan ends it.
-
-    Raises:
-        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
-    """
-    if plan.exit_layer is None:
-        return [0] * len(places)
-    lengths = list(plan.draft_lengths)
-    if plan.exit_layer == LOOKUP or (plan.stop is None and plan.min_confidence <= 0):
-        return lengths
-    line = plan.exit_layer - 1
-    sure = [_confidences(trace, line, at, n) for (trace, at), n in zip(places, lengths, strict=True)]
-    survival = [1.0] * len(places)
-    live = [i for i, length in enumerate(lengths) if length]
-    step = 0
-    while live:  # all rows draft in lock step: what one does may depend on the others
-        for i in live:
-            if step >= len(sure[i]):
-                raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
-        if plan.stop is not None:
-            for i in live:
-                survival[i] *= plan.stop.calibration[confidence_bin(sure[i][step])]
-            going = [plan.stop.goes_on([survival[i] for i in live])] * len(live)
-        else:
-            going = [sure[i][step] >= plan.min_confidence for i in live]
-        step += 1
-        for i, on in zip(live, going, strict=True):
-            lengths[i] = lengths[i] if on else step
-        live = [i for i in live if lengths[i] > step]
-    return lengths
-
-
-def cascade(row: _Row, plan: Plan) -> tuple[list[int], tuple[int, ...]]:
-    """How many tokens a single row drafts whose early layers check free guesses, and how many each pass is of.
-
-    Raises:
-        ValueError: see `draft_lengths`.
-    """
-    assert plan.exit_layer
-    length, line = plan.draft_lengths[0], plan.exit_layer - 1
-    guess = row.guesser.chain(length)
-    own, sure = _picks(row.trace, line, row.at, length), _confidences(row.trace, line, row.at, length)
-    at, survival, widths = 0, 1.0, list[int]()
-    while at < length:
-        if length > len(own):
-            raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
-        some = guesses_at(guess, own[:at], plan.guesses, length)
-        count = num_right(some, own[at:]) + 1
-        widths.append(1 + len(some))
-        for confidence in sure[at : at + count]:
-            if plan.stop is not None:
-                survival *= plan.stop.calibration[confidence_bin(confidence)]
-                goes_on = plan.stop.goes_on([survival])
-            else:
-                goes_on = confidence >= plan.min_confidence
-            length = length if goes_on else min(length, at + count)
-        at += count
-    return [at], tuple(widths)
-
-
-def _picks(trace: Trace, line: int, at: int, length: int) -> list[int]:
-    """What a layer drafts from output position `at` on: on the output, then after a wrong token."""
-    hits, end = trace.hits[line, at : at + length], at + length
-    wrong_at = end if hits.all() else at + int(hits.argmin())
-    picks: list[int] = trace.picks[line, at : min(wrong_at + 1, end)].tolist()
-    if wrong_at + 1 < end:
-        picks += trace.wrong_picks[line, wrong_at, : end - wrong_at - 1].tolist()
-    return picks
-
-
-def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutcome:
-    """What a draft by lookup of at most `length` tokens comes to where the output goes on with `rest`."""
-    guess = lookup.draft(length).tokens
-    return RowOutcome(0, len(guess), num_right(guess, rest))
-
-
-def draft_tree(tree: TokenTree, rest: Sequence[int]) -> RowOutcome:
-    """What a tree comes to where the output goes on with `rest`: down the children that it goes on with."""
-    node = depth = 0
-    while True:
-        pairs = zip(tree.tokens, tree.parents, strict=True)
-        after = next((i for i, (t, p) in enumerate(pairs, 1) if p == node and t == rest[depth]), None)
-        if after is None:
-            return RowOutcome(0, len(tree.tokens), depth)
-        node, depth = after, depth + 1
-
-
 def _looked(row: _Row, num_emitted: int, with_ranks: bool) -> Looked | None:
     if not row.guesser.is_read:
         return None
     seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted], with_ranks)
     return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored, seen.ranks)
-
-
-def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
-    """What a draft of `length` tokens from output position `at` comes to.
-
-    Raises:
-        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
-    """
-    if plan.exit_layer is None or length == 0:
-        return RowOutcome(0, 0, 0)
-    line = plan.exit_layer - 1
-    hits = trace.hits[line, at : at + length]
-    accepted = length if hits.all() else int(hits.argmin())
-    confidences = tuple(_confidences(trace, line, at, length)) if plan.reads_confidence else ()
-    if plan.reads_confidence and len(confidences) < length:
-        raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
-    judged = min(accepted + 1, length)
-    away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
-    outcome = RowOutcome(0, length, accepted, confidences, away)
-    return outcome if plan.seconds is None else _with_second(trace, at, plan.seconds, line, outcome)
-
-
-def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome: RowOutcome) -> RowOutcome:
-    """What was drafted beside the draft, and came of it."""
-    room = len(trace.tokens) - at
-    found = likely_seconds(rule, outcome.confidences, min(rule.most, room - 1 - outcome.num_drafted))
-    second = bool(trace.seconds[line, at + outcome.num_accepted]) if outcome.num_accepted in found else None
-    return outcome._replace(second=second, num_beside=len(found))
-
-
-def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
-    """Of a draft of `length` tokens: on the output, then on what the layer goes on to write after a wrong token."""
-    hits, end = trace.hits[line, at : at + length], at + length
-    wrong_at = end if hits.all() else at + int(hits.argmin())
-    sure: list[float] = trace.confidences[line, at : min(wrong_at + 1, end)].tolist()
-    if wrong_at + 1 < end:
-        sure += trace.wrong[line, wrong_at, : end - wrong_at - 1].tolist()
-    return sure
 
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
@@ -360,4 +233,7 @@ def make(
 ) -> Policy:
     """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where drafts may come from."""
     policy, drafts = split_policy(name)
-    return make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    made = make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    if hasattr(made, "tell_copies"):
+        made.tell_copies(costs.copies is not None)
+    return made

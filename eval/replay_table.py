@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from eval.compare import STOPPED, optimum
 from eval.config import MEASURED
+from eval.sources import CHAIN
 from eval.table import table
 
 
@@ -21,7 +23,8 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
     for task in record["tasks"]:
         name = (task["model"] or {}).get("model", "traces from a file")
         tokens = f"{task['num_prompts']} prompts, {task['num_tokens']} tokens"
-        yield f"{task['name']}: {name}, {task['num_layers']} layers, {tokens}, {picked}"
+        renumbered = "" if config["renumbered"] == "no" else f", every token replaced by a {config['renumbered']} one"
+        yield f"{task['name']}: {name}, {task['num_layers']} layers, {tokens}, {picked}{renumbered}"
     for length in config["lengths"]:
         sections = [section for section in record["sections"] if section["length"] == length]
         first, several = sections[0], len(config["starts"]) > 1
@@ -29,6 +32,8 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
         yield f"{length} tokens, head: {head}; speedup over plain decoding in replay\n\n{_by_task(first, several)}"
         if len(sections) > 1:
             yield f"{length} tokens: mean over tasks by what the head costs, in layers\n\n{_by_head(sections, several)}"
+        if config["renumbered"] != "no":
+            yield from _of_chain(length, sections, several)
         beside = f"the mean beside that of the {STOPPED}, and of the clairvoyant who drafts as it may"
         yield f"{length} tokens: {beside}; by what the head costs, in layers\n\n{_of_bounds(sections, several)}"
 
@@ -57,6 +62,27 @@ def _of_bounds(sections: Sequence[dict[str, Any]], several: bool) -> str:
         if same[0]["kind"] == "policy"
     ]
     return table(["of", *map(_head, sections)], body)
+
+
+def _of_chain(length: int, sections: Sequence[dict[str, Any]], several: bool) -> Iterator[str]:
+    """What other sources cost where they find nothing."""
+    lines: dict[str, list[str]] = {}
+    for section in sections:
+        chains = {row["start"]: row["tasks"] for row in section["rows"] if row["name"] == CHAIN}
+        for row in section["rows"]:
+            if row["start"] in chains and row["name"] != CHAIN:
+                lines.setdefault(_name(row, several), []).append(_of(chains[row["start"]], row["tasks"]))
+    if lines:
+        told = f"speed beside {CHAIN}, in the mean over tasks, and the least of any prompt"
+        yield f"{length} tokens: {told}; by what the head costs, in layers\n\n" + table(
+            ["of", *map(_head, sections)], [[name, *cells] for name, cells in lines.items()]
+        )
+
+
+def _of(chain: dict[str, Any], other: dict[str, Any]) -> str:
+    mean = fmean(chain[task]["seconds"] / other[task]["seconds"] for task in chain)
+    pairs = [zip(chain[task]["seconds_by_prompt"], other[task]["seconds_by_prompt"], strict=True) for task in chain]
+    return f"{mean:.3f}, {min(a / b for each in pairs for a, b in each):.3f}"
 
 
 def _shares(row: dict[str, Any], bounds: dict[str, float]) -> str:

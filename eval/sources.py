@@ -6,7 +6,9 @@ from selfspec.control.plan import DRAFTS
 from selfspec.control.policies import POLICIES
 
 WITH_SOURCES = "adaptive"
-FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source != "tree"), f"{WITH_SOURCES}:{'+'.join(DRAFTS)}")
+BESIDE = {"copies", "tree"}  # which only change how others draft
+CHAIN, EVERYTHING = f"{WITH_SOURCES}:exit", f"{WITH_SOURCES}:{'+'.join(DRAFTS)}"
+FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source not in BESIDE), EVERYTHING)
 
 
 def split_policy(name: str) -> tuple[str, tuple[str, ...] | None]:
@@ -18,7 +20,7 @@ def split_policy(name: str) -> tuple[str, tuple[str, ...] | None]:
     policy, colon, rest = name.partition(":")
     drafts = tuple(rest.split("+")) if colon else None
     fits = drafts is None or (policy == WITH_SOURCES and len(set(drafts)) == len(drafts) and {*drafts} <= {*DRAFTS})
-    if policy not in POLICIES or not fits or drafts == ("tree",):  # which only lets others have branches
+    if policy not in POLICIES or not fits or (drafts and {*drafts} <= BESIDE):
         known = ", ".join(POLICIES)
         raise ValueError(f"policies must be among {known}, or such as {FORMS[0]} or {FORMS[-1]}, got {name!r}")
     return policy, drafts

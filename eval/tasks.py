@@ -12,8 +12,9 @@ from eval.bench import check_room
 from eval.config import ReplayConfig, Task
 from eval.methods import Endless
 from eval.questions import encode, read_questions
+from eval.recording import record
 from eval.timing import Say
-from eval.traces import Trace, load, record, save
+from eval.traces import Trace, load, save
 from selfspec import load as load_model
 from selfspec.api import Target
 from selfspec.control.costs import Costs

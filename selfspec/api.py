@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -17,9 +17,8 @@ from selfspec.control.led import Led
 from selfspec.control.plan import Policy
 from selfspec.control.tracker import is_prior
 from selfspec.decoding.engine import Engine, page_size_of
-from selfspec.decoding.request import Completion, Processor, Request, make_request
+from selfspec.decoding.request import Completion, Options, Prompts, make_requests
 from selfspec.decoding.results import Round
-from selfspec.decoding.stopping import Criterion
 from selfspec.device.runner import install
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import whole
@@ -32,21 +31,19 @@ from selfspec.target.stack import Stack
 from selfspec.target.views import copied_state
 
 _log = logging.getLogger("selfspec")
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
-class Options(TypedDict, total=False):
-    """How to continue prompts, shared by a call's rows; `seed` and `max_new_tokens` may also be one per prompt."""
+class CallOptions(Options, total=False):
+    """All that `generate` and `stream` can be told: how to continue prompts, and how to draft meanwhile."""
 
-    max_new_tokens: int | Sequence[int]  # default 128
-    temperature: float  # default 0: greedy
-    top_k: int  # default 0: all tokens
-    top_p: float  # default 1: all tokens
-    min_p: float  # default 0: all tokens
-    seed: int | Sequence[int]  # default 0; a row's output depends on its prompt and its own seed alone
-    stop: str | Sequence[str] | None  # texts that end the output; they are not part of it
-    logits_processor: Processor | Sequence[Processor] | None
-    stopping_criteria: Criterion | Sequence[Criterion] | None
+    policy: str | Policy | None
+    exit_layer: int | None
+    num_draft_tokens: int | None
+    drafts: Sequence[str] | None
+    datastore: str | Path | Datastore | None
+    max_batch_size: int  # default 8
+    learn: Learner | bool
+    exact: bool
 
 
 class Target:
@@ -203,20 +200,7 @@ class Target:
     def _generation_config(self) -> Any:
         return getattr(self.stack.model, "generation_config", None)
 
-    def generate(
-        self,
-        prompts: Prompts,
-        *,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_draft_tokens: int | None = None,
-        drafts: Sequence[str] | None = None,
-        datastore: str | Path | Datastore | None = None,
-        max_batch_size: int = 8,
-        learn: Learner | bool = False,
-        exact: bool = False,
-        **options: Unpack[Options],
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, **options: Unpack[CallOptions]) -> list[Completion]:
         """Continue every prompt; the tokens are those of plain decoding, whatever the policy.
 
         Args:
@@ -244,18 +228,7 @@ class Target:
             OSError: the datastore is not there, or cannot be read.
             UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
-        rounds = self.stream(
-            prompts,
-            policy=policy,
-            exit_layer=exit_layer,
-            num_draft_tokens=num_draft_tokens,
-            drafts=drafts,
-            datastore=datastore,
-            max_batch_size=max_batch_size,
-            learn=learn,
-            exact=exact,
-            **options,
-        )
+        rounds = self.stream(prompts, **options)
         done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
         return sorted(done, key=lambda completion: completion.request_id)
 
@@ -277,7 +250,7 @@ class Target:
 
         Arguments are checked at the call, before the first round is asked for.
         """
-        requests = self._requests(prompts, dict(options))
+        requests = make_requests(prompts, self.tokenizer, options)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
         self.stack.refresh(deeply=True)
@@ -341,23 +314,3 @@ class Target:
         """Keep the acceptance statistics of this target's calls for later programs, in the user's cache folder."""
         if self._prior is not None:
             profile.save_prior(self.stack, self._prior)
-
-    def _requests(self, prompts: Prompts, options: dict[str, Any]) -> list[Request]:
-        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # a tensor or array of token ids
-        several: Any = [given] if isinstance(given, str) else given
-        if not isinstance(several, Sequence) or any(isinstance(prompt, int) for prompt in several):
-            kind = "one list of ids" if isinstance(several, Sequence) else f"a {type(prompts).__name__}"
-            raise ValueError(f"prompts must be a text, a list of texts or a list of token-id lists, got {kind}")
-        for name in ("seed", "max_new_tokens"):
-            given = options.get(name)
-            if isinstance(given, Sequence) and len(given) != len(several):
-                raise ValueError(f"{name} must be one number or one per prompt ({len(several)}), got {len(given)}")
-        made = []
-        for i, prompt in enumerate(several):
-            own = {name: value[i] if _per_prompt(name, value) else value for name, value in options.items()}
-            made.append(make_request(prompt, self.tokenizer, **own))
-        return made
-
-
-def _per_prompt(name: str, value: Any) -> bool:
-    return name in ("seed", "max_new_tokens") and isinstance(value, Sequence)

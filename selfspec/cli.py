@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect as python_inspect
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 import selfspec
-from selfspec.commands.failure import INTERRUPTED, RUN, USAGE, Failure
+from selfspec.commands.failure import RUN, Failure, ending, say
 from selfspec.commands.generate import generate
 from selfspec.commands.notices import notices
 from selfspec.commands.options import (
@@ -161,8 +160,9 @@ def _calibrate(
     from selfspec.commands.calibrate import calibrate
 
     with notices(quiet):
-        sizes = batch_sizes or []
-        calibrate(model, dtype, device, adapter, exit_heads, engine, quantize, threads, sizes, plan, as_json, quiet)
+        parts = {"adapter": adapter, "dtype": dtype, "device": device, "exit_heads": exit_heads}
+        parts |= {"engine": engine, "quantize": quantize}
+        calibrate(model, parts, threads, batch_sizes or [], plan, as_json, quiet)
 
 
 datastores = typer.Typer(help=DATASTORE_HELP)
@@ -208,47 +208,15 @@ def _info(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. Expected trouble is one sentence on stderr."""
     if sys.stdout is None:
-        return _say("stdout is closed; there is nowhere to write to", RUN)
+        return say("stdout is closed; there is nowhere to write to", RUN)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
     try:
         code = app(arguments, prog_name="selfspec", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except Failure as failure:
-        return _say(str(failure), failure.code)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        return _closed_pipe()
-    except OSError as problem:  # files of our own are handled where they are opened: this is stdout, on a full disk
-        _drop_stdout()
-        return _say(f"the output cannot be written ({problem.strerror or problem}); make room and run it again", RUN)
-    except Exception as problem:
-        if hasattr(problem, "format_message"):  # typer's usage errors; their classes are private
-            path = getattr(getattr(problem, "ctx", None), "command_path", "selfspec")
-            return _say(f"{problem.format_message().rstrip('.')}; see '{path} --help'", USAGE)
-        if type(problem).__name__ == "OutOfMemoryError":
-            return _say(
-                "the device ran out of memory; lower --max-new-tokens, or choose --dtype bfloat16 or --device cpu", RUN
-            )
-        raise
-
-
-def _say(sentence: str, code: int) -> int:
-    print(f"selfspec: {' '.join(sentence.split())}", file=sys.stderr)
-    return code
-
-
-def _closed_pipe() -> int:
-    """Whoever read our output has left: nothing more to say."""
-    _drop_stdout()
-    return RUN
-
-
-def _drop_stdout() -> None:
-    """Let Python's flush at exit go nowhere instead of failing once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (Exception, KeyboardInterrupt) as problem:
+        return ending(problem)
 
 
 if __name__ == "__main__":

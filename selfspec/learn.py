@@ -7,7 +7,6 @@ Heads change drafts only: whatever they learn, the output stays the same, token 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Lock
@@ -19,13 +18,12 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import whole
+from selfspec.learning.heads import extended, first_layers
 from selfspec.learning.lessons import Lessons
 from selfspec.learning.student import Student
 from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.fingerprint import hidden_size_of, weights_of
 from selfspec.target.stack import Stack
 
-MOST_RANK = 128
 REUSE = 8  # steps see every lesson about so often
 MOST_STEPS = 32  # of one update: rows that are half-way through wait for it
 
@@ -110,14 +108,10 @@ class Learner:
         self._num_ended = 0
         self._taking = 0.0  # seconds of `take` that are part of the round in progress
         self._step_seconds = 0.0  # the last step's
-        self._open(target.exit_heads, self._first_layers() if layers is None else layers)
-
-    def _first_layers(self) -> set[int]:
-        if self.target.exit_heads is not None:
-            return set()
-        eighths = {max(1, self.target.stack.num_layers * part // 8) for part in (1, 2, 3, 4)}
-        own = self.target.default_exit_layer
-        return eighths | ({own} if own is not None and 1 <= own < self.target.stack.num_layers else set())
+        if layers is None:
+            stack, own = target.stack, target.default_exit_layer
+            layers = () if target.exit_heads is not None else first_layers(stack.num_layers, own)
+        self._open(target.exit_heads, layers)
 
     def _open(self, heads: ExitHeads | None, layers: Iterable[int] = ()) -> None:
         """Have the target draft with these heads, and with fresh ones, which change nothing yet, for further layers."""
@@ -125,7 +119,7 @@ class Learner:
         self._lessons: dict[int, Lessons] = {}
         self._credit: dict[int, float] = {}  # positions that steps may still look at
         with torch.inference_mode(False), torch.no_grad():
-            heads = _extended(heads, layers, stack, self._rank, self._seed)
+            heads = extended(heads, layers, stack, self._rank, self._seed)
             prior = self.target.prior
             self.target.exit_heads = heads  # a copy of them, on the model's device and in its dtype
             self.target.prior = prior
@@ -249,19 +243,3 @@ class Learner:
     ) -> None:
         if self.folder is not None:
             self.save()
-
-
-def _extended(heads: ExitHeads | None, layers: Iterable[int], stack: Stack, rank: int | None, seed: int) -> ExitHeads:
-    """A copy of some heads, with fresh ones for further layers."""
-    hidden_size = hidden_size_of(stack)
-    own = {} if heads is None else heads.state_dict()
-    wanted = {whole("layers", layer, 1) for layer in layers}
-    if heads is not None:
-        rank, wanted = heads.rank, wanted | set(heads.layers)
-    rank = max(1, min(MOST_RANK, hidden_size // 2)) if rank is None else whole("rank", rank, 1)
-    with torch.random.fork_rng(devices=[]):  # nobody's random numbers move
-        torch.manual_seed(seed)
-        made = ExitHeads(wanted, hidden_size, rank, weights_of(stack))
-    made.check(stack.num_layers, hidden_size)
-    made.load_state_dict(copy.deepcopy(own), strict=False)
-    return made.requires_grad_(False)

@@ -22,7 +22,8 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.control.costs import Costs, Table
+from selfspec.control.costs import Costs
+from selfspec.control.table import Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder
 from selfspec.target.compiled import CompiledBody
@@ -30,7 +31,7 @@ from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 5  # of the files; another number makes every older file stale
+SCHEMA = 6  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
 ABOUT = {

@@ -75,7 +75,7 @@ class Adversary(Schedule):
         rule = SecondChoices(calibration, tuple(dice.random() for _ in range(NUM_BINS)), dice.choice([-1, 0.1]), 4)
         return replace(
             plan,
-            seconds=dice.choice([None, rule]) if plan.exit_layer else None,
+            second_choices=dice.choice([None, rule]) if plan.exit_layer else None,
             guesses=dice.choice([0, 1, 4]) if plan.exit_layer else 0,
             stop=dice.choice([None, stop]),
             keep_confidence=dice.random() < 0.5,

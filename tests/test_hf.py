@@ -245,7 +245,9 @@ def test_same_seed_same_tokens_whatever_the_plan(model, options):
 
 def test_usual_filters_are_applied_to_all_rows_at_once(llama, monkeypatch):
     seen = []
-    monkeypatch.setattr("selfspec.hf.Request", lambda *args, **kw: seen.append((args[2], kw)) or Request(*args, **kw))
+    monkeypatch.setattr(
+        "selfspec.hf_call.Request", lambda *args, **kw: seen.append((args[2], kw)) or Request(*args, **kw)
+    )
     filters = {"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.02}
     sample(llama, batch((5,)), 0, SelfSpeculative(), **filters)
     sample(llama, batch((5,)), 0, SelfSpeculative(), **filters, renormalize_logits=True)

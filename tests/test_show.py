@@ -15,6 +15,7 @@ from selfspec import show
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop, TokenTree
 from selfspec.decoding.results import RowResult
 from selfspec.decoding.stats import SpecStats
+from selfspec.pieces import Painter, Piece, Pieces
 from tests import cli_fixtures
 
 model_folder = cli_fixtures.model_folder
@@ -29,7 +30,7 @@ def target(model_folder):
 def pieces_of(target, prompt, stop=(), **options):
     """Every piece of a run, and its completion."""
     ids = target.tokenizer(prompt)["input_ids"]
-    cutter = show.Pieces(target.tokenizer, ids, stop)
+    cutter = Pieces(target.tokenizer, ids, stop)
     rows = [row for round_ in target.stream([ids], stop=list(stop), **options) for row in round_.rows]
     return [cutter.of(row) for row in rows], rows
 
@@ -51,7 +52,7 @@ def test_kinds_say_who_wrote_what(target):
         def decode(self, ids, **options):
             return "".join(chr(97 + i) for i in ids)
 
-    cutter = show.Pieces(Letters(), [0])
+    cutter = Pieces(Letters(), [0])
     [*pieces] = cutter.of(RowResult(0, [1, 2, 3], "bcd", [1, 2, 25, 24], 2, None))
     shown = [piece for piece in pieces if piece.text]
     assert shown == [("b", "accepted"), ("c", "accepted"), ("z", "rejected"), ("d", "own")]
@@ -62,7 +63,7 @@ def paint(pieces, width, colour=True):
     console = Console(
         file=io.StringIO(), force_terminal=colour, color_system="standard" if colour else None, width=200, _environ={}
     )
-    painter = show.Painter(console, width)
+    painter = Painter(console, width)
     for piece in pieces:
         painter.write([piece])
     painter.end()
@@ -76,7 +77,7 @@ TEXTS = st.lists(
 
 @given(TEXTS)
 def test_painting_changes_no_character(pieces):
-    pieces = [show.Piece(*piece) for piece in pieces]
+    pieces = [Piece(*piece) for piece in pieces]
     text = "".join(piece.text for piece in pieces).replace("\t", " " * 4)
     assert ANSI.sub("", paint(pieces, None)) == text + "\n"
     assert paint(pieces, None, colour=False) == text + "\n"
@@ -84,14 +85,14 @@ def test_painting_changes_no_character(pieces):
 
 @given(TEXTS)
 def test_lines_are_broken_between_words_only(pieces):
-    pieces = [show.Piece(text.replace("\t", ""), kind) for text, kind in pieces]
+    pieces = [Piece(text.replace("\t", ""), kind) for text, kind in pieces]
     painted = ANSI.sub("", paint(pieces, 12))
     assert painted.split() == "".join(piece.text for piece in pieces).split()
     assert all(len(line) <= 12 or not line.strip() or len(line.split()) == 1 for line in painted.split("\n"))
 
 
 def test_text_cannot_steer_the_terminal():
-    assert "\x1b[2J" not in paint([show.Piece("a\x1b[2Jb\x9b\x07", "own")], None)
+    assert "\x1b[2J" not in paint([Piece("a\x1b[2Jb\x9b\x07", "own")], None)
 
 
 def test_the_closing_line_tells_speed_acceptance_and_speedup():
@@ -187,8 +188,8 @@ def test_the_table_tells_rounds_by_exit_layer():
 
 def test_a_picture_holds_every_colour(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    pieces = [show.Piece("x = ", "prompt"), show.Piece("one", "accepted"), show.Piece(" two", "own")]
-    pieces.append(show.Piece("three", "rejected"))
+    pieces = [Piece("x = ", "prompt"), Piece("one", "accepted"), Piece(" two", "own")]
+    pieces.append(Piece("three", "rejected"))
     drawn = show.picture(pieces, show.legend(2, 8), show.closing_line(2, 1.0, SpecStats()), "title")
     assert drawn.lstrip().startswith("<svg")
     assert "line-through" in drawn and "bold" in drawn

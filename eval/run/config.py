@@ -12,9 +12,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from eval.config import FOLDER, _check, _convert, _key
+from eval.config import FOLDER
+from eval.keys import check_key, convert, knob, read_mapping
 from eval.run.metrics import METRICS
 from eval.run.names import PLAIN_KINDS, parse_method
 from eval.run.questions import COLUMNS, HUB, PRESETS
@@ -44,49 +43,49 @@ def _names(meaning: str) -> Any:
 class RunConfig:
     """One run. Every key's meaning is also the help of its command-line option."""
 
-    model: str = _key("demo", "What selfspec.load opens: 'demo' (the embedded model), a folder or a hub id.")
-    device: str = _key("", "Where the model runs; empty lets selfspec.load choose.")
-    dtype: str = _key("float32", "Number format of the weights; equality with plain decoding is promised in float32.")
-    threads: int = _key(0, "CPU threads of torch; 0 keeps torch's own default.")
-    questions: str = _key(
+    model: str = knob("demo", "What selfspec.load opens: 'demo' (the embedded model), a folder or a hub id.")
+    device: str = knob("", "Where the model runs; empty lets selfspec.load choose.")
+    dtype: str = knob("float32", "Number format of the weights; equality with plain decoding is promised in float32.")
+    threads: int = knob(0, "CPU threads of torch; 0 keeps torch's own default.")
+    questions: str = knob(
         "prompts.jsonl",
         "Question file (JSON lines); a parquet, CSV or JSON file or folder, or hf:OWNER/NAME[:CONFIG:SPLIT]; or the "
         f"name of a set: {', '.join(PRESETS)}.",
     )
-    questions_path: str = _key("", "Where a named set's file lies; named sets are not part of the repository.")
+    questions_path: str = knob("", "Where a named set's file lies; named sets are not part of the repository.")
     columns: Mapping[str, str] = _names(f"What the file calls {', '.join(COLUMNS)}, where it has other names.")
-    num_questions: int = _key(0, "How many questions to use, from the first on; 0 uses all.")
-    max_new_tokens: int = _key(128, "Most tokens per turn; fewer where the context has no room for them.")
-    ignore_eos: bool = _key(False, "Write max_new_tokens whatever the model says; else stop at its end of text.")
-    temperature: float = _key(0.0, "How tokens are picked: 0 is greedy, else they are sampled.")
-    seed: int = _key(0, "Seed of the first question's sampled output (the next has the next) and of the intervals.")
-    methods: tuple[str, ...] = _key((), "Methods to compare; none given: transformers, plain and adaptive.")
+    num_questions: int = knob(0, "How many questions to use, from the first on; 0 uses all.")
+    max_new_tokens: int = knob(128, "Most tokens per turn; fewer where the context has no room for them.")
+    ignore_eos: bool = knob(False, "Write max_new_tokens whatever the model says; else stop at its end of text.")
+    temperature: float = knob(0.0, "How tokens are picked: 0 is greedy, else they are sampled.")
+    seed: int = knob(0, "Seed of the first question's sampled output (the next has the next) and of the intervals.")
+    methods: tuple[str, ...] = knob((), "Methods to compare; none given: transformers, plain and adaptive.")
     externals: Mapping[str, str] = _names("Command line of every external:NAME among the methods, by its name.")
-    baseline: str = _key(AUTO, "What speedups are over: a method, or 'auto', the fastest plain decoding in the run.")
-    metrics: tuple[str, ...] = _key((), "Columns of the report's first table; none given: the usual ones.")
-    warmups: int = _key(1, "How often every method answers the first question untimed.")
-    cost_repeats: int = _key(
+    baseline: str = knob(AUTO, "What speedups are over: a method, or 'auto', the fastest plain decoding in the run.")
+    metrics: tuple[str, ...] = knob((), "Columns of the report's first table; none given: the usual ones.")
+    warmups: int = knob(1, "How often every method answers the first question untimed.")
+    cost_repeats: int = knob(
         15,
         "How often every piece of a round is timed, for policies that weigh costs; 0: the table in the user's cache.",
     )
-    time_limit: float = _key(300.0, "Seconds a method may take for a turn; beyond, it is an error row.")
-    check: bool = _key(True, "Compare outputs with plain decoding's token by token.")
-    keep_rounds: bool = _key(False, "Write every round of our own methods to rounds.jsonl.")
-    resamples: int = _key(2000, "Bootstrap resamples of the questions behind every interval.")
-    studies: tuple[str, ...] = _key(
+    time_limit: float = knob(300.0, "Seconds a method may take for a turn; beyond, it is an error row.")
+    check: bool = knob(True, "Compare outputs with plain decoding's token by token.")
+    keep_rounds: bool = knob(False, "Write every round of our own methods to rounds.jsonl.")
+    resamples: int = knob(2000, "Bootstrap resamples of the questions behind every interval.")
+    studies: tuple[str, ...] = knob(
         (), f"What to measure once the questions are answered: {', '.join(NAMES)}; a later session may add some."
     )
-    study_questions: int = _key(
+    study_questions: int = knob(
         STUDY_SIZES["study_questions"],
         "How many questions a study uses, evenly from all categories; their first turns. With another number a later "
         "session measures its studies anew.",
     )
-    study_tokens: int = _key(
+    study_tokens: int = knob(
         STUDY_SIZES["study_tokens"],
         "Tokens per question that a study decodes live, half of them in batches; others read max_new_tokens. With "
         "another number a later session measures its studies anew.",
     )
-    output: str = _key("", "Run folder; empty: runs/ and the configuration's name.")
+    output: str = knob("", "Run folder; empty: runs/ and the configuration's name.")
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -99,24 +98,24 @@ class RunConfig:
             ("study_tokens", 1),
             ("seed", 0),
         ):
-            _check(getattr(self, name) >= least, name, f"at least {least}", getattr(self, name))
-        _check(self.num_questions >= 0, "num_questions", "at least 0", self.num_questions)
-        _check(self.temperature >= 0 and isfinite(self.temperature), "temperature", "at least 0", self.temperature)
-        _check(self.time_limit > 0 and isfinite(self.time_limit), "time_limit", "above 0", self.time_limit)
+            check_key(getattr(self, name) >= least, name, f"at least {least}", getattr(self, name))
+        check_key(self.num_questions >= 0, "num_questions", "at least 0", self.num_questions)
+        check_key(self.temperature >= 0 and isfinite(self.temperature), "temperature", "at least 0", self.temperature)
+        check_key(self.time_limit > 0 and isfinite(self.time_limit), "time_limit", "above 0", self.time_limit)
         for column in self.columns:
             known("columns", column, COLUMNS)
         for metric in self.metrics:
             known("metric", metric, METRICS)
         for study in self.studies:
             known("study", study, NAMES)
-        _check(len(set(self.studies)) == len(self.studies), "studies", "different names", list(self.studies))
+        check_key(len(set(self.studies)) == len(self.studies), "studies", "different names", list(self.studies))
         self._check_methods()
 
     def _check_methods(self) -> None:
         names = self.methods
         for name, command in self.externals.items():
-            _check(_is_command(command), f"externals: {name}", "a command line, its quotes closed", command)
-        _check(bool(names) and len(set(names)) == len(names), "methods", "different names", list(names))
+            check_key(_is_command(command), f"externals: {name}", "a command line, its quotes closed", command)
+        check_key(bool(names) and len(set(names)) == len(names), "methods", "different names", list(names))
         kinds = {name: parse_method(name) for name in names}
         for name, method in kinds.items():
             if method.kind == "external":
@@ -169,24 +168,19 @@ def load_run_config(path: str | Path, **given: Any) -> RunConfig:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        text = " ".join(str(problem).split())
-        raise ValueError(f"cannot read the configuration {str(path)!r}: {text}") from problem
-    _check(isinstance(content, dict), f"the configuration {str(path)!r}", "a mapping of keys to values", content)
+    content = read_mapping(path)
     kinds = typing.get_type_hints(RunConfig)
     for key in content:
         known("configuration key", str(key), kinds)
     return {
-        key: _mapping(key, v) if "Mapping" in str(kinds[key]) else _convert(key, v, kinds[key])
+        key: _mapping(key, v) if "Mapping" in str(kinds[key]) else convert(key, v, kinds[key])
         for key, v in content.items()
     }
 
 
 def _mapping(key: str, value: Any) -> dict[str, str]:
     fits = isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
-    _check(fits, key, "a mapping of names to texts", value)
+    check_key(fits, key, "a mapping of names to texts", value)
     return dict(value)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,34 +21,25 @@ REPEATS, WITHIN = 20, 60.0  # no further repeat is begun after so many seconds
 
 def calibrate(
     model: str,
-    dtype: str | None,
-    device: str | None,
-    adapter: Path | None,
-    exit_heads: str | None,
-    engine: str,
-    quantize: str | None,
+    parts: Mapping[str, Any],
     threads: int | None,
     batch_sizes: Sequence[str],
     plan: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Measure, save, and write the tables or one JSON document."""
+    """Measure, save, and write the tables or one JSON document.
+
+    Args:
+        parts: what else `selfspec.load` is told, by name.
+    """
     sizes = sorted({1, *parse_sizes(batch_sizes)})
     check_threads(threads)
     from selfspec import hub, profile, show  # torch and transformers, from here on
 
     set_threads(threads)
     with as_sentences():
-        target = hub.load(
-            model,
-            dtype=dtype,
-            device=device,
-            adapter=adapter,
-            exit_heads=exit_heads,
-            engine=engine,
-            quantize=quantize,
-        )
+        target = hub.load(model, **parts)
     costs = _measure(target, sizes, _progress(model, show.make_console(sys.stderr, quiet=quiet)))
     file = profile.save_costs(target.stack, costs)
     key = profile.costs_key(target.stack)

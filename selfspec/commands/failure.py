@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,3 +38,37 @@ def as_sentences() -> Iterator[None]:
 def _as_options(sentence: str) -> str:
     """The library's sentences begin with a parameter's name; say the option's instead."""
     return re.sub(rf"^({_NAMES})\b(?!:)", lambda found: "--" + found[0].replace("_", "-"), sentence)
+
+
+def ending(problem: BaseException) -> int:
+    """Say what stopped a command, if that is expected trouble, and return its exit code; else raise it again."""
+    if isinstance(problem, Failure):
+        return say(str(problem), problem.code)
+    if isinstance(problem, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(problem, BrokenPipeError):  # whoever read our output has left: nothing more to say
+        _drop_stdout()
+        return RUN
+    if isinstance(
+        problem, OSError
+    ):  # files of our own are handled where they are opened: this is stdout, on a full disk
+        _drop_stdout()
+        return say(f"the output cannot be written ({problem.strerror or problem}); make room and run it again", RUN)
+    if hasattr(problem, "format_message"):  # typer's usage errors; their classes are private
+        path = getattr(getattr(problem, "ctx", None), "command_path", "selfspec")
+        return say(f"{problem.format_message().rstrip('.')}; see '{path} --help'", USAGE)
+    if type(problem).__name__ == "OutOfMemoryError":
+        sentence = "the device ran out of memory; lower --max-new-tokens, or choose --dtype bfloat16 or --device cpu"
+        return say(sentence, RUN)
+    raise problem
+
+
+def say(sentence: str, code: int) -> int:
+    """One line on stderr; returns the code."""
+    print(f"selfspec: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def _drop_stdout() -> None:
+    """Let Python's flush at exit go nowhere instead of failing once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

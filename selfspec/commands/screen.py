@@ -18,6 +18,7 @@ from selfspec.control.plan import DRAFTS, LOOKUP
 from selfspec.control.policies import BY_LOOKUP, CHOOSES_EXIT
 from selfspec.decoding.engine import policy_for
 from selfspec.decoding.results import Round, RowResult
+from selfspec.pieces import Painter, Piece, Pieces
 
 PROMPT_SHOWN = 1000  # characters of a long prompt that are repeated beside the coloured text, from its end
 
@@ -36,9 +37,9 @@ class Screen:
         self._legend = _legend(job)
         self._num_rounds = 0
         self._text = ""
-        self._painter: show.Painter | None = None
-        self._cutter: show.Pieces | None = None
-        self._pieces: list[show.Piece] = []
+        self._painter: Painter | None = None
+        self._cutter: Pieces | None = None
+        self._pieces: list[Piece] = []
         self._num_painted = 0
         if options.prompts is None:
             self._prepare(job)
@@ -46,12 +47,12 @@ class Screen:
     def _prepare(self, job: Job) -> None:
         paints = self._writes and self._options.show_drafts and show.wants_colour(sys.stdout)
         if paints or self._options.svg:
-            self._cutter = show.Pieces(job.target.tokenizer, job.ids[0], self._options.stop or ())
-            self._pieces = [show.Piece(_shown(job), "prompt")]
+            self._cutter = Pieces(job.target.tokenizer, job.ids[0], self._options.stop or ())
+            self._pieces = [Piece(_shown(job), "prompt")]
         if not paints:
             return
         out = show.make_console(sys.stdout)
-        self._painter = show.Painter(out, out.width if sys.stdout.isatty() else None, self._talk)
+        self._painter = Painter(out, out.width if sys.stdout.isatty() else None, self._talk)
         if self._legend is not None:
             self._talk.print(self._legend, end="\n\n")
         if not (sys.stdout.isatty() and sys.stderr.isatty()) or self._options.quiet:

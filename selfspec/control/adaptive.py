@@ -82,7 +82,9 @@ class Adaptive:
         self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._block = 0  # plain rounds still to come before drafts go on
-        self._parts = Parts(costs)  # of the vocabulary
+        self._may_copy, self._has_copies = "copies" in drafts, False
+        self._vocabulary: Vocabulary | None = None
+        self._parts = Parts(costs)  # ways of drafting
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
 
@@ -93,7 +95,13 @@ class Adaptive:
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        self._parts = Parts(self.costs, vocabulary)
+        self._vocabulary = vocabulary
+        self._parts = Parts(self.costs, vocabulary, self._has_copies)
+
+    def tell_copies(self, has_copies: bool) -> None:
+        """Drafts may be written by copies of the layers in 8 bits; until this is told they may not."""
+        self._has_copies = has_copies and self._may_copy
+        self.tell_vocabulary(self._vocabulary)
 
     def state(self) -> dict[str, Any]:
         """What it has seen, for a later one of the same model to start from."""
@@ -170,9 +178,10 @@ class Adaptive:
             stop=decision.stop,
             keep_confidence=True,
             shadow=shadow,
-            seconds=decision.seconds,
+            second_choices=decision.second_choices,
             guesses=guesses,
             draft_vocab=decision.part.size,
+            draft_bits=decision.part.bits,
             speedup=decision.speedup,
         )
         if shadow is None:
@@ -210,7 +219,7 @@ class Adaptive:
             self._batch = num_rows
             self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
-        worth.price(pace.pick, pace.passes, pace.deciding, pace.kinds.ratio(BY_LOOKUP, num_rows))
+        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), pace.deciding, pace.kinds.ratio(BY_LOOKUP, num_rows))
         self._next = self._round + IDLE_ROUNDS
         if not self._allowed:
             self._decision = Decision(num_rows / worth.plain_seconds)

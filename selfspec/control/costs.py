@@ -6,54 +6,31 @@ whole range, since real costs have steps (arXiv 2310.18813; the field's engines 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfspec.control.plan import LOOKUP
+from selfspec.control.table import Table, interpolate
 
 LOOKUP_SECONDS = 1e-5  # a row's draft by lookup, wherever there is an interpreter
 CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Seconds at measured points, ascending in both."""
+@dataclass(frozen=True)
+class Copies:
+    """Drafting by copies of the layers and the head in 8 bits: as `first`, `early` and `head` of `Costs`."""
 
-    points: tuple[int, ...]
-    seconds: tuple[float, ...]
+    first: Mapping[int, Table]
+    early: Mapping[int, Table]
+    head: Table
 
-    def __post_init__(self) -> None:
-        rises = all(a < b for a, b in zip(self.points, self.points[1:], strict=False))
-        if not self.points or len(self.points) != len(self.seconds) or not rises:
-            raise ValueError(f"a table needs ascending points, one value each, got {self.points} and {self.seconds}")
-        if not all(0 <= s < float("inf") for s in self.seconds):
-            raise ValueError(f"a table's seconds must be finite and not negative, got {self.seconds}")
+    def as_dict(self) -> dict[str, Any]:
+        return {**{name: _plain(getattr(self, name)) for name in ("first", "early")}, "head": self.head.as_dict()}
 
     @classmethod
-    def of(cls, measured: Mapping[int, float]) -> Table:
-        """From measurements, made ascending where noise is not (pooling adjacent violators)."""
-        points = sorted(measured)
-        pools: list[list[float]] = []  # [mean, how many]
-        for point in points:
-            pools.append([measured[point], 1])
-            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                mean, count = pools.pop()
-                before = pools[-1]
-                pools[-1] = [(before[0] * before[1] + mean * count) / (before[1] + count), before[1] + count]
-        return cls(tuple(points), tuple(mean for mean, count in pools for _ in range(int(count))))
-
-    def __call__(self, at: float) -> float:
-        points, seconds = self.points, self.seconds
-        if at <= points[0] or len(points) == 1:
-            return seconds[0]
-        i = min(bisect_left(points, at), len(points) - 1)  # beyond the last point: the last slope
-        share = (at - points[i - 1]) / (points[i] - points[i - 1])
-        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
-
-    def scaled(self, factor: float) -> Table:
-        return Table(self.points, tuple(s * factor for s in self.seconds))
+    def from_dict(cls, given: Any) -> Copies:
+        return cls(_by_rows(given["first"]), _by_rows(given["early"]), Table.read(given["head"]))
 
 
 @dataclass(frozen=True)
@@ -76,6 +53,7 @@ class Costs:
         ragged: how many times as long as `late` has it the layers of a verification take in which few rows have many
             tokens and the others one, by rows; None where nobody measured it. It is 1 where tokens are packed end to
             end, and up to 2 where attention is padded to the longest row.
+        copies: drafting by copies of the layers; None where there are none.
     """
 
     num_layers: int
@@ -90,18 +68,27 @@ class Costs:
     first: Mapping[int, Table] = field(default_factory=dict)
     wide: Table | None = None
     ragged: Table | None = None
+    copies: Copies | None = None
     _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """One token for every row by the whole model."""
         return self.round(None, (0,) * num_rows, context)
 
-    def early_pass(self, exit_layer: int, num_rows: int, context: float = CONTEXT, first: bool = False) -> float:
-        """`exit_layer` layers over one token of each of `num_rows` rows; `first`: as the first pass of a round."""
+    def early_pass(
+        self, exit_layer: int, num_rows: int, context: float = CONTEXT, first: bool = False, copies: bool = False
+    ) -> float:
+        """`exit_layer` layers over one token of each of `num_rows` rows.
+
+        Args:
+            first: as the first pass of a round.
+            copies: by copies in 8 bits.
+        """
         extra = exit_layer * num_rows * self.context * max(0.0, context - CONTEXT)
-        if first and self.first:
-            return self._between(self.first, num_rows, exit_layer, "first") + extra
-        return self._between(self.early, num_rows, exit_layer, "early") + extra
+        passes = self.copies if copies and self.copies is not None else self
+        if first and passes.first:
+            return self._between(passes.first, num_rows, exit_layer, f"first {copies}") + extra
+        return self._between(passes.early, num_rows, exit_layer, f"early {copies}") + extra
 
     def wide_pass(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """`exit_layer` layers over `num_tokens` tokens of `num_rows` rows in all."""
@@ -125,6 +112,7 @@ class Costs:
         beside: Sequence[int] = (),
         draft_share: float = 1.0,
         widths: Sequence[int] = (),
+        copies: bool = False,
     ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
@@ -135,6 +123,7 @@ class Costs:
             beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
             widths: of a cascade, tokens of each early pass but the last; empty: one each.
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
+            copies: the draft is written by copies in 8 bits, and verified by all layers.
         """
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
         tokens = sum(lengths) + rows + sum(beside)
@@ -152,6 +141,12 @@ class Costs:
                 if step < len(widths):
                     head, pick = head + draft_share * self.head(width), pick + draft_share * self.pick(width)
             verify = self.verify(exit_layer, rows, tokens, context)
+        elif copies and self.copies is not None:
+            for step in range(max(lengths)):
+                live = sum(length > step for length in lengths)
+                draft += self.early_pass(exit_layer, live, context, step == 0, True)
+                head, pick = head + self.copies.head(live), pick + self.pick(live)
+            verify = self.verify(LOOKUP, rows, tokens, context)
         else:
             passes: dict[tuple[int, bool], float] = {}  # by rows, and whether it is the first
             picks: dict[int, tuple[float, float]] = {}  # head and picks, by rows
@@ -181,9 +176,10 @@ class Costs:
         beside: Sequence[int] = (),
         draft_share: float = 1.0,
         widths: Sequence[int] = (),
+        copies: bool = False,
     ) -> float:
         """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, widths).values())
+        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, widths, copies).values())
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Shadow picks at `num_positions` positions for `num_layers` layers each."""
@@ -201,57 +197,51 @@ class Costs:
         one = self.plain(1) / self.num_layers
         grows = [self.late[1](n) / self.late[1](1) for n in self.head.points]
         head = Table(self.head.points, tuple(layers * one * g for g in grows))
-        return replace(self, head=head, _known={})
+        copies = self.copies
+        if copies is not None:
+            copies = replace(copies, head=copies.head.scaled(head(1) / max(self.head(1), 1e-12)))
+        return replace(self, head=head, copies=copies, _known={})
 
     def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, kind: str) -> float:
         """Linear in the number of rows between the two measured ones around it."""
         key = (kind, num_rows, at)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _interpolate(sorted(tables), num_rows, lambda rows: tables[rows](at))
+            known = self._known[key] = interpolate(sorted(tables), num_rows, lambda rows: tables[rows](at))
         return known
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a profile file."""
-
-        def plain(table: Table) -> dict[str, float]:
-            return {str(p): s for p, s in zip(table.points, table.seconds, strict=True)}
-
         return {
             "num_layers": self.num_layers,
-            **{name: plain(getattr(self, name)) for name in ("plain", "head", "pick", "rest", "short")},
-            **{n: {str(r): plain(t) for r, t in getattr(self, n).items()} for n in ("first", "early", "late")},
+            **{name: getattr(self, name).as_dict() for name in ("plain", "head", "pick", "rest", "short")},
+            **{name: _plain(getattr(self, name)) for name in ("first", "early", "late")},
             "context": self.context,
-            **{n: None if (t := getattr(self, n)) is None else plain(t) for n in ("wide", "ragged")},
+            **{n: None if (t := getattr(self, n)) is None else t.as_dict() for n in ("wide", "ragged", "copies")},
         }
 
     @classmethod
     def from_dict(cls, given: Any) -> Costs:
         """What `as_dict` wrote; ValueError when it is anything else."""
         try:
-            ones = {name: _read(given[name]) for name in ("plain", "head", "pick", "rest", "short")}
+            ones = {name: Table.read(given[name]) for name in ("plain", "head", "pick", "rest", "short")}
             tables = {"first": {}, **given}  # older tables know of no first pass
-            many = {n: {int(r): _read(t) for r, t in tables[n].items()} for n in ("first", "early", "late")}
+            many = {name: _by_rows(tables[name]) for name in ("first", "early", "late")}
             if not all(1 in tables for name, tables in many.items() if tables or name != "first"):
                 raise ValueError("tables of a single row are missing")
             context = float(given["context"])
             if not 0 <= context < float("inf"):
                 raise ValueError(f"context must be finite and not negative, got {context}")
-            some = {n: None if given.get(n) is None else _read(given[n]) for n in ("wide", "ragged")}
-            return cls(int(given["num_layers"]), **ones, **many, context=context, **some)  # type: ignore[arg-type]
+            some = {n: None if given.get(n) is None else Table.read(given[n]) for n in ("wide", "ragged")}
+            copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])
+            return cls(int(given["num_layers"]), **ones, **many, context=context, **some, copies=copies)  # type: ignore[arg-type]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 
 
-def _read(given: Mapping[str, float]) -> Table:
-    return Table(tuple(int(p) for p in given), tuple(float(s) for s in given.values()))
+def _plain(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:
+    return {str(rows): table.as_dict() for rows, table in tables.items()}
 
 
-def _interpolate(points: Sequence[int], at: float, value: Callable[[int], float]) -> float:
-    if at <= points[0] or len(points) == 1:
-        return value(points[0])
-    i = min(bisect_left(points, at), len(points) - 1)
-    low, high = points[i - 1], points[i]
-    a = value(low)
-    b = max(a, value(high))  # more rows never take less, whatever noise says
-    return a + (at - low) / (high - low) * (b - a)
+def _by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:
+    return {int(rows): Table.read(table) for rows, table in given.items()}

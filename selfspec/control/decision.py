@@ -34,7 +34,7 @@ class Decision(NamedTuple):
     rate: float = 0.0  # tokens per second forecast
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # their seconds, by drafted tokens per row
     stop: SurvivalStop | None = None
-    seconds: SecondChoices | None = None
+    second_choices: SecondChoices | None = None
 
 
 def decide(
@@ -55,7 +55,7 @@ def decide(
     num_rows, trust = worth.num_rows, experience.trust
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
-    chosen = choose(parts, allowed, worth, right, share, (now.part.size, now.exit_layer), STAY, favour)
+    chosen = choose(parts, allowed, worth, right, share, (now.part, now.exit_layer), STAY, favour)
     part, exit_layer, rates, drafted = chosen
     line = exit_layer - 1
     by_bound = rates[line].tolist()
@@ -65,19 +65,19 @@ def decide(
     if speedup < (HANDICAP if now.exit_layer is None else OFF):
         return Decision(num_rows / worth.plain_seconds, speedup)
     right_then, share_then = right[line].tolist(), share[line].tolist()
-    if part is not WHOLE:
+    if part.coverage != 1:
         right_then = [chance * part.coverage for chance in right_then]
     length = float(drafted[line, by_bound.index(rate)])
     acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
     calibration = tuple(right_then)
     stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, length))
-    seconds = None
+    second_choices = None
     if experience.second_rates is not None:
         second = experience.second_rates.of(exit_layer)
         fixed, each = worth.beside(exit_layer, length)
-        seconds = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
-    return Decision(trusted, speedup, exit_layer, part, length, rate, worth.rounds(exit_layer), stop, seconds)
+        second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
+    return Decision(trusted, speedup, exit_layer, part, length, rate, worth.rounds(exit_layer), stop, second_choices)
 
 
 def favour_of(num_layers: int) -> Floats:

@@ -23,18 +23,20 @@ class Plain:
 class Fixed:
     """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use.
 
-    With `draft_vocab`, drafts are over so many tokens, the most frequent; the target judges them over all.
+    With `draft_vocab`, drafts are over so many tokens, the most frequent; the target judges them over all. With
+    `draft_bits` 8, they are written by copies of the layers in 8 bits, where engine 'compiled' runs; all layers judge.
     """
 
     exit_layer: int
     num_draft_tokens: int
     min_confidence: float = 0.0
     draft_vocab: int | None = None
+    draft_bits: int | None = None
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)
         exit_layer = self.exit_layer if any(lengths) else None
-        return Plan(exit_layer, lengths, self.min_confidence, draft_vocab=self.draft_vocab)
+        return Plan(exit_layer, lengths, self.min_confidence, draft_vocab=self.draft_vocab, draft_bits=self.draft_bits)
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         pass

@@ -22,14 +22,14 @@ class Pace:
 
     Attributes:
         pick: how much longer picks take than in the table of costs.
-        passes: and early passes, beside the verifications of the same rounds.
+        passes: and early passes, and those of copies, beside the verifications of the same rounds.
         deciding: seconds that deciding takes in a round that drafts.
         kinds: how much longer rounds that draft take than plain ones.
     """
 
     def __init__(self, costs: Costs, prior: Any = None) -> None:
         self._costs, self.kinds = costs, Kinds(costs, prior)
-        self.pick = self.passes = 1.0
+        self.pick, self.passes = 1.0, [1.0, 1.0]
         self.deciding = 0.0
         self._most_deciding: dict[int, float] = {}  # by rows
         self._has_drafted = False
@@ -40,7 +40,9 @@ class Pace:
         self._decided.append(decided)
         self.kinds.pass_rounds(1 + num_idle)
 
-    def look(self, exit_layer: int | None, num_rows: int, expected: Mapping[str, float], seconds: Seconds) -> None:
+    def look(
+        self, exit_layer: int | None, num_rows: int, expected: Mapping[str, float], seconds: Seconds, copies: bool
+    ) -> None:
         """Set the clock of a round of `num_rows` rows beside what was expected of its stages, see `Costs.stages`."""
         layers = seconds.draft + seconds.verify + seconds.head
         pace = layers / (expected["draft"] + expected["verify"] + expected["head"])
@@ -58,8 +60,8 @@ class Pace:
             self.deciding += DECIDING_STEP * (min(decided / pace, most) - self.deciding)
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
-            self.passes += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self.passes)
+            self.passes[copies] += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self.passes[copies])
         kind = PLAIN if exit_layer is None else BY_LOOKUP if exit_layer == LOOKUP else BY_LAYERS
-        priced = self.passes * expected["draft"] + expected["verify"] + expected["head"] + expected["rest"]
+        priced = self.passes[copies] * expected["draft"] + expected["verify"] + expected["head"] + expected["rest"]
         took = layers + seconds.pick + seconds.rest  # what other layers would have picked is not in the price
         self.kinds.look(kind, num_rows, priced + self.pick * expected["pick"], took)

@@ -1,5 +1,7 @@
-"""Parts of a vocabulary that drafts may be picked among, where the whole head is dear beside a layer.
+"""Ways of drafting that are cheaper than the layers themselves and nearly as often right.
 
+Drafts may be written by copies of the layers in 8 bits, see `selfspec.target.rounded`; or they may be picked among a
+part of the vocabulary, where the whole head is dear beside a layer:
 A draft over the most frequent tokens costs their share of the head at every token, and is wrong wherever the target
 picks another one (FR-Spec, arXiv 2502.14856). How often that is can be seen without drafting at all.
 """
@@ -7,7 +9,7 @@ picks another one (FR-Spec, arXiv 2502.14856). How often that is can be seen wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +37,13 @@ class Part(NamedTuple):
     size: int | None  # tokens; None: the whole vocabulary
     share: float  # of the vocabulary
     coverage: float  # of what the target picks
+    bits: int | None = None  # 8: by copies of the layers
+    deepest: int | None = None  # exit layer
+
+    @property
+    def way(self) -> tuple[int | None, int | None]:
+        """By what it is told from others."""
+        return self.size, self.bits
 
 
 WHOLE = Part(None, 1.0, 1.0)
@@ -50,17 +59,22 @@ class Choice(NamedTuple):
 
 
 class Parts:
-    """The whole vocabulary, and parts of it where the head costs more than an early layer."""
+    """The layers and the whole vocabulary; copies; parts of the vocabulary where the head costs more than a layer.
 
-    def __init__(self, costs: Costs, vocabulary: Vocabulary | None = None) -> None:
+    Copies of more than half of the layers would take memory for nothing: so late an exit does not pay.
+    """
+
+    def __init__(self, costs: Costs, vocabulary: Vocabulary | None = None, copies: bool = False) -> None:
         self._vocabulary, self._sizes = vocabulary, list[int]()
+        half = max(1, costs.num_layers // 2)
+        self._whole = [WHOLE, *([Part(None, 1.0, 1.0, 8, half)] if copies and costs.copies is not None else [])]
         if vocabulary is not None and costs.head(1) > costs.early_pass(1, 1):
             sizes = [vocabulary.vocab_size // divisor for divisor in DIVISORS]
             self._sizes = [size for size in sizes if size >= LEAST]
 
     def now(self, is_whole: bool = False) -> Sequence[Part]:
-        """Those to choose from, as they cover the text now; `is_whole`: the whole vocabulary alone."""
-        return [WHOLE] if is_whole else [WHOLE, *self._of_sizes()]
+        """Those to choose from, as they cover the text now; `is_whole`: the layers and the whole vocabulary alone."""
+        return [WHOLE] if is_whole else [*self._whole, *self._of_sizes()]
 
     def share(self, size: int | None) -> float:
         """Of the vocabulary."""
@@ -78,7 +92,7 @@ def choose(
     worth: Worth,
     right: Floats,
     share: Floats,
-    now: tuple[int | None, int | None],
+    now: tuple[Part, int | None],
     stay: float,
     favour: Floats | float = 1.0,
 ) -> Choice:
@@ -87,20 +101,21 @@ def choose(
     Args:
         right: how often each layer is right among tokens that drafts are picked among, and `share`, as in
             `Worth.rates`.
-        now: a part's size and a layer, which stay in use unless others promise `stay` times as much.
+        now: a part and a layer, which stay in use unless others promise `stay` times as much.
         favour: `[L - 1]`, by what each layer's promise is multiplied beside the others'.
     """
-    found: dict[int | None, tuple[Part, Floats, Floats]] = {}
-    best: dict[tuple[int | None, int | None], float] = {}
+    found: dict[tuple[int | None, int | None], Choice] = {}
+    best: dict[Any, float] = {}
     for part in parts:
-        worth.draft_over(part.share)
-        rates, drafted = worth.rates(right if part is WHOLE else right * part.coverage, share)
-        found[part.size] = part, rates, drafted
+        worth.draft_by(part.share, part.bits is not None)
+        rates, drafted = worth.rates(right if part.coverage == 1 else right * part.coverage, share)
+        found[part.way] = Choice(part, 0, rates, drafted)
         promised = (np.maximum.reduce(rates, 1) * favour).tolist()
-        best.update({(part.size, layer): rate for layer, rate in enumerate(promised, 1)})
-    size, exit_layer = max([(size, layer) for size in found for layer in layers], key=best.__getitem__)
-    if now[1] is not None and best[size, exit_layer] < stay * best.get(now, 0.0):
-        size, exit_layer = now[0], now[1]
-    part, rates, drafted = found[size]
-    worth.draft_over(part.share)
-    return Choice(part, exit_layer, rates, drafted)
+        best.update({(part.way, e): promised[e - 1] for e in layers if e <= (part.deepest or len(promised))})
+    way, exit_layer = max(best, key=best.__getitem__)
+    before = now[0].way, now[1]
+    if now[1] is not None and best[way, exit_layer] < stay * best.get(before, 0.0):
+        way, exit_layer = before
+    chosen = found[way]
+    worth.draft_by(chosen.part.share, chosen.part.bits is not None)
+    return chosen._replace(exit_layer=exit_layer)

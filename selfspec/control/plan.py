@@ -21,15 +21,12 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-DRAFTS = ("exit", "lookup", "recycle", "tree", "cascade")
+DRAFTS = ("exit", "copies", "lookup", "recycle", "tree", "cascade")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
-tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up."""
-DEFAULT_DRAFTS = (
-    "exit",
-    "lookup",
-    "tree",
-    "cascade",
-)  # keeping what was likely takes more time than it has been seen to save
+tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up, "copies"
+lets copies of early layers in 8 bits draft in their place."""
+# Keeping what was likely takes more time than it has been seen to save.
+DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree", "cascade")
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -127,15 +124,18 @@ class Plan:
     keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
-    seconds: SecondChoices | None = None  # drafted beside the exit's own
+    second_choices: SecondChoices | None = None  # drafted beside the exit's own
     guesses: int = 0  # of a single row: most free guesses that an early pass checks after the token it is fed
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
+    draft_bits: int | None = None  # 8: draft by copies of the layers in 8 bits, if there are any; all layers judge
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property
     def reads_confidence(self) -> bool:
-        wants = self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.seconds is not None
+        wants = (
+            self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.second_choices is not None
+        )
         return wants and self.exit_layer != LOOKUP
 
 
@@ -245,7 +245,8 @@ class Policy(Protocol):
     where `recycles` is true, what verification thought likely is kept for later. A policy may also have
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
     and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `tell_vocabulary` is
-    handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one.
+    handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one; one that has
+    `tell_copies`, whether there are copies of the layers in 8 bits to draft by.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

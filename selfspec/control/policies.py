@@ -72,8 +72,8 @@ def make_policy(
         raise ValueError(f"num_draft_tokens must be at least 0 (0 is plain decoding), got {num_draft_tokens}")
     if drafts is not None and (isinstance(drafts, str) or not drafts or not set(drafts) <= set(DRAFTS)):
         raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}")
-    if drafts is not None and set(drafts) <= {"tree", "cascade"}:
-        raise ValueError("drafts must name a source beside 'tree' and 'cascade': exit, lookup or recycle")
+    if drafts is not None and set(drafts) <= {"copies", "tree", "cascade"}:
+        raise ValueError("drafts must name a source beside 'copies', 'tree' and 'cascade': exit, lookup or recycle")
     if policy == "plain" or num_draft_tokens == 0 or num_layers == 1:
         return Plain()
     if policy in NEEDS_COSTS and costs is None:

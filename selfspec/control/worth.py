@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +17,32 @@ MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens ar
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
+_LENGTHS = np.arange(1.0, MOST + 1)
+
+
+@dataclass
+class Priced:
+    """Rounds that layers draft in, in one way of drafting.
+
+    Attributes:
+        step: `[L - 1, 1]`: seconds of one more drafted token per row, without its verification.
+        begin: `[L - 1, 1]`: what the round's first early pass takes beside, and the one that feeds the last token.
+        verify: `[L - 1, MOST + 1]`: everything else of a round, by drafted tokens per row.
+    """
+
+    step: Floats
+    begin: Floats
+    verify: Floats
+
+    @cached_property
+    def rounds(self) -> Floats:
+        """`[L - 1, MOST]`: rounds of drafts of every length."""
+        return self.step * _LENGTHS + self.begin + self.verify[:, 1:]
+
+    @cached_property
+    def limits(self) -> Floats:
+        """`[L - 1]`: tokens per second and row by an exit layer that is always right; no draft promises more."""
+        return np.maximum.reduce((1 + _LENGTHS) / self.rounds, 1)
 
 
 class Worth:
@@ -28,9 +56,12 @@ class Worth:
     def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT) -> None:
         exits = np.arange(1, costs.num_layers)
         self.num_rows, self._costs = num_rows, costs
-        self._early = np.array([[costs.early_pass(e, num_rows)] for e in exits.tolist()])  # [L - 1, 1]
-        self._first = np.array([[costs.early_pass(e, num_rows, first=True)] for e in exits.tolist()])
-        self.step_head, self.step_pick = costs.head(num_rows), costs.pick(num_rows)
+        self._has_copies = costs.copies is not None
+        # By whether copies draft: [L - 1, 1] of each
+        self._early = [_passes(costs, num_rows, False, copies) for copies in (False, True)]
+        self._first = [_passes(costs, num_rows, True, copies) for copies in (False, True)]
+        self._step_heads = costs.head(num_rows), (costs.copies or costs).head(num_rows)
+        self.step_pick = costs.pick(num_rows)
         tokens = [num_rows * width for width in range(1, MOST + 2)]
         one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n) for n in tokens])
         self._above = (costs.num_layers - exits)[:, None]  # [L - 1, 1]: layers that verify
@@ -38,15 +69,16 @@ class Worth:
         self.pick = np.array([costs.pick(n) for n in tokens])
         self.rest = costs.rest(num_rows)
         heads = np.array([costs.head(n) for n in tokens])
-        self._late = self._above * one_layer + heads + self.rest  # [L - 1, MOST + 1], without picks
+        late = heads + self.rest  # without layers and picks
+        # [L - 1, MOST + 1]; and [MOST + 1]: copies are verified by all layers
+        self._late = self._above * one_layer + late, costs.num_layers * one_layer + late
         self.plain = costs.stages(None, (0,) * num_rows)
         self._plain = sum(self.plain.values())
-        self._lengths = np.arange(1.0, MOST + 1)
         self._lookup_tables: tuple[Floats, Floats, Floats] | None = None  # see `_price_lookups`
         self._lines = np.arange(costs.num_layers - 1)[:, None] * (MOST + 1)  # where they begin in `_verify`
         self._wider: dict[int, list[float]] = {}  # what `guesses` knows of exit layers
-        self._pick = self._passes = self._part = 1.0
-        self._deciding = 0.0
+        self._pick, self._passes, self._deciding = 1.0, (1.0, 1.0), 0.0
+        self._part, self._copies = 1.0, False
         self._slower = 1.0  # rounds by lookup
         self._lookups: list[float] | None = None
         self.move(context)
@@ -56,67 +88,55 @@ class Worth:
         self._more = self.num_rows * self._costs.context * max(0.0, context - CONTEXT)  # seconds a layer
         self._price()
 
-    def price(self, pick: float, passes: float = 1.0, deciding: float = 0.0, lookups: float = 1.0) -> None:
+    def price(
+        self, pick: float, passes: tuple[float, float] = (1.0, 1.0), deciding: float = 0.0, lookups: float = 1.0
+    ) -> None:
         """Take on how much longer than in the table picks take (sampling does) and early passes, beside the rest.
 
         Args:
+            passes: of the layers themselves, and of copies.
             deciding: seconds that deciding takes in every round that drafts.
             lookups: how much longer rounds by lookup take than plain ones, beside what the table says of both.
         """
         if abs(lookups / self._slower - 1) >= NOTICEABLE / 5:
             self._slower, self._lookups = lookups, None
         near = abs(deciding - self._deciding) < NOTICEABLE * self.plain_seconds
-        if near and abs(pick / self._pick - 1) < NOTICEABLE and abs(passes / self._passes - 1) < NOTICEABLE:
+        ratios = zip((pick, *passes), (self._pick, *self._passes), strict=True)
+        if near and all(abs(new / old - 1) < NOTICEABLE for new, old in ratios):
             return
         self._pick, self._passes, self._deciding = pick, passes, deciding
         self._price()
         self._wider.clear()
 
-    def draft_over(self, share: float) -> None:
-        """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller."""
-        if share != self._part:
-            self._part = share
-            self._forget()
+    def draft_by(self, share: float, copies: bool = False) -> None:
+        """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller, or by copies."""
+        if (share, copies) != (self._part, self._copies):
+            self._part, self._copies = share, copies
             self._wider.clear()
 
     def _price(self) -> None:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
         self.plain_seconds = self._plain + self._costs.num_layers * self._more + (self._pick - 1) * self.plain["pick"]
-        self._verifying: Floats | None = None
         self._lookups = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps: tuple[Floats, Floats] | None = None
-        self._rounds: Floats | None = None
-        self._limits: Floats | None = None
+        self._known: dict[tuple[float, bool], Priced] = {}
 
     @property
-    def _verify(self) -> Floats:
-        """`[L - 1, MOST + 1]`: everything of a round but early passes and their picks, by drafted tokens per row."""
-        if self._verifying is None:
-            self._verifying = self._late + self._above * self._more
-            self._verifying += self._pick * self.pick + self._deciding
-        return self._verifying
+    def _now(self) -> Priced:
+        """In the way of drafting that is taken on."""
+        return self._priced(self._part, self._copies)
 
-    @property
-    def _drafting(self) -> tuple[Floats, Floats]:
-        """`[L - 1, 1]`: one drafted token per row, and the round's first pass beside them.
-
-        The last drafted token runs through early layers too, without a head.
-        """
-        if self._steps is None:
-            read = self._below * self._more  # by an early pass
-            picking = self._part * (self.step_head + self._pick * self.step_pick)
-            self._steps = self._passes * (self._early + read) + picking, self._passes * (self._first + read)
-        return self._steps
-
-    def _all_rounds(self) -> Floats:
-        """`[L - 1, MOST]`: rounds of drafts of every length."""
-        if self._rounds is None:
-            step, begin = self._drafting
-            self._rounds = step * self._lengths + begin + self._verify[:, 1:]
-        return self._rounds
+    def _priced(self, share: float, copies: bool) -> Priced:
+        """The last drafted token runs through early layers too, without a head; copies need not, nor do others run."""
+        known = self._known.get((share, copies))
+        if known is None:
+            read, verifying = self._below * self._more, self._costs.num_layers if copies else self._above
+            verify = self._late[copies] + verifying * self._more + (self._pick * self.pick + self._deciding)
+            passes, early, first = self._passes[copies], self._early[copies] + read, self._first[copies] + read
+            step = passes * early + share * (self._step_heads[copies] + self._pick * self.step_pick)
+            begin = passes * (first - early if copies else first)
+            verify = np.broadcast_to(verify, (len(step), MOST + 1)) if copies else verify
+            known = self._known[share, copies] = Priced(step, begin, verify)
+        return known
 
     def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
@@ -125,8 +145,8 @@ class Worth:
         """
         if self.num_rows > 1:
             acceptance = (right * share).sum(1, keepdims=True)
-            kept = 1 + (acceptance**self._lengths).cumsum(1)
-            return self.num_rows * kept / self._all_rounds(), np.broadcast_to(self._lengths, kept.shape)
+            kept = 1 + (acceptance**_LENGTHS).cumsum(1)
+            return self.num_rows * kept / self._now.rounds, np.broadcast_to(_LENGTHS, kept.shape)
         above = np.empty((2, *share.shape))
         above[0] = share
         np.multiply(right, share, out=above[1])
@@ -134,17 +154,16 @@ class Worth:
         above = np.minimum(np.add.accumulate(above[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
         drafted, kept = (1 - above**MOST) / (1 - above)
         low = np.minimum(drafted.astype(np.int64), MOST - 1)
-        at, verify, (step, begin) = low + self._lines, self._verify.reshape(-1), self._drafting
+        now = self._now
+        at, verify = low + self._lines, now.verify.reshape(-1)
         verifying = verify.take(at)
         verifying += (drafted - low) * (verify.take(at + 1) - verifying)
-        return (1 + above[1][:, :1] * kept) / (drafted * step + begin + verifying), drafted
+        return (1 + above[1][:, :1] * kept) / (drafted * now.step + now.begin + verifying), drafted
 
     def limits(self) -> Floats:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
-        if self._limits is None:
-            kept = self.num_rows * (1 + self._lengths)
-            self._limits = np.maximum.reduce(kept / self._all_rounds(), 1)
-        return self._limits
+        ways = [self._now, *([self._priced(1.0, True)] if self._has_copies else [])]
+        return self.num_rows * np.maximum.reduce([way.limits for way in ways])
 
     def lookups(self) -> list[float]:
         """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
@@ -179,39 +198,41 @@ class Worth:
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""
-        line, verify = exit_layer - 1, self._verify[exit_layer - 1]
-        step, begin = (float(each[line, 0]) for each in self._drafting)
-        drafted = step * self._lengths + begin + verify[1:]
-        return [begin + float(verify[0]), *drafted.tolist()]
+        line, now = exit_layer - 1, self._now
+        return [float(now.begin[line, 0] + now.verify[line, 0]), *now.rounds[line].tolist()]
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""
-        line, at = exit_layer - 1, min(int(drafted), MOST - 2)
-        wider = (self._verify[line, at + 2] - self._verify[line, at]) / 2
-        return float(self._drafting[0][line, 0] + wider) / self.num_rows
+        line, at, now = exit_layer - 1, min(int(drafted), MOST - 2), self._now
+        wider = (now.verify[line, at + 2] - now.verify[line, at]) / 2
+        return float(now.step[line, 0] + wider) / self.num_rows
 
     def beside(self, exit_layer: int, drafted: float) -> tuple[float, float]:
         """Seconds that drafting tokens beside the others adds to a round of about `drafted` per row: at all, and each.
 
         The last pass becomes wider, and verification.
         """
-        line, costs, rows = exit_layer - 1, self._costs, self.num_rows
-        narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n) for n in (0, 1, 5))
+        line, costs, rows, verify = exit_layer - 1, self._costs, self.num_rows, self._now.verify
         at = min(int(drafted), MOST - 2)
-        wider = float(self._verify[line, at + 2] - self._verify[line, at]) / (2 * rows)
-        each = self._passes * (many - some) / 4
-        return self._passes * (some - narrow) - each, each + wider
+        wider = float(verify[line, at + 2] - verify[line, at]) / (2 * rows)
+        if self._copies:  # which need not read what is verified
+            return 0.0, wider
+        narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n) for n in (0, 1, 5))
+        each = self._passes[False] * (many - some) / 4
+        return self._passes[False] * (some - narrow) - each, each + wider
 
     def guesses(self, exit_layer: int, chances: Sequence[float]) -> int:
-        """How many free guesses an early pass of a single row had best check; 0: none are worth it.
+        """How many free guesses an early pass of a single row had best check; 0: none are worth it, or copies draft.
 
         Args:
             chances: that the exit picks the first guess, the first two, ...; falling.
         """
+        if self._copies:
+            return 0
         wider = self._wider.get(exit_layer)
         if wider is None:
             wider = self._wider[exit_layer] = self._widths(exit_layer)
-        step = float(self._drafting[0][exit_layer - 1, 0])
+        step = float(self._now.step[exit_layer - 1, 0])
         best, count, saved = 0.0, 0, 0.0
         for n, (chance, more) in enumerate(zip(chances, wider, strict=False), 1):
             saved += chance * step
@@ -224,6 +245,12 @@ class Worth:
         costs, wider = self._costs, []
         narrow = costs.early_pass(exit_layer, 1)
         for n in range(1, MOST_GUESSES + 1):
-            picking = costs.head(1 + n) - self.step_head + self._pick * (costs.pick(1 + n) - self.step_pick)
-            wider.append(self._passes * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._part * picking)
+            picking = costs.head(1 + n) - self._step_heads[False] + self._pick * (costs.pick(1 + n) - self.step_pick)
+            wider.append(self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._part * picking)
         return wider
+
+
+def _passes(costs: Costs, num_rows: int, first: bool, copies: bool) -> Floats:
+    """`[L - 1, 1]`: early passes by exit layer."""
+    exits = range(1, costs.num_layers)
+    return np.array([[costs.early_pass(e, num_rows, first=first, copies=copies)] for e in exits])

@@ -72,15 +72,16 @@ class Chooser:
         if not self._picker.is_compiled or self._processes or plan.keep_divergence or not any(r.length for r in rows):
             return None
         assert plan.exit_layer is not None
-        head = stack.packed_head(plan.exit_layer, plan.draft_vocab)
+        rounded = plan.draft_bits is not None
+        head = stack.packed_head(plan.exit_layer, plan.draft_vocab, rounded)
         if head is None or not isinstance(stack.lean, CompiledBody):
             return None
         stops = Stops(plan.min_confidence)
         if stop is not None:
             stops = Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
         spans, how = [Span(*row) for row in rows], told_of([row.request.sampling for row in self._rows])
-        asked = plan.reads_confidence, plan.seconds is not None
-        written = write(stack.lean, cache, spans, last, plan.exit_layer, head, how, stops, *asked, tapped)
+        asked = plan.reads_confidence, plan.second_choices is not None
+        written = write(stack.lean, cache, spans, last, plan.exit_layer, head, how, stops, *asked, tapped, rounded)
         self.confidences, self._others = written.sure, written.seconds
         self._seconds.laps([part for step in written.taken for part in zip(_STAGES, step, strict=True)])
         return written
@@ -119,7 +120,9 @@ class Chooser:
         self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], tokens: Subset | None
     ) -> Picks:
         plan = self._plan
-        return self._picker(logits, samplings, positions, tokens, plan.reads_confidence, plan.seconds is not None)
+        return self._picker(
+            logits, samplings, positions, tokens, plan.reads_confidence, plan.second_choices is not None
+        )
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
@@ -150,7 +153,7 @@ class Chooser:
 
     def branches(self, row: int, length: int) -> list[Branch]:
         """The second choices worth drafting beside a row's `length` tokens, in their order."""
-        rule = self._plan.seconds
+        rule = self._plan.second_choices
         assert rule is not None
         most = min(rule.most, self._rows[row].room - 1 - length)
         found = likely_seconds(rule, self.confidences[row], most)

@@ -88,6 +88,8 @@ def policy_for(
     stack, ranks = target.exact_stack if exact else target.stack, target.stack.ranks
     if hasattr(made, "tell_vocabulary"):
         made.tell_vocabulary(stack.frequencies if stack.has_draft_heads else None)
+    if hasattr(made, "tell_copies"):
+        made.tell_copies(stack.has_copies)
     return made if ranks is None else Led(made, ranks.leads, ranks.agreed)
 
 
@@ -317,6 +319,8 @@ class Engine:
             raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
         if plan.draft_vocab is not None:
             whole("a plan's draft_vocab", plan.draft_vocab, 1)
+        if plan.draft_bits not in (None, 8):
+            raise ValueError(f"a plan's draft_bits must be 8 or None (the layers themselves), got {plan.draft_bits}")
         if plan.exit_layer is None:
             return
         if plan.trees is not None:

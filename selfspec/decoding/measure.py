@@ -7,17 +7,17 @@ stay in the processor's caches, and a whole model often does not, so that pieces
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
 import torch
 
-from selfspec.control.costs import CONTEXT, Costs, Table
+from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, TokenTree
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker
+from selfspec.decoding.readings import Readings
 from selfspec.decoding.request import Request
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
@@ -27,7 +27,6 @@ from selfspec.target.stack import Stack
 
 QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
 REPEATS = 7
-LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
 BATCH_WIDTHS, MOST = (1, 2, 4, 8, 18, 32), 256  # of several rows: tokens per row, and in all
@@ -39,8 +38,6 @@ RAGGED = 9  # tokens by which rows of a batch differ in length
 STEPS = 4  # early passes of a timed round
 THIN_WIDTHS, THIN_HEADS = (1, 2, 4, 8), (16, 128)  # what a slow model is measured at in a hurry
 MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
-TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
-REST = 2e-5  # seconds of bookkeeping per round and row, until real rounds say better
 
 
 def exits_to_time(num_layers: int) -> list[int]:
@@ -129,7 +126,7 @@ class _Clock:
         self.room = self.base + max(widest, 2 * max(BESIDE) + 2)
         self.cache, self.pages = _rows(stack, max(batch_sizes), self.room)
         self.far = _rows(stack, 1, self.long + 1)
-        self.taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
+        self.readings = Readings()
         self.keeps, self.thin = False, False
         self.inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
@@ -147,7 +144,8 @@ class _Clock:
             for probe in probes:
                 for self.keeps in turn:
                     probe()
-        return self.tables()
+        beyond = self.long - self.base
+        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
 
     def probes(self) -> Iterator[Callable[[], None]]:
         layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
@@ -159,6 +157,9 @@ class _Clock:
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
+            if self.stack.has_copies and self.steps == STEPS:
+                early = [e for e in few if e <= max(1, layers // 2)]
+                yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
             if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
                 yield partial(self.ragged, rows)
         if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
@@ -166,45 +167,6 @@ class _Clock:
         yield partial(self.plain, 1, self.long, "long")
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
-
-    def tables(self) -> Costs:
-        layers = self.stack.num_layers
-        late = {r: {w: s / (layers - self.middle) for w, s in t.items()} for r, t in self.typical("late").items()}
-        plain, far = self.typical("plain"), self.typical("long")[1][1]
-        beyond = self.long - self.base
-        context = max(0.0, far - plain[1][1]) / beyond / layers if beyond > self.base else 0.0
-        costs = Costs(
-            layers,
-            plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
-            first={rows: Table.of(by_exit) for rows, by_exit in self.typical("first").items()},
-            early={rows: Table.of(by_exit) for rows, by_exit in self.typical("early").items()},
-            late={rows: Table.of(by_width) for rows, by_width in late.items()},
-            head=Table.of(self.typical("head")[1]),
-            pick=Table.of(self.typical("pick")[1]),
-            rest=Table.of({rows: REST * (1 + rows) for rows in (1, 64)}),
-            short=Table.of(self.typical("short")[1]),
-            context=context,
-            wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
-        )
-        factors = {
-            rows: seconds / costs.verify(LOOKUP, rows, num_tokens)
-            for rows, of_rows in self.typical("ragged").items()
-            for num_tokens, seconds in of_rows.items()
-        }
-        return replace(costs, ragged=Table.of(factors)) if factors else costs
-
-    def typical(self, piece: str) -> dict[int, dict[int, float]]:
-        """rows -> size -> seconds of a piece, near the lowest of its readings.
-
-        Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones,
-        so that medians would set the pieces against each other. Readings of a clock that went backwards do not count.
-        """
-        found: dict[int, dict[int, float]] = {}
-        for (name, rows, size), seconds in self.taken.items():
-            if name == piece:
-                real = sorted(s for s in seconds if s >= TICK) or [TICK]
-                found.setdefault(rows, {})[size] = real[int(len(real) * LOW)]
-        return found
 
     def plain(self, rows: int, context: int, piece: str) -> None:
         laps = self.laps(rows, context, Plan(None, (0,) * rows))
@@ -229,10 +191,21 @@ class _Clock:
             if drafting:
                 self.keep(stage, 1, rows * width, judging)
 
+    def copied(self, rows: int, exit_layer: int) -> None:
+        """A round's draft by copies of the layers."""
+        plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=8)
+        laps = self.laps(rows, self.base, plan)
+        first, *later, packing = laps["draft"]
+        self.keep("copied first", rows, exit_layer, first + packing)
+        for one in later:
+            self.keep("copied later", rows, exit_layer, one)
+        for one in laps["head"][:-1]:
+            self.keep("copied head", 1, rows, one)
+
     def beside(self, more: int) -> None:
         """The last early pass of a draft, with so many tokens drafted beside the others."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
-        plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, seconds=rule if more else None)
+        plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, second_choices=rule if more else None)
         self.keep("wide", 1, 1 + more, self.laps(1, self.base, plan)["draft"][-1])
 
     def ragged(self, rows: int) -> None:
@@ -290,7 +263,7 @@ class _Clock:
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
         if self.keeps:
-            self.taken.setdefault((piece, rows, size), []).append(seconds)
+            self.readings.keep(piece, rows, size, seconds)
 
     def now(self) -> float:
         if self.stack.device.type == "cuda":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -14,6 +14,22 @@ from selfspec.decoding.stopping import Criterion, FinishReason
 from selfspec.errors import whole
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
+PER_PROMPT = ("seed", "max_new_tokens")  # options that may be one per prompt
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+class Options(TypedDict, total=False):
+    """How to continue prompts, shared by a call's rows; `seed` and `max_new_tokens` may also be one per prompt."""
+
+    max_new_tokens: int | Sequence[int]  # default 128
+    temperature: float  # default 0: greedy
+    top_k: int  # default 0: all tokens
+    top_p: float  # default 1: all tokens
+    min_p: float  # default 0: all tokens
+    seed: int | Sequence[int]  # default 0; a row's output depends on its prompt and its own seed alone
+    stop: str | Sequence[str] | None  # texts that end the output; they are not part of it
+    logits_processor: Processor | Sequence[Processor] | None
+    stopping_criteria: Criterion | Sequence[Criterion] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +114,27 @@ def make_request(
         stopping_criteria=_several(stopping_criteria),
         keep_logits=keep_logits,
     )
+
+
+def make_requests(prompts: Prompts, tokenizer: Any, options: Mapping[str, Any]) -> list[Request]:
+    """A request per prompt, from the `Options` of them all.
+
+    Raises:
+        ValueError: what `make_request` refuses, or what are no prompts, or not one seed or length for each.
+    """
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # a tensor or array of token ids
+    several: Any = [given] if isinstance(given, str) else given
+    if not isinstance(several, Sequence) or any(isinstance(prompt, int) for prompt in several):
+        kind = "one list of ids" if isinstance(several, Sequence) else f"a {type(prompts).__name__}"
+        raise ValueError(f"prompts must be a text, a list of texts or a list of token-id lists, got {kind}")
+    own = {name: value for name in PER_PROMPT if isinstance(value := options.get(name), Sequence)}
+    for name, values in own.items():
+        if len(values) != len(several):
+            raise ValueError(f"{name} must be one number or one per prompt ({len(several)}), got {len(values)}")
+    return [
+        make_request(prompt, tokenizer, **{**options, **{name: values[i] for name, values in own.items()}})
+        for i, prompt in enumerate(several)
+    ]
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
 from selfspec.decoding.whole import whole_round
-from selfspec.drafting.at_once import draft_at_once
+from selfspec.drafting.at_once import draft_at_once, draft_unread
 from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
@@ -45,9 +46,11 @@ def decode_round(
         seconds.lap("verify")
         return done
     picker = picker or Picker(stack)
+    if teach is not None and plan.draft_bits is not None:
+        plan = replace(plan, draft_bits=None)  # lessons are hidden states of the layers themselves
     tapped = plan.shadow.layers if plan.shadow is not None else ()
     draft, chooser = _draft(stack, cache, rows, plan, seconds, picker, tapped)
-    start = plan.exit_layer or 0
+    start = 0 if draft.is_unread else plan.exit_layer or 0
     trees = draft.trees or [None] * len(rows)
     spans = [
         Span(row.pages, len(row.content) - 1, n + 1, tree)
@@ -103,15 +106,18 @@ def _draft(
         return Draft(last, last, [0] * len(rows)), None
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
     chooser = Chooser(stack, picker, rows, plan, seconds)
-    beside = None if plan.seconds is None else chooser.branches
+    beside = None if plan.second_choices is None else chooser.branches
     if plan.guesses and len(rows) == 1:
         guess = rows[0].guesser.chain(plan.draft_lengths[0])
         token = rows[0].content[-1]
         return draft_by_cascade(
             stack, cache, places[0], token, plan.exit_layer, chooser.block, guess, plan.guesses, tapped, beside
         ), chooser
-    inner = [layer for layer in tapped if layer < plan.exit_layer]
+    rounded = plan.draft_bits is not None
+    inner = [] if rounded else [layer for layer in tapped if layer < plan.exit_layer]
     written = chooser.at_once(cache, places, ends, inner)
+    if written is not None and rounded:
+        return draft_unread(ends, written, beside), chooser
     if written is not None:
         return draft_at_once(stack, cache, places, ends, plan.exit_layer, written, inner, beside), chooser
     last = torch.tensor(ends, device=stack.device)

@@ -1,4 +1,6 @@
-"""Drafts by early exit whose tokens were written in one call: what is left is to feed the last ones, all rows together.
+"""Drafts whose tokens were written in one call.
+
+What is left of those by early exit is to feed the last ones, all rows together.
 
 Row by row, the draft is what `drafting.exit.draft_by_exit` writes.
 """
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from selfspec.drafting.exit import Brancher, Draft, DraftRow
-from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
+from selfspec.target.cache import PackedRows, PagedCache, Span, Tree, tensor_of
 from selfspec.target.compiled_draft import Written, joined
 from selfspec.target.stack import Stack, Taps
 
@@ -53,3 +55,19 @@ def draft_at_once(
         trees if any(trees) else None,
         lengths if any(trees) else None,
     )
+
+
+def draft_unread(last: Sequence[int], written: Written, branches: Brancher | None = None) -> Draft:
+    """The draft of rows that end with the tokens `last` and go on with what copies of the layers wrote.
+
+    The layers themselves have read none of it.
+    """
+    lengths, nodes, trees = [len(tokens) for tokens in written.tokens], list[int](), list[Tree | None]()
+    for i, (first, length) in enumerate(zip(last, lengths, strict=True)):
+        more = () if branches is None else branches(i, length)
+        trees.append(Tree((-1, *range(length), *(branch.parent for branch in more))) if more else None)
+        nodes += [first, *written.tokens[i], *(branch.token for branch in more)]
+    tokens = tensor_of(nodes, torch.device("cpu"))
+    sizes = [n if tree is None else len(tree.parents) - 1 for n, tree in zip(lengths, trees, strict=True)]
+    has_trees = any(trees)
+    return Draft(tokens, tokens, sizes, trees=trees if has_trees else None, chains=lengths if has_trees else None)

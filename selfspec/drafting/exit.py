@@ -34,6 +34,11 @@ class Draft(NamedTuple):
     chains: list[int] | None = None  # how many of them do, from the first on, where some do not
     widths: tuple[int, ...] = ()  # of a cascade: tokens of each pass but the last
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether no layer has read the tokens yet that verification could go on from; `hidden` are then the tokens."""
+        return self.hidden is self.tokens
+
 
 class Branch(NamedTuple):
     """A token drafted beside others."""

@@ -11,6 +11,8 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.lookup import Guess, Lookup, num_right
 from selfspec.drafting.recycle import Ints, Recycled
 
+OWN_LEAD = 3  # tokens that a match in the row's own text is worth more: what was said lately is said again
+
 
 class Look(NamedTuple):
     """What a row's guesses, made or not, would have come to in a round."""
@@ -24,7 +26,8 @@ class Look(NamedTuple):
 class Guesser:
     """One row's guesses; a corpus and recycled candidates are shared by the rows of an engine.
 
-    The chain is what followed the longest match, in the row's own text or, where that is longer, in the corpus.
+    The chain is what followed the longest match in the row's own text; or in the corpus, where that is longer by more
+    than `OWN_LEAD` tokens, or nothing is found in the row's own.
 
     Args:
         content: the row's tokens; it may grow at its end, and is not copied.
@@ -45,12 +48,15 @@ class Guesser:
     @property
     def match(self) -> int:
         """How many of the row's last tokens the chain follows, 0 where there is none."""
-        return self.lookup.match if self._datastore is None else max(self.lookup.match, self._stored_match())
+        return self._stored_match() if self.is_stored else self.lookup.match
 
     @property
     def is_stored(self) -> bool:
         """Whether the chain comes from the corpus."""
-        return self._datastore is not None and self._stored_match() > self.lookup.match
+        if self._datastore is None:
+            return False
+        own = self.lookup.match
+        return self._stored_match() > (own + OWN_LEAD if own else 0)
 
     @property
     def recalls(self) -> bool:

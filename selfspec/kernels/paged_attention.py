@@ -122,18 +122,9 @@ def _split(
         root = tl.load(roots_ptr + slot)
         position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int32)
         seen_by = tl.load(ancestors_ptr + token, mask=live, other=0)
-    # The tokens that any query of the tile may see, in whole steps from fixed positions.
-    high = length if NODES > 0 else tl.minimum(context + first + ROWS // SHARE, length)
-    lowest = tl.minimum(root, context + first)
-    low = 0
-    if WINDOW:
-        low = tl.maximum(low, lowest - window + 1)
-    if CHUNK:
-        low = tl.maximum(low, lowest // chunk * chunk)
-    low = low // BLOCK_N * BLOCK_N
-    if SPLIT > 0:
-        low = tl.maximum(low, split * SPLIT)
-        high = tl.minimum(high, split * SPLIT + SPLIT)
+    low, high = _stretch(
+        context + first, ROWS // SHARE, length, root, split, window, chunk, BLOCK_N, SPLIT, NODES, WINDOW, CHUNK
+    )
     if UPCAST:
         q = q.to(tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -142,12 +133,7 @@ def _split(
     for base in range(low, high, BLOCK_N):
         kv = base + tl.arange(0, BLOCK_N)
         there = kv < high
-        if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(pages_ptr + slot * pages_row + base // PAGE_SIZE).to(tl.int64)
-            place = page * PAGE_SIZE + kv % PAGE_SIZE
-        else:
-            page = tl.load(pages_ptr + slot * pages_row + kv // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-            place = page * PAGE_SIZE + kv % PAGE_SIZE
+        place = _places(pages_ptr + slot * pages_row, base, kv, there, PAGE_SIZE, BLOCK_N)
         at = (place * KV_HEADS + kv_head) * DIM
         kv_mask = there[:, None] & (d < DIM)[None, :]
         # What is not there may hold anything, even NaN: it is never read, so that 0 * NaN cannot arise.
@@ -158,27 +144,9 @@ def _split(
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
-        key_at = kv[None, :]
-        seen = there[None, :] & (key_at <= position[:, None])
-        if NODES > 0:
-            node = tl.minimum(tl.maximum(kv - root, 0), NODES - 1)
-            inside = there & (kv >= root)
-            bit = (seen_by[:, None] >> node[None, :].to(tl.int64)) & 1
-            seen = tl.where(inside[None, :], bit != 0, seen)
-            if WINDOW or CHUNK:
-                key_at = tl.where(inside, tl.load(nodes_ptr + slot * NODES + node, mask=inside, other=0), kv)[None, :]
-        if WINDOW:
-            seen = seen & (position[:, None] - key_at < window)
-        if CHUNK:
-            seen = seen & (key_at // chunk == position[:, None] // chunk)
+        seen = _seen(kv, there, position, root, seen_by, nodes_ptr, slot, window, chunk, NODES, WINDOW, CHUNK)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(top - safe)
-        total = total * fade + tl.sum(weight, 1)
-        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        top = higher
+        top, total, acc = _added(score, v, top, total, acc)
     if SPLIT > 0:
         line = (split * num_tokens + token) * HEADS + head
         tl.store(tops_ptr + line, top, mask=live)
@@ -193,6 +161,70 @@ def _split(
         out = acc / tl.where(live, total, 1.0)[:, None]
         line = token * HEADS + head
         tl.store(out_ptr + line[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["window", "chunk"])
+def _stretch(
+    at, queries, length, root, split, window, chunk,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The tokens [low, high) that queries from `at` on may see, in whole steps from fixed positions."""
+    high = length if NODES > 0 else tl.minimum(at + queries, length)
+    lowest = tl.minimum(root, at)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(low, lowest - window + 1)
+    if CHUNK:
+        low = tl.maximum(low, lowest // chunk * chunk)
+    low = low // BLOCK_N * BLOCK_N
+    if SPLIT > 0:
+        low = tl.maximum(low, split * SPLIT)
+        high = tl.minimum(high, split * SPLIT + SPLIT)
+    return low, high
+
+
+@triton.jit
+def _places(table_ptr, base, kv, there, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where in the cache the tokens `kv` of a row are, from `base` on; one look at its table where that is enough."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table_ptr + base // PAGE_SIZE).to(tl.int64)
+    else:
+        page = tl.load(table_ptr + kv // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    return page * PAGE_SIZE + kv % PAGE_SIZE
+
+
+@triton.jit(do_not_specialize=["window", "chunk"])
+def _seen(
+    kv, there, position, root, seen_by, nodes_ptr, slot, window, chunk,
+    NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Which of the row's tokens `kv` each query sees: those up to itself, or up to the root and its own ancestors."""
+    key_at = kv[None, :]
+    seen = there[None, :] & (key_at <= position[:, None])
+    if NODES > 0:
+        node = tl.minimum(tl.maximum(kv - root, 0), NODES - 1)
+        inside = there & (kv >= root)
+        bit = (seen_by[:, None] >> node[None, :].to(tl.int64)) & 1
+        seen = tl.where(inside[None, :], bit != 0, seen)
+        if WINDOW or CHUNK:
+            key_at = tl.where(inside, tl.load(nodes_ptr + slot * NODES + node, mask=inside, other=0), kv)[None, :]
+    if WINDOW:
+        seen = seen & (position[:, None] - key_at < window)
+    if CHUNK:
+        seen = seen & (key_at // chunk == position[:, None] // chunk)
+    return seen
+
+
+@triton.jit
+def _added(score, v, top, total, acc):
+    """A softmax in base 2 that goes on with further scores: the highest so far, the sum of weights, and of values."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - safe[:, None])
+    fade = tl.exp2(top - safe)
+    total = total * fade + tl.sum(weight, 1)
+    acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return higher, total, acc
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -21,7 +21,8 @@ from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.lean import LeanBody, Linear
-from selfspec.target.packed import Packed, fits_half
+from selfspec.target.packed import Packed, fits_half, pack_layer
+from selfspec.target.rounded import RoundedLayers
 
 FEW = 12  # tokens of a call that mostly waits for weights
 
@@ -52,18 +53,13 @@ class CompiledBody(LeanBody):
         eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
         self._numbers = {**eps, "scale": one.scale}
         room = Room()
-        self._products = [
-            (
-                *(Packed([x.q, x.k, x.v], room), Packed([x.o], room)),
-                *(Packed([x.gate, x.up], room, paired=True), Packed([x.down], room)),
-            )
-            for x in self.layers
-        ]
+        self._products = [pack_layer(layer, Packed, room) for layer in self.layers]
         self.packed_head = Packed([self.head], room)
+        self.rounded = RoundedLayers(self.layers, self.head)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
         self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
         self.last_norm = self.norm.weight.detach().clone()
-        self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any]] = WeakKeyDictionary()
+        self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
         heads = [w for w in self.head if w is not None]
         self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
@@ -168,6 +164,7 @@ class CompiledBody(LeanBody):
             for one in layer:
                 one.fill()
         self.packed_head.fill()
+        self.rounded.fill()
         self._structs.clear()  # of weights that may stand elsewhere now
         for x, norms in zip(self.layers, self._norms, strict=True):
             for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
@@ -218,8 +215,16 @@ class CompiledBody(LeanBody):
                 places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
                 made.append(c.Layer(*(p.struct for p in products), *places, one.reach.window or 0))
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
-            known = self._structs[cache] = model, (c.Layer * len(made))(*made)
-        return known
+            known = self._structs[cache] = model, (c.Layer * len(made))(*made), {}
+        return known[:2]
+
+    def rounded_structs(self, cache: PagedCache, count: int) -> tuple[c.Model, Any]:
+        """The same of the first `count` layers, with weights in 8 bits."""
+        model, layers = self.structs(cache)
+        known = self._structs[cache][2]
+        if count not in known:
+            known[count] = self.rounded.structs(layers, count)
+        return model, known[count]
 
 
 def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:

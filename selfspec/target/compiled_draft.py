@@ -52,6 +52,7 @@ def write(
     with_sure: bool,
     with_seconds: bool,
     tapped: Sequence[int] = (),
+    rounded: bool = False,
 ) -> Written:
     """Draft each row's tokens in lock step, as far as its length and the stops let it.
 
@@ -61,6 +62,7 @@ def write(
         head: what picks are made from, and the tokens that it is of; None: all.
         how: what `kernels.compiled_pick.told` says of every row.
         tapped: layers below the exit to look in at.
+        rounded: draft by copies of the layers in 8 bits.
     """
     count, most, size = len(spans), max(span.length for span in spans), body.embedding.shape[1]
     packed, names = head
@@ -88,7 +90,7 @@ def write(
         *(ctypes.addressof(sure) if with_sure else None, hidden.data_ptr()),
         *(ctypes.addressof(places) if tapped else None, ctypes.addressof(taken)),
     )
-    model, layers = body.structs(cache)
+    model, layers = body.rounded_structs(cache, exit_layer) if rounded else body.structs(cache)
     lib, threads = c.functions(), body.threads(count)
     model_at, drafting_at, head_at = ctypes.byref(model), ctypes.byref(drafting), ctypes.byref(packed.struct)
     floats = lib.selfspec_draft_floats(model_at, drafting_at, exit_layer, head_at, longest, threads)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
-from selfspec.target.lean import Linear
+from selfspec.target.lean import Layer, Linear
 
 WHOLE = 1 << 40  # more outputs than a weight has: no gap after any of them
 
@@ -61,7 +61,7 @@ class Packed:
 
     def _make(self, kind: int) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
-        self.struct = c.Product(None, bias, self._parts[0].weight.shape[1], self.num_outputs, kind)
+        self.struct = c.Product(None, bias, None, self._parts[0].weight.shape[1], self.num_outputs, kind)
         words = c.functions().selfspec_packed_words(ctypes.byref(self.struct), self._num_panels)
         with torch.inference_mode(False):
             self.weight = self._room.zeros(words)
@@ -80,6 +80,12 @@ class Packed:
                 outputs = torch.arange(size)
                 self.bias[at + outputs // self._lanes * self._stride + outputs % self._lanes] = part.bias.detach()
             at += self._lanes if self._stride else size
+
+
+def pack_layer(x: Layer, kind: type[Packed], room: Room) -> tuple[Packed, Packed, Packed, Packed]:
+    """A layer's products, in the order that `kernels/cpu/model.h` has them."""
+    qkv, out = kind([x.q, x.k, x.v], room), kind([x.o], room)
+    return qkv, out, kind([x.gate, x.up], room, paired=True), kind([x.down], room)
 
 
 def fits_half(weight: Tensor) -> bool:

@@ -60,5 +60,6 @@ def is_dense(weight: Tensor) -> bool:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """The numbers of a weight; of a quantised one, those that it stands for."""
-    return weight.dequantize() if not is_dense(weight) and hasattr(weight, "dequantize") else weight
+    """The numbers of a weight; of a quantised one, whose class says how, those that it stands for."""
+    own = type(weight).dequantize is not Tensor.dequantize  # torch's would make any other weight float32
+    return weight.dequantize() if own else weight

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.target import backends
-from selfspec.target.attention import SHORT
 from selfspec.target.cache import PackedRows, Span
+from selfspec.target.groups import SHORT
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
 

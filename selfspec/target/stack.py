@@ -88,6 +88,11 @@ class Stack:
         return self._draft_head is not None and self.runner is None
 
     @property
+    def has_copies(self) -> bool:
+        """Whether drafts may be written by copies of the layers in 8 bits, see `CompiledBody.rounded`."""
+        return isinstance(self.lean, CompiledBody) and self.exit_heads is None
+
+    @property
     def engine(self) -> str:
         """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
         return "views" if self.lean is None else self.lean.name
@@ -203,14 +208,19 @@ class Stack:
         subset = self._draft_head.subset(size, self.frequencies, self.engine == "compiled")
         return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
 
-    def packed_head(self, exit_layer: int, size: int | None = None) -> tuple[Packed, Tensor | None] | None:
+    def packed_head(
+        self, exit_layer: int, size: int | None = None, rounded: bool = False
+    ) -> tuple[Packed, Tensor | None] | None:
         """What a compiled draft picks from: weights and the `size` tokens they are of, None for all of the vocabulary.
 
-        None where layers are not compiled, or their hidden states go through an exit head first.
+        None where layers are not compiled, or their hidden states go through an exit head first. `rounded`, it is of
+        the whole vocabulary.
         """
         heads = self.exit_heads
         if not isinstance(self.lean, CompiledBody) or (heads is not None and exit_layer in heads.layers):
             return None
+        if rounded:
+            return self.lean.rounded.head, None
         if size is None or self._draft_head is None or size >= self.vocab_size:
             return self.lean.packed_head, None
         subset = self._draft_head.subset(size, self.frequencies, True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from selfspec.control.costs import Costs, Table
+from selfspec.control.costs import Costs
 from selfspec.control.plan import Plan, RowState, Seconds
+from selfspec.control.table import Table
 
 ROOMY = 10_000
 

@@ -139,9 +139,9 @@ def test_of_layers_that_promise_as_much_the_one_near_a_quarter_of_the_depth_is_l
     promised = worth.rates(right, share)[0].max(1)
     even, favour = promised.max() / promised, favour_of(LAYERS)
     for beside, expected in ((even, {0, 1, 2, 3, 4, 5, 6}), (even * favour, {1})):
-        chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (None, None), 1.0, beside)
+        chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (WHOLE, None), 1.0, beside)
         assert chosen.exit_layer - 1 in expected
-    near = choose([WHOLE], range(1, LAYERS), worth, right, share, (None, None), 1.0, even * favour)
+    near = choose([WHOLE], range(1, LAYERS), worth, right, share, (WHOLE, None), 1.0, even * favour)
     assert near.rates[near.exit_layer - 1].max() == promised[1]  # what it promises stays what it is
 
 
@@ -229,10 +229,10 @@ def test_a_prior_of_the_same_model_is_where_it_starts():
         stop=plan.stop,
         keep_confidence=True,
         shadow=plan.shadow,
-        seconds=plan.seconds,
+        second_choices=plan.second_choices,
         speedup=plan.speedup,
     )
-    assert plan.speedup > 1.1 and plan.seconds.right == plan.stop.calibration
+    assert plan.speedup > 1.1 and plan.second_choices.right == plan.stop.calibration
 
 
 def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_says():

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.costs import CONTEXT, Costs, Table
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.table import Table
 
 seconds = st.floats(0, 1, allow_nan=False)
 points = st.integers(1, 300)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.costs import Table
+from selfspec.control.costs import Copies
 from selfspec.control.parts import WHOLE, Part, Parts, choose
-from selfspec.control.plan import RowOutcome, RowState, Seconds
+from selfspec.control.plan import DEFAULT_DRAFTS, RowOutcome, RowState, Seconds
+from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import MOST, Worth
 from tests.eval.replays import made_up_costs
@@ -115,14 +116,14 @@ def test_it_leaves_a_part_that_no_longer_covers_the_text():
     assert drive(20)[-1] is None
 
 
-@pytest.mark.parametrize("used", [(16384, 2), (None, None)], ids=["in use", "nothing in use"])
+@pytest.mark.parametrize("used", [(Part(16384, 0.125, 1.0), 2), (WHOLE, None)], ids=["in use", "nothing in use"])
 def test_the_part_in_use_stays_until_another_promises_enough_more(used):
     worth, stay, seen = Worth(made_up_costs(LAYERS, head=DEAR), 1), 1.02, set()
     right, share = np.full((LAYERS - 1, 12), 0.9), np.full((LAYERS - 1, 12), 1 / 12)
     for coverage in np.linspace(1.0, 0.7, 150):
         parts = [Part(16384, 0.125, float(coverage)), Part(32768, 0.25, 1.0)]
         smaller, larger = (
-            choose([part], [2], worth, right, share, (None, None), stay).rates[1].max() for part in parts
+            choose([part], [2], worth, right, share, (WHOLE, None), stay).rates[1].max() for part in parts
         )
         found = choose(parts, [2], worth, right, share, used, stay)
         moves = larger / smaller >= (stay if used[1] else 1.0)
@@ -139,7 +140,7 @@ def test_worth_and_costs_agree_on_rounds_that_draft_over_a_part(share, rows):
     costs = made_up_costs(LAYERS, head=DEAR)
     costs = replace(costs, pick=costs.pick.scaled(20), _known={})
     worth = Worth(costs, rows)
-    worth.draft_over(share)
+    worth.draft_by(share)
     for drafted in (1, 5, MOST):
         expected = costs.round(3, [drafted] * rows, draft_share=share)
         assert worth.rounds(3)[drafted] == pytest.approx(expected)
@@ -149,9 +150,9 @@ def test_drafting_over_all_of_it_again_prices_drafts_as_before():
     costs = made_up_costs(LAYERS, head=DEAR)
     right, share = np.full((LAYERS - 1, 12), 0.8), np.full((LAYERS - 1, 12), 1 / 12)
     worth, fresh = Worth(costs, 1), Worth(costs, 1)
-    worth.draft_over(0.125)
+    worth.draft_by(0.125)
     part = worth.rates(right, share)[0]
-    worth.draft_over(1.0)
+    worth.draft_by(1.0)
     assert np.array_equal(worth.rates(right, share)[0], fresh.rates(right, share)[0])
     assert (part > fresh.rates(right, share)[0]).all()
     assert worth.guesses(3, [0.9, 0.8]) >= 1
@@ -169,3 +170,66 @@ def test_the_clock_is_compared_with_what_a_smaller_head_should_take():
         took = costs.stages(2, [3], draft_share=0.125)
         policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**took))
     assert policy._experience.pace.pick == pytest.approx(1)
+
+
+def with_copies(costs, faster=4.0):
+    """Costs of a machine whose copies take a part of what the layers take."""
+    first, early = (
+        {rows: t.scaled(1 / faster) for rows, t in (m or costs.early).items()} for m in (costs.first, costs.early)
+    )
+    return replace(costs, copies=Copies(first, early, costs.head.scaled(1 / faster)), _known={})
+
+
+def drafting(faster=4.0, has_copies=True, drafts=DEFAULT_DRAFTS, **kinds):
+    policy = Adaptive(with_copies(made_up_costs(LAYERS), faster), good_layers(), drafts=[*drafts])
+    policy.tell_copies(has_copies)
+    return policy.plan([RowState(0, 40, 100, **kinds)])
+
+
+def test_copies_draft_where_that_is_worth_reading_all_layers_afterwards():
+    assert drafting().draft_bits == 8
+    assert drafting(faster=0.7).draft_bits is None
+    assert drafting().speedup > drafting(faster=0.7).speedup
+
+
+def test_copies_do_not_draft_where_there_are_none_or_they_may_not():
+    for plan in (
+        drafting(has_copies=False),
+        drafting(drafts=["exit", "tree"]),
+        drafting(has_processors=True),
+        planned(2e-4, None),
+    ):
+        assert plan.exit_layer == 2 and plan.draft_bits is None
+
+
+def test_copies_are_of_no_more_than_half_of_the_layers():
+    costs = with_copies(made_up_costs(LAYERS), 1000.0)
+    worth, even = Worth(costs, 1), np.full((LAYERS - 1, 12), 0.8)
+    right = even + 0.19 * np.arange(LAYERS - 1)[:, None] / LAYERS
+    chosen = choose(Parts(costs, copies=True).now(), range(1, LAYERS), worth, right, even / 9.6, (WHOLE, None), 1.0)
+    assert (chosen.part.bits, chosen.exit_layer) == (8, LAYERS // 2)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_worth_and_costs_agree_on_rounds_that_copies_draft_in(rows):
+    costs = with_copies(made_up_costs(LAYERS), 3.0)
+    worth = Worth(costs, rows, 300)
+    worth.draft_by(1.0, True)
+    for drafted in (1, 5, MOST):
+        assert worth.rounds(3)[drafted] == pytest.approx(costs.round(3, [drafted] * rows, 300, copies=True))
+    limit = max(rows * (1 + n) / costs.round(3, [n] * rows, 300, copies=True) for n in range(1, MOST + 1))
+    assert worth.limits()[2] >= limit * (1 - 1e-9)
+
+
+def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
+    costs = with_copies(made_up_costs(LAYERS), 1.5)
+    policy = Adaptive(costs, good_layers(), exit_layers=[2], drafts=["exit", "copies"])
+    policy.tell_copies(True)
+    seen = []
+    for _ in range(200):
+        plan = policy.plan([RowState(0, 40, 100)])
+        took = costs.stages(plan.exit_layer, [3], copies=plan.draft_bits is not None)
+        slow = 40.0 if plan.draft_bits else 1.0  # copies are far slower than the table says
+        policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**{**took, "draft": slow * took["draft"]}))
+        seen.append(plan.draft_bits)
+    assert seen[0] == 8 and seen[-1] is None

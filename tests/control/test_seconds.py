@@ -99,8 +99,8 @@ def test_they_are_drafted_beside_an_exit_where_branches_are_allowed(drafts):
     costs = made_up_costs(LAYERS)
     rounds = replay(with_seconds(0.6, 0.9), Adaptive(costs, drafts=drafts), costs).rounds
     exits = [round_.plan for round_ in rounds if round_.plan.exit_layer]
-    assert exits and all((plan.seconds is not None) == ("tree" in drafts) for plan in exits)
-    assert all(plan.seconds.most <= MOST_BESIDE for plan in exits if plan.seconds)
+    assert exits and all((plan.second_choices is not None) == ("tree" in drafts) for plan in exits)
+    assert all(plan.second_choices.most <= MOST_BESIDE for plan in exits if plan.second_choices)
     more = [row.num_drafted - n for r in rounds for row, n in zip(r.rows, r.plan.draft_lengths, strict=True)]
     assert "tree" in drafts or max(more) <= 0
 

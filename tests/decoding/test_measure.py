@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from selfspec.api import Target
-from selfspec.control.costs import Costs, Table
+from selfspec.control.costs import Costs
+from selfspec.control.table import Table
 from selfspec.decoding import measure as module
 from selfspec.decoding.measure import exits_to_time, measure
 from tests.models import build, tiny

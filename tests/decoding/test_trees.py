@@ -85,7 +85,7 @@ class Seconds(Schedule):
             self.random.choice(self.exits),
             tuple(self.random.randint(0, min(self.longest, row.room - 1)) for row in rows),
             self.random.choice(self.confidences),
-            seconds=everything,
+            second_choices=everything,
         )
 
 

@@ -104,7 +104,7 @@ def test_one_call_drafts_what_many_do(lengths, data, exit_layer, stop, rule, min
     drafts = data.draw(st.lists(st.integers(0, 7), min_size=count, max_size=count).filter(any))
     samplings = data.draw(st.lists(st.sampled_from(WAYS), min_size=count, max_size=count))
     layers = tuple(layer for layer in shadow or () if layer < exit_layer)
-    plan = Plan(exit_layer, tuple(drafts), min_confidence, stop, seconds=rule, draft_vocab=draft_vocab)
+    plan = Plan(exit_layer, tuple(drafts), min_confidence, stop, second_choices=rule, draft_vocab=draft_vocab)
     if layers:
         plan = replace(plan, shadow=ShadowPlan(layers, (0,), 8))
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -11,7 +11,7 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.lookup import MOST_MATCHED
 from selfspec.drafting.recycle import Recycled
-from selfspec.drafting.sources import Guesser, Look
+from selfspec.drafting.sources import OWN_LEAD, Guesser, Look
 from tests.drafting.test_lookup import naive, naive_alternatives
 from tests.drafting.test_recycle import Dictionary
 
@@ -32,7 +32,7 @@ class Naive:
         """(tokens, match, whether they come from the corpus)."""
         tokens, match = naive(self.content, MOST_MATCHED, num_tokens)
         found = None if self.store is None else self.store.find(self.content)
-        if found is not None and found.length > match:
+        if found is not None and found.length > (match + OWN_LEAD if match else 0):
             return self.store.draft(self.content, num_tokens).tokens, found.length, True
         return tokens, match, False
 
@@ -86,6 +86,7 @@ CORPORA = [None, ((0, 1, 2, 3, 0, 1), (3, 3, 3, 2, 2)), ((1, 0, 1, 4, 4, 0),), (
 
 @settings(max_examples=100)
 @example([0, 1, 2, 0, 1, 3, 0, 1], [[2, 2], [3]], [[0, 1, 2]] * 6, CORPORA[1])
+@example([3, 0, 0, 4, 1, 3, 2, 0, 4, 1], [[3, 2], [3]], [[0, 1, 2]] * 6, CORPORA[3])
 @given(texts, blocks, candidates, st.sampled_from(CORPORA))
 def test_guesses_and_what_they_would_have_come_to_are_those_of_a_naive_reading(stores, text, rounds, likely, corpus):
     store = None if corpus is None else stores(corpus)
@@ -108,12 +109,14 @@ def test_guesses_and_what_they_would_have_come_to_are_those_of_a_naive_reading(s
         content += block
 
 
-def test_the_longer_match_is_the_chain_and_of_equal_ones_that_of_the_text_itself(stores):
-    store = stores(((0, 1, 2, 4), (4, 1, 2, 0)))
+def test_the_text_itself_has_the_word_unless_the_corpus_knows_a_far_longer_match(stores):
+    store = stores(((4, 3, 0, 1, 2, 4),))
+    assert OWN_LEAD == 3
     for content, chain, match, is_stored in (
         ([3, 2, 1, 3, 2], [1, 3, 2], 2, False),  # the corpus knows only the last token
-        ([2, 3, 0, 1, 2], [4], 3, True),  # and of [0, 1, 2] what the text itself does not
-        ([0, 1, 2, 3, 0, 1, 2], [3, 0, 1], 3, False),
+        ([0, 0, 1, 2], [4], 3, True),  # and all of what the text itself has not had
+        ([2, 1, 0, 3, 0, 1, 2], [1, 0, 3], 1, False),  # a match of 4 beside one of 1
+        ([2, 1, 4, 3, 0, 1, 2], [4], 5, True),
     ):
         guesser = Guesser(content, None, store)
         assert (guesser.chain(3), guesser.match, guesser.is_stored) == (chain, match, is_stored)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eval.recording import record
 from eval.replay import replay
-from eval.traces import Trace, record
-from selfspec.control.costs import Costs, Table
+from eval.traces import Trace
+from selfspec.control.costs import Costs
 from selfspec.control.growth import grow
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, SurvivalStop
+from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
 
@@ -95,7 +97,7 @@ class Dice:
             keep_confidence=dice.random() < 0.3,
             keep_divergence=dice.random() < 0.5,
             shadow=shadow if looked_at and dice.random() < 0.7 else None,
-            seconds=rule if exit_layer and dice.random() < 0.5 else None,
+            second_choices=rule if exit_layer and dice.random() < 0.5 else None,
             trees=trees,
             guesses=dice.choice((0, 2, 5)) if exit_layer and len(rows) == 1 else 0,
         )

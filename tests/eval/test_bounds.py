@@ -10,11 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from eval.bounds import MOST_DRAFTED, RoundCosts, best_static, clairvoyant, plain_seconds, statics
+from eval.bounds import MOST_DRAFTED, best_static, clairvoyant, plain_seconds, statics
 from eval.replay import replay
-from selfspec.control.costs import Costs, Table
+from eval.round_costs import RoundCosts
+from selfspec.control.costs import Copies, Costs
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import DRAFTS, LOOKUP, Plan
+from selfspec.control.table import Table
 from selfspec.drafting.lookup import Lookup, num_right
 from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
 
@@ -46,7 +48,8 @@ def costs_for(draw, num_layers):
     plain = Table((1,), (draw(st.floats(0.1, 3.0)) * num_layers,))
     few = table((1, 8), 0.1)
     context = draw(st.sampled_from([0.0, 0.05]))
-    return Costs(num_layers, plain, early, layer, table((1, 4, 19), 0.2), few, few, few, context)
+    copies = draw(st.sampled_from([None, Copies(early, {1: table(range(1, num_layers), 0.5)}, table((1,), 0.1))]))
+    return Costs(num_layers, plain, early, layer, table((1, 4, 19), 0.2), few, few, few, context, copies=copies)
 
 
 @given(st.data())
@@ -55,9 +58,10 @@ def test_every_static_setting_takes_the_seconds_of_its_replay(data):
     costs = data.draw(costs_for(trace.num_layers))
     pair = [trace, trace.cut(-(-len(trace.tokens) // 2))]
     found = list(statics(pair, RoundCosts(costs, MOST_DRAFTED), FEW))
-    assert len(found) == 1 + (trace.num_layers - 1) * len(FEW) * MOST_DRAFTED
+    ways = trace.num_layers - 1 + (max(1, trace.num_layers // 2) if costs.copies else 0)
+    assert len(found) == 1 + ways * len(FEW) * MOST_DRAFTED
     for static in found:
-        policy = Plain() if static.exit_layer is None else Fixed(*static[:3])
+        policy = Plain() if static.exit_layer is None else Fixed(*static[:3], draft_bits=8 if static.copies else None)
         assert static.seconds == pytest.approx(replay(pair, policy, costs).seconds)
     best = best_static(pair, RoundCosts(costs, MOST_DRAFTED), FEW)
     assert best.seconds == min(static.seconds for static in found)

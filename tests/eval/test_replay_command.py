@@ -13,6 +13,7 @@ from eval.__main__ import main
 from eval.compare import BOUNDS
 from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
+from eval.sources import EVERYTHING
 from eval.traces import load, save
 from selfspec.control.costs import Costs
 from selfspec.control.policies import POLICIES
@@ -125,6 +126,24 @@ def test_sources_of_drafts_are_compared_by_name(files, capsys):
     assert [policy.reads_lookup for policy in policies] == [True, False, False, True]
 
 
+@pytest.mark.parametrize("kind", ["new", "random"])
+def test_renumbered_all_sources_are_set_beside_the_exit_chain(files, kind, capsys):
+    shown = ["--lengths", "20", "--head-layers", MEASURED, "--starts", "fresh", "warm", "--renumbered", kind]
+    assert main(["replay", *files, *shown]) == 0
+    *tables, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["sections"][0]["rows"]
+    assert [row["name"] for row in rows] == ["adaptive:exit", "adaptive", EVERYTHING] * 2 + [*BOUNDS]
+    chain, own = rows[0]["tasks"], rows[2]["tasks"]
+    mean = (chain["a"]["seconds"] / own["a"]["seconds"] + chain["b"]["seconds"] / own["b"]["seconds"]) / 2
+    pairs = [zip(chain[task]["seconds_by_prompt"], own[task]["seconds_by_prompt"], strict=True) for task in "ab"]
+    least = min(a / b for each in pairs for a, b in each)
+    assert f"| {EVERYTHING}, fresh | {mean:.3f}, {least:.3f} |" in tables
+    assert (
+        sum(line.startswith(f"| {EVERYTHING}, fresh") for line in tables) == 3
+    )  # by task, of the chain, of the bounds
+    assert sum(line.endswith(f"every token replaced by a {kind} one") for line in tables) == 2
+
+
 def test_every_prompt_has_a_new_policy_and_a_warm_one_is_given_what_the_one_before_has_seen(monkeypatch):
     made, make = [], compare.make
 
@@ -135,7 +154,7 @@ def test_every_prompt_has_a_new_policy_and_a_warm_one_is_given_what_the_one_befo
     monkeypatch.setattr(compare, "make", counting)
     traces, costs = [random_trace(seed, 4, 40) for seed in range(3)], made_up_costs(4)
     for is_warm in (False, True):
-        assert compare.play("adaptive", traces, costs, is_warm).num_tokens == 120
+        assert [done.num_tokens for done in compare.play("adaptive", traces, costs, is_warm)] == [40] * 3
     priors = [prior for _, prior in made]
     assert len({id(policy) for policy, _ in made}) == 6
     assert priors[:4] == [None] * 4
@@ -158,6 +177,7 @@ def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
     [
         (["--lengths", "0"], "lengths must be numbers of at least 1, got [0]"),
         (["--head-layers", "none"], "head_layers must be numbers of at least 0 or 'measured', got ['none']"),
+        (["--renumbered", "old"], "renumbered must be among ('no', 'new', 'random'), got 'old'"),
         (["--starts", "hot"], "starts must be among ('fresh', 'warm'), got ['hot']"),
         (["--policies", "best"], f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit or"),
         (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from eval.shapes import SHAPES, config_of
-from eval.targets import acceptance_of, random_model, random_prompts, synthetic_target
+from eval.targets import acceptance_of, random_prompts, synthetic_target
+from eval.weights import random_model
 
 NUM_PARAMETERS = {  # as their model cards have it, in millions
     "llama-3.2-1b": 1236,

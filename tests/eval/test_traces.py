@@ -7,9 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from eval.drafts import draft, draft_lengths
 from eval.methods import Endless
-from eval.replay import draft, draft_lengths, replay
-from eval.traces import Trace, load, record, save
+from eval.recording import record
+from eval.replay import replay
+from eval.traces import Trace, load, renumbered, save
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
@@ -70,6 +73,32 @@ def test_a_cut_trace_is_the_beginning_of_the_output():
     assert short.wrong.shape[:2] == short.short_hits.shape == short.short_confidences.shape == (3, 7)
     assert equal(trace.cut(20), trace) and equal(trace.cut(99), trace)
     assert replay([short], Fixed(2, 3), made_up_costs(4)).num_tokens == 7
+
+
+def test_renumbered_outputs_repeat_nothing_and_are_drafted_by_layers_as_before():
+    costs, (one, other) = made_up_costs(4), (random_trace(seed, 4, 120) for seed in (1, 2))
+    tokens = tuple(10 + i % 6 for i in range(120))
+    said = np.broadcast_to(np.array(tokens, np.int32), one.hits.shape)
+    picks, likely = np.where(one.hits, said, said + 50), said[:1].T.repeat(8, 1)
+    repeating = dataclasses.replace(one, tokens=tokens, picks=picks, likely=likely)
+    changed = renumbered([repeating, other])
+    texts = [(*trace.prompt, *trace.tokens) for trace in changed]
+    assert len({*texts[0], *texts[1]}) == len(texts[0]) + len(texts[1]) == 2 * 125
+    assert max(*texts[0], *texts[1]) < changed[0].vocab_size == changed[1].vocab_size
+    assert np.array_equal(changed[0].picks == np.array(changed[0].tokens), one.hits)
+    for drafts in (("lookup",), ("lookup", "recycle", "tree"), ("exit", "tree")):
+        before, after = (replay([trace], Adaptive(costs, drafts=drafts), costs) for trace in (repeating, changed[0]))
+        found, left = (sum(row.num_accepted for r in done.rounds for row in r.rows) for done in (before, after))
+        assert (found > 80 and left == 0) if "lookup" in drafts else (found == left > 20)
+        assert (before.seconds == after.seconds) == ("lookup" not in drafts)
+
+
+def test_outputs_may_be_of_random_tokens_of_the_vocabulary_by_a_seed():
+    given = [dataclasses.replace(random_trace(1, 4, 120), vocab_size=9)]
+    (one,), (again,), (other,) = (renumbered(given, seed) for seed in (3, 3, 4))
+    assert {*one.prompt, *one.tokens} == {*range(9)} and one.tokens == again.tokens != other.tokens
+    assert np.array_equal(one.picks == np.array(one.tokens), given[0].hits)
+    assert not {*one.tokens} & {*one.wrong_picks.flat}
 
 
 def test_saved_traces_are_read_back_as_they_were(tmp_path):

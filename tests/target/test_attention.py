@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.target.attention import SHORT, attend, plan_groups
+from selfspec.target.attention import attend
 from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.groups import SHORT, plan_groups
 
 HEAD_DIM = 4
 

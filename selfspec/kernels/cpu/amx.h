@@ -110,6 +110,9 @@ static inline void one_tile(const char* a, const char* left, const char* right, 
     _tile_stored(3, sums + 3 * LANES, row);
 }
 
+constexpr int64_t PART = STEP / 8;  // asked for between two operations on tiles: more would wait for each other
+constexpr int64_t SOON = 6144;      // bytes ahead: tokens take much of the nearest cache already
+
 // Two or three tiles of tokens times one panel, which is read once.
 template <bool three>
 static inline void more_tiles(const char* a, const char* panel, int64_t steps, float* sums) {
@@ -124,25 +127,32 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
     constexpr int64_t tile = TILE_ROWS * 64, row = SUMS * 4;
     const char *b = a + steps * tile, *c = b + steps * tile;
     for (int64_t step = 0; step < steps; step++, a += tile, b += tile, c += tile, panel += STEP) {
+        auto ask = [&](int64_t part) { ask_ahead_of_step(panel + SOON + part * PART, PART); };
         _tile_loadd(7, panel, 128);
-        ask_ahead_of_step(panel + AHEAD, STEP / 2);  // half of it at a time: more would wait for each other
+        ask(0);
         _tile_loadd(6, a, 64);
         _tile_dpbf16ps(0, 6, 7);
+        ask(1);
         _tile_loadd(6, b, 64);
         _tile_dpbf16ps(2, 6, 7);
+        ask(2);
         if (three) {
             _tile_loadd(6, c, 64);
             _tile_dpbf16ps(4, 6, 7);
         }
+        ask(3);
         _tile_loadd(7, panel + 64, 128);
-        ask_ahead_of_step(panel + AHEAD + STEP / 2, STEP / 2);
+        ask(4);
         if (three) {
             _tile_dpbf16ps(5, 6, 7);
             _tile_loadd(6, b, 64);
         }
+        ask(5);
         _tile_dpbf16ps(3, 6, 7);
+        ask(6);
         _tile_loadd(6, a, 64);
         _tile_dpbf16ps(1, 6, 7);
+        ask(7);
     }
     float *second = sums + TILE_ROWS * SUMS, *third = second + TILE_ROWS * SUMS;
     _tile_stored(0, sums, row);

@@ -1,59 +1,39 @@
 // Attention of packed ragged rows, read where the paged cache holds them: nothing is padded, gathered or masked ahead.
 //
-// The queries of one row that share a key head stand in the lanes of vectors, a few tokens' or many. Sums go over a
-// query's own keys from first to last, so that a query's bits do not depend on which others it is computed beside.
+// The queries of one row that share a key head are worked on together, a few tokens' or many. Sums go over a query's
+// own keys from first to last, so that a query's bits do not depend on which others it is computed beside.
 #pragma once
 
-#include <cmath>
+#include "scores.h"
 
-#include "model.h"
-#include "vector.h"
-
-// Where a row's tokens are: `count` new ones, the first of them at `position`, written already. A node of a tree is a
-// row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...
-struct Span {
-    const int64_t* pages;
-    int64_t position, first, count;  // first: its index in the packed call
-    int64_t root;
-    const int64_t* branch;  // null: a row's tokens lie at their positions
+// Keys that the next task begins with, one after another: asked for while this one mixes values.
+struct Next {
+    const float* keys;  // null: there are none
+    int64_t count;
 };
 
-static inline const float* slot(const float* storage, const Shape& s, const Span& row, int64_t at, int64_t kv_head) {
-    if (row.branch && at >= row.root) at = row.root + row.branch[at - row.root];
-    int64_t where = row.pages[at / s.page_size] * s.page_size + at % s.page_size;
-    return storage + (where * s.kv_heads + kv_head) * s.head_dim;
-}
-
-// Up to where keys lie one after another from position `at` on.
-static inline int64_t together_until(const Shape& s, const Span& row, int64_t at, int64_t limit) {
-    int64_t stop = (at / s.page_size + 1) * s.page_size;
-    if (row.branch) {
-        int64_t turn = at < row.root ? row.root : at + 1;
-        stop = stop < turn ? stop : turn;
-    }
-    return stop < limit ? stop : limit;
-}
-
-// What queries make of keys: weight of key `at` and query `i` is at[key * per_key + i * per_query].
-struct Weights {
-    float* at;
-    int64_t per_key, per_query;
-    float* total;  // [LANES]: their sums
-};
+constexpr int64_t ASKED = 4096;  // floats of them at most: the nearest cache holds values beside them
 
 // Weights times values, for Q queries from `lane` on and D vectors of the head from `from` on.
 template <int Q, int D>
 static void mix(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                int64_t low, int64_t limit, int lane, int64_t from, float* out) {
+                int64_t low, int64_t limit, int lane, int64_t from, const Next& next, float* out) {
     Vec acc[Q][D] = {};
-    int64_t stride = s.kv_heads * s.head_dim;
+    int64_t stride = s.kv_heads * s.head_dim, known = low + (next.keys ? next.count : 0);
     for (int64_t at = low; at < limit;) {
-        int64_t stop = together_until(s, row, at, limit);
+        int64_t stop = together_until(s, row, at, limit), away = 0;
         const float* value = slot(storage, s, row, at, kv_head) + from;
+        if (at < known) {
+            stop = stop < known ? stop : known;
+            away = next.keys + (at - low) * stride + from - value;
+        }
         for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             Vec v[D];
-            for (int d = 0; d < D; d++) v[d] = load(value + d * LANES);
+            for (int d = 0; d < D; d++) {
+                v[d] = load(value + d * LANES);
+                ask(value + d * LANES, away);
+            }
             for (int q = 0; q < Q; q++)
                 for (int d = 0; d < D; d++) acc[q][d] = fma(splat(weight[q * weights.per_query]), v[d], acc[q][d]);
         }
@@ -63,11 +43,15 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
 }
 
 typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, int64_t, int64_t, int, int64_t,
-                    float*);
-static const Mix MIXES[4][3] = {{mix<1, 1>, mix<1, 2>, mix<1, 4>},
-                                {mix<2, 1>, mix<2, 2>, mix<2, 4>},
-                                {mix<3, 1>, mix<3, 2>, mix<3, 4>},
-                                {mix<4, 1>, mix<4, 2>, mix<4, 4>}};
+                    const Next&, float*);
+constexpr int QUERIES = 8;  // mixed at once; of four vectors of the head, half as many: sums have to fit the registers
+
+template <int... Q>
+static Mix mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
+    static const Mix one[] = {mix<Q + 1, 1>...}, two[] = {mix<Q + 1, 2>...};
+    static const Mix four[] = {mix<Q % (QUERIES / 2) + 1, 4>...};
+    return (vectors == 1 ? one : vectors == 2 ? two : four)[queries - 1];
+}
 
 // The head's last few numbers, where its size is no multiple of a vector.
 static void mix_rest(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
@@ -81,171 +65,41 @@ static void mix_rest(const Weights& weights, const float* storage, const Shape& 
     }
 }
 
-constexpr int64_t SOON = 2 * LANES;  // keys that are asked for before they are needed
-
-// Ask for `count` keys or values of one head.
-static inline void ask(const float* from, const Shape& s, int64_t count) {
-    for (int64_t i = 0; i < count; i++, from += s.kv_heads * s.head_dim)
-        for (int64_t at = 0; at < s.head_dim; at += 16) __builtin_prefetch(from + at);
-}
-
-constexpr int TOGETHER = 4;  // sums at once, so that they do not wait for each other
-
-// Scores of the keys [low, limit) for the queries in `turned` [head_dim][LANES]; returns the largest per lane.
-static Vec scores(const float* turned, const float* storage, const float* values, const Shape& s, const Span& row,
-                  int64_t kv_head, int64_t low, int64_t limit, const Ints& position, int window, float scale,
-                  float* out) {
-    Vec most = splat(-INFINITY), never = splat(-INFINITY);
-    int64_t stride = s.kv_heads * s.head_dim;
-    for (int64_t at = low; at < limit;) {
-        int64_t stop = together_until(s, row, at, limit);
-        const float* key = slot(storage, s, row, at, kv_head);
-        while (at < stop) {
-            int64_t count = stop - at < TOGETHER ? stop - at : TOGETHER;
-            ask(values + (key - storage), s, count);
-            ask(key + SOON * stride, s, count);
-            Vec acc[TOGETHER] = {};
-            if (count == TOGETHER) {
-                for (int64_t d = 0; d < s.head_dim; d++) {
-                    Vec q = load(turned + d * LANES);
-                    for (int i = 0; i < TOGETHER; i++) acc[i] = fma(q, splat(key[i * stride + d]), acc[i]);
-                }
-            } else {
-                for (int64_t d = 0; d < s.head_dim; d++) {
-                    Vec q = load(turned + d * LANES);
-                    for (int i = 0; i < count; i++) acc[i] = fma(q, splat(key[i * stride + d]), acc[i]);
-                }
-            }
-            for (int i = 0; i < count; i++, at++, key += stride) {
-                Ints seen = position >= int32_t(at);
-                if (window) seen &= position < int32_t(at) + window;
-                Vec score = seen ? acc[i] * scale : never;
-                most = larger(most, score);
-                store(out + (at - low) * LANES, score);
-            }
-        }
-    }
-    return most;
-}
-
-// Weights of many queries, [keys][LANES]: a query in every lane.
-static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int window,
-                       float scale, float* turned, const Weights& weights) {
-    for (int64_t d = 0; d < s.head_dim; d++)
-        for (int lane = 0; lane < LANES; lane++)
-            turned[d * LANES + lane] = queries[lane * s.head_dim + d];
-    Vec most = scores(turned, keys, values, s, row, kv_head, low, limit, position, window, scale, weights.at);
-    Vec parts[LANES] = {};  // sums of every LANES-th key
-    for (int64_t at = 0; at < limit - low; at++) {
-        Vec weight = exponential(load(weights.at + at * LANES) - most);
-        store(weights.at + at * LANES, weight);
-        parts[at % LANES] += weight;
-    }
-    for (int i = 1; i < LANES; i++) parts[0] += parts[i];
-    store(weights.total, parts[0]);
-}
-
-constexpr int FEW = LANES / 2;  // queries at most of which a vector of keys is the better one
-
-// Scores of the keys at `key` [LANES][stride], `together` of them there, for FEW queries at most.
-template <int GROUPS>
-static inline void scores_of_few(const float* key, const float* value, const float* soon, int64_t stride, int together,
-                                 const float* queries, int64_t d, Vec (&acc)[FEW]) {
-    constexpr int N = GROUPS * FEW / 2;
-    Vec sums[N] = {};
-    int64_t from = 0;
-    for (; from + LANES <= d; from += LANES) {
-        Vec block[LANES];
-        for (int i = 0; i < LANES; i++) {
-            int64_t at = (i < together ? i : 0) * stride + from;
-            block[i] = load(key + at);
-            __builtin_prefetch(value + at);
-            __builtin_prefetch(soon + i * stride + from);
-        }
-        transpose(block);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            for (int q = 0; q < N; q++) sums[q] = fma(block[i], splat(queries[q * d + from + i]), sums[q]);
-    }
-    for (; from < d; from++) {
-        Vec column;
-        for (int i = 0; i < LANES; i++) column[i] = key[(i < together ? i : 0) * stride + from];
-        for (int q = 0; q < N; q++) sums[q] = fma(column, splat(queries[q * d + from]), sums[q]);
-    }
-    for (int q = 0; q < N; q++) acc[q] = sums[q];
-}
-
-// Weights of a few queries, [LANES][keys]: a key in every lane. The same sums in the same order.
-static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int window,
-                      float scale, float*, const Weights& weights) {
-    int64_t d = s.head_dim, stride = s.kv_heads * d;
-    Vec most[FEW];
-    for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
-    Ints lane = {};
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int64_t at = low; at < limit;) {
-        int64_t stop = together_until(s, row, at, limit);
-        int together = stop - at < LANES ? int(stop - at) : LANES;
-        const float *key = slot(keys, s, row, at, kv_head), *value = values + (key - keys);
-        const float* soon = at + SOON < limit ? slot(keys, s, row, at + SOON, kv_head) : key;
-        Vec acc[FEW];
-        (count > FEW / 2 ? scores_of_few<2> : scores_of_few<1>)(key, value, soon, stride, together, queries, d, acc);
-        Ints where = lane + int32_t(at), there = lane < together;
-        for (int q = 0; q < count; q++) {
-            Ints seen = (where <= position[q]) & there;
-            if (window) seen &= where > position[q] - window;
-            Vec score = seen ? acc[q] * scale : splat(-INFINITY);
-            store(weights.at + q * weights.per_query + (at - low), score);
-            most[q] = larger(most[q], score);
-        }
-        at += together;
-    }
-    for (int q = 0; q < count; q++) {
-        float *weight = weights.at + q * weights.per_query, largest = most[q][0];
-        for (int i = 1; i < LANES; i++) largest = most[q][i] > largest ? most[q][i] : largest;
-        Vec parts = {};
-        for (int64_t at = 0; at < limit - low; at += LANES) {
-            int64_t left = limit - low - at;
-            Vec score = load(weight + at), never = splat(-INFINITY);
-            score = lane < int32_t(left < LANES ? left : LANES) ? score : never;
-            Vec part = exponential(score - largest);
-            store(weight + at, part);
-            parts += part;
-        }
-        weights.total[q] = sum(parts);
-    }
+// The first key that a row's queries from `begin` on read: sums are grouped by where keys stand.
+static inline int64_t lowest(int64_t position, int64_t window) {
+    int64_t low = window && position >= window ? position - window + 1 : 0;
+    return low - low % LANES;
 }
 
 // Queries [block * LANES, ...) of those of one row that share a key head; query m is token m / share, head m % share.
+// The first `asked` of the keys that they read were asked for before.
 static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
-                   const float* keys, const float* values, int window, float scale, const float* next, float* out,
-                   float* scratch) {
+                   const float* keys, const float* values, int64_t asked, int window, float scale, const Next& next,
+                   float* out, float* scratch) {
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
-    float *turned = scratch, *mixed = turned + d * LANES, *queries = mixed + d * LANES, *rest = queries + d * LANES;
+    float *mixed = scratch, *queries = mixed + d * LANES, *total = queries + d * LANES, *room = total + LANES;
     Ints position = {};
     for (int lane = 0; lane < LANES; lane++) {
         int64_t m = begin + (lane < count ? lane : 0), token = m / share, head = kv_head * share + m % share;
         position[lane] = int32_t(row.position + token);
         std::memcpy(queries + lane * d, q + (row.first + token) * q_stride + head * d, sizeof(float) * d);
     }
-    int64_t limit = position[count - 1] + 1, low = window && position[0] >= window ? position[0] - window + 1 : 0;
-    low -= low % LANES;  // sums are grouped by where keys stand
+    int64_t limit = position[count - 1] + 1, low = lowest(position[0], window);
     bool few = count <= FEW;
-    Weights weights{rest + LANES, few ? 1 : LANES, few ? limit - low + LANES : 1, rest};
-    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, window, scale,
-                                   turned, weights);
-    if (next) ask(next, s, SOON);
-    for (int lane = 0; lane < count; lane += 4) {
-        int together = count - lane < 4 ? count - lane : 4;
+    Weights weights{room + weigh_room(d), few ? 1 : LANES, few ? (limit - low + LANES - 1) / LANES * LANES : 1, total};
+    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
+                                   scale, room, weights);
+    int most = d < 4 * LANES || count <= QUERIES / 2 ? QUERIES : QUERIES / 2;
+    for (int lane = 0; lane < count; lane += most) {
+        int together = count - lane < most ? count - lane : most;
         int64_t from = 0;
         float* to = mixed + lane * d;
         for (int vectors = 4; vectors; vectors /= 2)
             for (; d - from >= vectors * LANES; from += vectors * LANES)
-                MIXES[together - 1][vectors / 2](weights, values, s, row, kv_head, low, limit, lane, from, to);
+                mix_of(together, vectors, std::make_integer_sequence<int, QUERIES>())(
+                    weights, values, s, row, kv_head, low, limit, lane, from, lane ? Next{} : next, to);
         for (int i = 0; i < together && from < d; i++)
             mix_rest(weights, values, s, row, kv_head, low, limit, lane + i, from, to + i * d);
     }
@@ -257,5 +111,5 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
 
 // Floats of scratch for rows of `longest` tokens.
 static inline int64_t attention_scratch(const Shape& s, int64_t longest) {
-    return (3 * s.head_dim + longest + 1 + LANES) * LANES;
+    return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_room(s.head_dim);
 }

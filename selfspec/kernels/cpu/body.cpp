@@ -5,6 +5,7 @@
 
 #include "amx.h"
 #include "attention.h"
+#include "bytes.h"
 #include "packing.h"
 
 #ifdef _OPENMP
@@ -56,7 +57,8 @@ static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at
 // Floats of room for n rows as a product reads them, from wherever on.
 static int64_t turned_floats(int64_t n, int64_t in) {
     int64_t parts = parts_floats(n, in);
-    return (parts > n * in ? parts : n * in) + LINE;
+    int64_t rounded = rounded_floats(n, in), turned = parts > n * in ? parts : n * in;
+    return (rounded > turned ? rounded : turned) + LINE;
 }
 
 // y from x, by all threads, with `turned_floats` of room: theirs together, or for one row each thread's own.
@@ -67,6 +69,10 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP, share = n == 1 ? 1 : threads, own = n == 1 ? 0 : thread;
         take_apart(x, n, p.in, turned, steps * own / share, steps * (own + 1) / share);  // one row: sooner than waited
+    } else if (p.kind == INT8) {
+        int64_t own = n == 1 ? 0 : thread, share = n == 1 ? 1 : threads, each = rounded_floats(1, p.in);
+        int64_t first_token = n * own / share, last_token = n * (own + 1) / share;
+        for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, turned + t * each);
     } else if (n > 1) {
         turn(x, n, p.in, turned, p.in * thread / threads, p.in * (thread + 1) / threads);
     }
@@ -75,6 +81,8 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     }
     if (p.kind == AMX) {
         product_of_parts(p, after, turned, n, y, first, last);
+    } else if (p.kind == INT8) {
+        product_of_bytes(p, after, turned, n, y, first, last);
     } else {
         product(p, after, n > 1 ? turned : x, n, y, first, last);
     }
@@ -90,7 +98,7 @@ static Span span_of(const Call& call, int64_t row) {
 
 struct Task {  // what `attend` does at a time
     Span row;
-    int64_t head, block;
+    int64_t head, block, asked;
 };
 
 static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,
@@ -98,10 +106,10 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
     const Shape& s = m.shape;
     int64_t share = s.heads / s.kv_heads, count = 0, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    Task task{{}, -1, 0};
-    auto run = [&](const float* next) {
-        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, int(layer.window), m.scale,
-               next, out, scratch);
+    Task task{{}, -1, 0, 0};
+    auto run = [&](const Next& next) {
+        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked, int(layer.window),
+               m.scale, next, out, scratch);
     };
     for (int64_t row = 0; row < call.num_rows; row++) {
         Span span = span_of(call, row);
@@ -109,11 +117,14 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
         for (int64_t block = 0; block < blocks; block++)
             for (int64_t head = 0; head < s.kv_heads; head++, count++) {
                 if (count % threads != thread) continue;
-                if (task.head >= 0) run(slot(layer.keys, s, span, 0, head));
-                task = {span, head, block};
+                int64_t position = span.position + block * LANES / share, low = lowest(position, layer.window);
+                int64_t known = task.head < 0 ? 0 : together_until(s, span, low, position + 1) - low;
+                if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;
+                if (task.head >= 0) run({slot(layer.keys, s, span, low, head), known});
+                task = {span, head, block, known};
             }
     }
-    if (task.head >= 0) run(nullptr);
+    if (task.head >= 0) run({});
 #pragma omp barrier
 }
 

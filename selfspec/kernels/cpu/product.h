@@ -13,14 +13,16 @@
 constexpr int PANEL = 2 * LANES;
 
 enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
-enum Kind { FULL, HALF, AMX };      // AMX: packed as HALF, and multiplied as amx.h says
+enum Kind { FULL, HALF, AMX, INT8 };  // AMX: packed as HALF, and multiplied as amx.h says; INT8: see bytes.h
 
+constexpr int64_t GROUP = 64; // inputs that weights of 8 bits are taken in at a time
 constexpr int64_t DEEP = 32;  // inputs that AMX takes in one step: what `depth` is a multiple of, filled up with zeros
 constexpr int AHEAD = 8192;   // bytes of weights asked for before they are needed: what this far hides memory's delay
 
 static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEEP; }
 
 static inline int64_t panel_bytes(const Product& p) {
+    if (p.kind == INT8) return PANEL * ((p.in + GROUP - 1) / GROUP * GROUP);
     return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -65,37 +66,57 @@ static inline float sum(Vec v) {
     return total;
 }
 
-// Where the lanes of two rows go when every other group of `step` lanes changes places.
-struct Exchange {
-    Ints low, high;
-    explicit Exchange(int step) {
-        for (int i = 0; i < LANES; i++) {
-            low[i] = i & step ? LANES + i - step : i;
-            high[i] = i & step ? LANES + i : i + step;
-        }
-    }
-};
+constexpr int QUAD = 4;  // lanes that stand together in every vector, whatever its size
 
-// Rows become columns.
-static inline void transpose(Vec (&rows)[LANES]) {
-    static const Exchange exchanges[] = {Exchange(1), Exchange(2), Exchange(4), Exchange(8)};
-#pragma GCC unroll 4
-    for (int step = 1, stage = 0; step < LANES; step *= 2, stage++) {
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            if (i & step) continue;
-            Vec a = rows[i], b = rows[i + step];
+// Lanes of two vectors, those of `b` numbered after those of `a`; which ones, the compiler knows.
+static inline Vec choose(Vec a, Vec b, Ints lanes) {
 #if defined(__clang__)
-            for (int j = 0; j < LANES; j++) {
-                rows[i][j] = j & step ? b[j - step] : a[j];
-                rows[i + step][j] = j & step ? b[j] : a[j + step];
-            }
+    Vec out;
+    for (int i = 0; i < LANES; i++) out[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    return out;
 #else
-            rows[i] = __builtin_shuffle(a, b, exchanges[stage].low);
-            rows[i + step] = __builtin_shuffle(a, b, exchanges[stage].high);
+    return __builtin_shuffle(a, b, lanes);
 #endif
-        }
-    }
+}
+
+template <int... I>
+static inline void turn_quads(Vec (&rows)[QUAD], std::integer_sequence<int, I...>) {
+    const Ints singles = {(I % 2 * LANES + I / QUAD * QUAD + I % QUAD / 2)...};  // a0 b0 a1 b1
+    const Ints pairs = {(I % QUAD / 2 * LANES + I / QUAD * QUAD + I % 2)...};    // a0 a1 b0 b1
+    Vec a = choose(rows[0], rows[1], singles), b = choose(rows[0], rows[1], singles + 2);
+    Vec c = choose(rows[2], rows[3], singles), d = choose(rows[2], rows[3], singles + 2);
+    rows[0] = choose(a, c, pairs), rows[1] = choose(a, c, pairs + 2);
+    rows[2] = choose(b, d, pairs), rows[3] = choose(b, d, pairs + 2);
+}
+
+// Within every quad of lanes, rows become columns.
+static inline void turn_quads(Vec (&rows)[QUAD]) { turn_quads(rows, std::make_integer_sequence<int, LANES>()); }
+
+// Number `which` of every quad, in all of its lanes.
+template <int... I>
+static inline Vec repeat_in_quads(Vec v, int which, std::integer_sequence<int, I...>) {
+    const Ints first = {(I / QUAD * QUAD)...};
+    return choose(v, v, first + which);
+}
+
+static inline Vec repeat_in_quads(Vec v, int which) {
+    return repeat_in_quads(v, which, std::make_integer_sequence<int, LANES>());
+}
+
+// Sums of two neighbouring quads: those of `a`, then those of `b`.
+template <int... I>
+static inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    const Ints even = {(I / QUAD * 2 * QUAD + I % QUAD)...};
+    return choose(a, b, even) + choose(a, b, even + QUAD);
+}
+
+// Each row's sum of its quads, one after another.
+static inline Vec add_quads(const Vec (&rows)[LANES / QUAD]) {
+    constexpr std::make_integer_sequence<int, LANES> lanes;
+    if constexpr (LANES / QUAD == 1) return rows[0];
+    if constexpr (LANES / QUAD == 2) return add_neighbours(rows[0], rows[1], lanes);
+    if constexpr (LANES / QUAD == 4)
+        return add_neighbours(add_neighbours(rows[0], rows[1], lanes), add_neighbours(rows[2], rows[3], lanes), lanes);
 }
 
 // e^x to about 1e-7 of it, 0 below -87: x = n ln 2 + r, a polynomial of r (Cephes), and n into the exponent.

@@ -1,0 +1,138 @@
+"""What a plan's draft comes to on a trace: how long it gets before it stops, and how much of it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.traces import WRONG_STEPS, Trace
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, SecondChoices, TokenTree, confidence_bin
+from selfspec.control.seconds import likely_seconds
+from selfspec.drafting.cascade import guesses_at
+from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.sources import Guesser
+
+
+def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
+    """What a draft of `length` tokens from output position `at` comes to.
+
+    Raises:
+        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
+    """
+    if plan.exit_layer is None or length == 0:
+        return RowOutcome(0, 0, 0)
+    line = plan.exit_layer - 1
+    hits = trace.hits[line, at : at + length]
+    accepted = length if hits.all() else int(hits.argmin())
+    confidences = tuple(_confidences(trace, line, at, length)) if plan.reads_confidence else ()
+    if plan.reads_confidence and len(confidences) < length:
+        raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
+    judged = min(accepted + 1, length)
+    away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
+    outcome = RowOutcome(0, length, accepted, confidences, away)
+    return outcome if plan.second_choices is None else _with_second(trace, at, plan.second_choices, line, outcome)
+
+
+def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
+    """How many tokens each row drafts, from output position `at` of its trace, until a stop of the plan ends it.
+
+    Raises:
+        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
+    """
+    if plan.exit_layer is None:
+        return [0] * len(places)
+    lengths = list(plan.draft_lengths)
+    if plan.exit_layer == LOOKUP or (plan.stop is None and plan.min_confidence <= 0):
+        return lengths
+    line = plan.exit_layer - 1
+    sure = [_confidences(trace, line, at, n) for (trace, at), n in zip(places, lengths, strict=True)]
+    survival = [1.0] * len(places)
+    live = [i for i, length in enumerate(lengths) if length]
+    step = 0
+    while live:  # all rows draft in lock step: what one does may depend on the others
+        for i in live:
+            if step >= len(sure[i]):
+                raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
+        if plan.stop is not None:
+            for i in live:
+                survival[i] *= plan.stop.calibration[confidence_bin(sure[i][step])]
+            going = [plan.stop.goes_on([survival[i] for i in live])] * len(live)
+        else:
+            going = [sure[i][step] >= plan.min_confidence for i in live]
+        step += 1
+        for i, on in zip(live, going, strict=True):
+            lengths[i] = lengths[i] if on else step
+        live = [i for i in live if lengths[i] > step]
+    return lengths
+
+
+def cascade(trace: Trace, at: int, guesser: Guesser, plan: Plan) -> tuple[int, tuple[int, ...]]:
+    """How many tokens a single row drafts whose early layers check free guesses, and how many each pass is of.
+
+    Raises:
+        ValueError: see `draft_lengths`.
+    """
+    assert plan.exit_layer
+    length, line = plan.draft_lengths[0], plan.exit_layer - 1
+    guess = guesser.chain(length)
+    own, sure = _picks(trace, line, at, length), _confidences(trace, line, at, length)
+    drafted, survival, widths = 0, 1.0, list[int]()
+    while drafted < length:
+        if length > len(own):
+            raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
+        some = guesses_at(guess, own[:drafted], plan.guesses, length)
+        count = num_right(some, own[drafted:]) + 1
+        widths.append(1 + len(some))
+        for confidence in sure[drafted : drafted + count]:
+            if plan.stop is not None:
+                survival *= plan.stop.calibration[confidence_bin(confidence)]
+                goes_on = plan.stop.goes_on([survival])
+            else:
+                goes_on = confidence >= plan.min_confidence
+            length = length if goes_on else min(length, drafted + count)
+        drafted += count
+    return drafted, tuple(widths)
+
+
+def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutcome:
+    """What a draft by lookup of at most `length` tokens comes to where the output goes on with `rest`."""
+    guess = lookup.draft(length).tokens
+    return RowOutcome(0, len(guess), num_right(guess, rest))
+
+
+def draft_tree(tree: TokenTree, rest: Sequence[int]) -> RowOutcome:
+    """What a tree comes to where the output goes on with `rest`: down the children that it goes on with."""
+    node = depth = 0
+    while True:
+        pairs = zip(tree.tokens, tree.parents, strict=True)
+        after = next((i for i, (t, p) in enumerate(pairs, 1) if p == node and t == rest[depth]), None)
+        if after is None:
+            return RowOutcome(0, len(tree.tokens), depth)
+        node, depth = after, depth + 1
+
+
+def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome: RowOutcome) -> RowOutcome:
+    """What was drafted beside the draft, and came of it."""
+    room = len(trace.tokens) - at
+    found = likely_seconds(rule, outcome.confidences, min(rule.most, room - 1 - outcome.num_drafted))
+    second = bool(trace.seconds[line, at + outcome.num_accepted]) if outcome.num_accepted in found else None
+    return outcome._replace(second=second, num_beside=len(found))
+
+
+def _picks(trace: Trace, line: int, at: int, length: int) -> list[int]:
+    """What a layer drafts from output position `at` on: on the output, then after a wrong token."""
+    hits, end = trace.hits[line, at : at + length], at + length
+    wrong_at = end if hits.all() else at + int(hits.argmin())
+    picks: list[int] = trace.picks[line, at : min(wrong_at + 1, end)].tolist()
+    if wrong_at + 1 < end:
+        picks += trace.wrong_picks[line, wrong_at, : end - wrong_at - 1].tolist()
+    return picks
+
+
+def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:
+    """Of a draft of `length` tokens: on the output, then on what the layer goes on to write after a wrong token."""
+    hits, end = trace.hits[line, at : at + length], at + length
+    wrong_at = end if hits.all() else at + int(hits.argmin())
+    sure: list[float] = trace.confidences[line, at : min(wrong_at + 1, end)].tolist()
+    if wrong_at + 1 < end:
+        sure += trace.wrong[line, wrong_at, : end - wrong_at - 1].tolist()
+    return sure

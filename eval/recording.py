@@ -1,0 +1,166 @@
+"""Recording a `Trace`: one teacher-forced pass over a finished output, and the drafts that went wrong carried on.
+
+A drafted token counts only while everything before it is the target's own output. So one teacher-forced pass tells, for
+each position and layer, whether a draft there would be right and how sure it would be. What a draft would go on to
+write after its first wrong token changes nothing but its length; those confidences are recorded too, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eval.traces import WRONG_STEPS, Bools, Floats, Trace
+from selfspec.control.plan import SEED_POSITIONS
+from selfspec.decoding.pick import Sampling
+from selfspec.decoding.picker import Picker
+from selfspec.decoding.shadow import shadow_picks
+from selfspec.drafting.exit import DraftRow, draft_by_exit
+from selfspec.drafting.recycle import NUM_CANDIDATES
+from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.stack import Stack
+
+PAGE = 32
+CHUNK = 256  # tokens per forward and per head product
+ROWS = 64  # wrong drafts continued together
+
+
+def record(
+    stack: Stack,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    sampling: Sampling | None = None,
+    task: str = "",
+    wrong_steps: int = WRONG_STEPS,
+) -> Trace:
+    """Record the trace of `tokens`, which `stack` wrote after `prompt` with `sampling` (default: greedy)."""
+    with torch.inference_mode():
+        return _Recorder(stack, prompt, tokens, sampling or Sampling(), wrong_steps).trace(task)
+
+
+# Hits, confidences, divergences, whether second choices hit; and hits and confidences as the shortlist sees them.
+_Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
+
+_Wrong = tuple[Floats, NDArray[np.int32]]
+
+
+class _Recorder:
+    def __init__(
+        self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, wrong_steps: int
+    ) -> None:
+        self.stack, self.sampling, self.wrong_steps = stack, sampling, wrong_steps
+        self.picker = Picker(stack)
+        self.prompt, self.tokens = tuple(prompt), list(tokens)
+        self.prompt_length = len(prompt)
+        self.content = [*prompt, *tokens]
+        self.exits = range(1, stack.num_layers)
+        spare = ROWS * (2 + -(-wrong_steps // PAGE))
+        self.cache = PagedCache(-(-len(self.content) // PAGE) + spare, PAGE)
+        self.pages = self.cache.reserve(len(self.content)) or []
+        self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position looked at
+        self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
+        self.likely: list[Tensor] = []  # per chunk [positions, k]
+
+    def trace(self, task: str) -> Trace:
+        parts = list(self.forward())
+        hits, sure, divergences, seconds, short_hits, short_sure = (
+            np.concatenate([p[i] for p in parts], 1) for i in range(6)
+        )
+        at = self.prompt_length - 1 - self.first
+        own = torch.cat(self.picks, 1)[:, at:]
+        wrong = np.full((*hits[:, at:].shape, self.wrong_steps), np.nan, np.float32)
+        wrong_picks = np.full(wrong.shape, -1, np.int32)
+        for e in self.exits:
+            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], (wrong[e - 1], wrong_picks[e - 1]))
+        return Trace(
+            task,
+            self.prompt,
+            tuple(self.tokens),
+            hits[:, at:],
+            sure[:, at:],
+            divergences[:, at:],
+            wrong,
+            seconds[:, at:],
+            short_hits[:, at:],
+            short_sure[:, at:],
+            short_hits[:, :at],
+            short_sure[:, :at],
+            torch.cat(self.likely)[at:].numpy(force=True).astype(np.int32),
+            self.stack.vocab_size,
+            own.numpy(force=True).astype(np.int32),
+            wrong_picks,
+        )
+
+    def forward(self) -> Iterator[_Judged]:
+        """Teacher-forced, chunk by chunk, from `first` on."""
+        inputs = self.content[:-1]
+        for start in range(0, len(inputs), CHUNK):
+            part = inputs[start : start + CHUNK]
+            taps: dict[int, Tensor | None] = dict.fromkeys(self.exits)
+            packed = PackedRows(self.cache, [Span(self.pages, start, len(part))], self.stack.device)
+            given = torch.tensor(part, device=self.stack.device)
+            last = self.stack.run(packed, 0, self.stack.num_layers, given, taps)
+            skip = max(0, self.first - start)
+            if skip < len(part):
+                yield self.judge(last[skip:], {e: h[skip:] for e, h in taps.items() if h is not None}, start + skip)
+
+    def judge(self, last: Tensor, taps: dict[int, Tensor], first: int) -> _Judged:
+        positions = range(first + 1, first + 1 + len(last))
+        samplings = [self.sampling] * len(last)
+        target = self.stack.logits(last)
+        judged = self.picker(target, samplings, positions).tokens
+        own = torch.tensor(self.tokens, device=last.device)
+        skip = max(0, min(len(last), self.prompt_length - 1 - first))  # positions of the prompt
+        judged[skip:] = own[first + 1 + skip - self.prompt_length :][: len(last) - skip]
+        self.likely.append(target.topk(min(NUM_CANDIDATES, target.shape[1])).indices)
+        log_p = target.log_softmax(-1)
+        picks, rows = [], []
+        for e in self.exits:
+            logits = self.stack.logits(taps[e], e)
+            log_q = logits.log_softmax(-1)
+            chosen, sure, others = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
+            assert sure is not None and others is not None
+            away = (log_p.exp() * (log_p - log_q)).sum(-1)
+            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away, others == judged)])
+            picks.append(chosen)
+        self.picks.append(torch.stack(picks))
+        hits, confidences, divergences, seconds = (np.stack([row[i] for row in rows]) for i in range(4))
+        seen_there = torch.stack([taps[e] for e in self.exits])
+        short = shadow_picks(self.stack, self.picker, self.exits, seen_there, samplings, positions, target, judged)
+        seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
+        return hits, confidences.astype(np.float32), divergences.astype(np.float32), seconds, *seen
+
+    def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: _Wrong) -> None:
+        """Fill `into` at i with confidences and tokens of the draft that goes on after the wrong pick at position i."""
+        misses = np.flatnonzero(~hits)
+        for start in range(0, len(misses), ROWS):
+            members = misses[start : start + ROWS]
+            rows, owned = [], []
+            for i in members:
+                at = self.prompt_length + int(i)  # content index of the wrong token
+                length = min(self.wrong_steps, self.stack.context_limit - at - 1)
+                shared, inside = at // PAGE, at % PAGE
+                own = self.cache.reserve(inside + length + 1) or []
+                if inside:
+                    self.cache.copy(self.pages[shared], own[0])
+                rows.append(DraftRow([*self.pages[:shared], *own], at, max(0, length)))
+                owned += own
+            self.draft(exit_layer, members, rows, picks[torch.from_numpy(members).to(picks.device)], into)
+            self.cache.release(owned)
+
+    def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: _Wrong) -> None:
+        def choose(hidden: Tensor, going: list[int], step: int) -> tuple[Tensor, list[int]]:
+            logits = self.stack.logits(hidden, exit_layer)
+            positions = [rows[r].position + step + 1 for r in going]
+            picks = self.picker(logits, [self.sampling] * len(going), positions, with_sure=True)
+            assert picks.sure is not None
+            into[0][members[going], step] = picks.sure.numpy(force=True)
+            into[1][members[going], step] = picks.tokens.numpy(force=True)
+            return picks.tokens, going
+
+        draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)

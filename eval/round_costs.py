@@ -1,0 +1,94 @@
+"""`RoundCosts`: what every round of one row takes that a bound may be made of, in arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.plan import LOOKUP
+from selfspec.control.worth import MOST_GUESSES
+
+
+class RoundCosts:
+    """Seconds of a round of one row by exit layer, drafted tokens and context, in arrays."""
+
+    def __init__(self, costs: Costs, longest: int) -> None:
+        layers = costs.num_layers
+        self.plain = costs.plain_round(1)
+        self.per_context = layers * costs.context  # plain
+        self.base = np.array([[costs.round(e, [d]) for d in range(longest + 1)] for e in range(1, layers)])
+        self.slope = np.array(
+            [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
+        )
+        self.half = max(1, layers // 2) if costs.copies is not None else 0  # copies are of no more layers than these
+        # By whether one token is drafted beside the others. They cost as much more in longer contexts: the last token
+        # is not fed to them, and all layers verify.
+        self.copied, self.copied_second = (
+            np.array(
+                [
+                    [costs.round(e, [d], CONTEXT, beside, copies=True) for d in range(longest + 1)]
+                    for e in range(1, self.half + 1)
+                ]
+            )
+            for beside in ([], [1])
+        )
+        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
+        self.with_second = np.array(
+            [[costs.round(e, [d], CONTEXT, [1]) for d in range(longest + 1)] for e in range(1, layers)]
+        )
+        wider = [costs.wide_pass(e, 1, 2) / costs.early_pass(e, 1) - 1 for e in range(1, layers)]  # the last pass
+        self.second_slope = self.slope + np.arange(1, layers)[:, None] * np.array(wider)[:, None] * costs.context
+        self.cascades = cascades(costs, longest)
+        self.cascade_slope = np.arange(1, layers)[:, None] * costs.context + self.per_context  # of two passes at least
+
+    def plain_at(self, context: float) -> float:
+        return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
+
+    def at(self, context: float) -> NDArray[np.float64]:
+        """`[L - 1, longest + 1]`: seconds of rounds at this many cached tokens, by copies where those are faster."""
+        return self._fastest(self.base + self.slope * max(0.0, context - CONTEXT), self.copied, context)
+
+    def of(self, exit_layer: int, copies: bool) -> tuple[list[float], list[float]]:
+        """Seconds of rounds by drafted tokens at `CONTEXT` cached tokens, and how they grow with each more."""
+        base = self.copied if copies else self.base
+        return base[exit_layer - 1].tolist(), self.slope[exit_layer - 1].tolist()
+
+    def with_second_at(self, context: float) -> NDArray[np.float64]:
+        """`[L - 1, longest + 1]`: the same with one token drafted beside the others."""
+        rounds = self.with_second + self.second_slope * max(0.0, context - CONTEXT)
+        return self._fastest(rounds, self.copied_second, context)
+
+    def cascades_at(self, context: float, guesses: int) -> NDArray[np.float64]:
+        """`[L - 1, longest + 1]`: the same where so many free guesses are what the exit would write; no less."""
+        return self.cascades[:, :, guesses] + self.cascade_slope * max(0.0, context - CONTEXT)
+
+    def _fastest(self, rounds: NDArray[np.float64], copied: NDArray[np.float64], context: float) -> NDArray[np.float64]:
+        if self.half:
+            by_copies = copied + self.slope[: self.half] * max(0.0, context - CONTEXT)
+            rounds[: self.half] = np.minimum(rounds[: self.half], by_copies)
+        return rounds
+
+    def by_lookup_at(self, context: float) -> NDArray[np.float64]:
+        """`[longest + 1]`: seconds of rounds that draft by lookup."""
+        return self.by_lookup + self.per_context * max(0.0, context - CONTEXT)
+
+
+def cascades(costs: Costs, longest: int) -> NDArray[np.float64]:
+    """`[L - 1, longest + 1, longest + 1]`: seconds of a round by drafted tokens, and right guesses, cut up at best."""
+    exits = range(1, costs.num_layers)
+    wide = np.array([[costs.wide_pass(e, 1, n) for n in range(1, MOST_GUESSES + 2)] for e in exits])
+    one = np.array([costs.head(n) + costs.pick(n) for n in range(1, MOST_GUESSES + 2)])
+    passes = np.zeros((longest + 1, longest + 1, len(exits)))
+    for drafted in range(1, longest + 1):
+        for right in range(longest + 1):
+            checked = range(min(right, drafted - 1, MOST_GUESSES) + 1)
+            rest = [passes[drafted - n - 1, max(0, right - n - 1)] + wide[:, n] + one[n] for n in checked]
+            passes[drafted, right] = np.minimum.reduce(rest)
+    first = np.array([costs.early_pass(e, 1, first=True) for e in exits])
+    ends = [
+        [costs.verify(e, 1, d + 1) + costs.head(d + 1) + costs.pick(d + 1) for d in range(longest + 1)] for e in exits
+    ]
+    whole = passes.transpose(2, 0, 1) + np.array(ends)[:, :, None] + costs.rest(1) + first[:, None, None]
+    whole[:, 0] = np.inf
+    return whole

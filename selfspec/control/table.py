@@ -1,0 +1,66 @@
+"""`Table`: seconds at measured points, and what lies between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Seconds at measured points, ascending in both."""
+
+    points: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rises = all(a < b for a, b in zip(self.points, self.points[1:], strict=False))
+        if not self.points or len(self.points) != len(self.seconds) or not rises:
+            raise ValueError(f"a table needs ascending points, one value each, got {self.points} and {self.seconds}")
+        if not all(0 <= s < float("inf") for s in self.seconds):
+            raise ValueError(f"a table's seconds must be finite and not negative, got {self.seconds}")
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float]) -> Table:
+        """From measurements, made ascending where noise is not (pooling adjacent violators)."""
+        points = sorted(measured)
+        pools: list[list[float]] = []  # [mean, how many]
+        for point in points:
+            pools.append([measured[point], 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                mean, count = pools.pop()
+                before = pools[-1]
+                pools[-1] = [(before[0] * before[1] + mean * count) / (before[1] + count), before[1] + count]
+        return cls(tuple(points), tuple(mean for mean, count in pools for _ in range(int(count))))
+
+    def __call__(self, at: float) -> float:
+        points, seconds = self.points, self.seconds
+        if at <= points[0] or len(points) == 1:
+            return seconds[0]
+        i = min(bisect_left(points, at), len(points) - 1)  # beyond the last point: the last slope
+        share = (at - points[i - 1]) / (points[i] - points[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+
+    def scaled(self, factor: float) -> Table:
+        return Table(self.points, tuple(s * factor for s in self.seconds))
+
+    @classmethod
+    def read(cls, given: Mapping[str, float]) -> Table:
+        """What `as_dict` wrote."""
+        return cls(tuple(int(p) for p in given), tuple(float(s) for s in given.values()))
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers for a profile file."""
+        return {str(p): s for p, s in zip(self.points, self.seconds, strict=True)}
+
+
+def interpolate(points: Sequence[int], at: float, value: Callable[[int], float]) -> float:
+    """Linear between the two points around `at`; beyond the last, along the last slope."""
+    if at <= points[0] or len(points) == 1:
+        return value(points[0])
+    i = min(bisect_left(points, at), len(points) - 1)
+    low, high = points[i - 1], points[i]
+    a = value(low)
+    b = max(a, value(high))  # more rows never take less, whatever noise says
+    return a + (at - low) / (high - low) * (b - a)

@@ -1,0 +1,76 @@
+"""What a measurement has read of the pieces of a round, and the tables of `Costs` that it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from selfspec.control.costs import Copies, Costs
+from selfspec.control.plan import LOOKUP
+from selfspec.control.table import Table
+
+LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
+TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
+REST = 2e-5  # seconds of bookkeeping per round and row, until real rounds say better
+
+
+class Readings:
+    """Seconds of pieces, as often as they were read."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
+
+    def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
+        """Add a reading. `size` is what a piece's table is by: an exit layer, tokens, or tokens per row."""
+        self._taken.setdefault((piece, rows, size), []).append(seconds)
+
+    def costs(self, layers: int, middle: int, beyond: int) -> Costs:
+        """Tables of all pieces.
+
+        Args:
+            layers: of the model.
+            middle: the exit layer from which verifications were read.
+            beyond: tokens by which the context of "long" forwards is longer than the others'; 0: it says nothing.
+        """
+        late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
+        plain, far = self.typical("plain"), self.typical("long")[1][1]
+        context = max(0.0, far - plain[1][1]) / beyond / layers if beyond else 0.0
+        costs = Costs(
+            layers,
+            plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
+            first={rows: Table.of(by_exit) for rows, by_exit in self.typical("first").items()},
+            early={rows: Table.of(by_exit) for rows, by_exit in self.typical("early").items()},
+            late={rows: Table.of(by_width) for rows, by_width in late.items()},
+            head=Table.of(self.typical("head")[1]),
+            pick=Table.of(self.typical("pick")[1]),
+            rest=Table.of({rows: REST * (1 + rows) for rows in (1, 64)}),
+            short=Table.of(self.typical("short")[1]),
+            context=context,
+            wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
+            copies=self._copies(),
+        )
+        factors = {
+            rows: seconds / costs.verify(LOOKUP, rows, num_tokens)
+            for rows, of_rows in self.typical("ragged").items()
+            for num_tokens, seconds in of_rows.items()
+        }
+        return replace(costs, ragged=Table.of(factors)) if factors else costs
+
+    def _copies(self) -> Copies | None:
+        first, later = (
+            {rows: Table.of(by_exit) for rows, by_exit in self.typical(f"copied {which}").items()}
+            for which in ("first", "later")
+        )
+        return Copies(first, later, Table.of(self.typical("copied head")[1])) if first else None
+
+    def typical(self, piece: str) -> dict[int, dict[int, float]]:
+        """rows -> size -> seconds of a piece, near the lowest of its readings.
+
+        Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones,
+        so that medians would set the pieces against each other. Readings of a clock that went backwards do not count.
+        """
+        found: dict[int, dict[int, float]] = {}
+        for (name, rows, size), seconds in self._taken.items():
+            if name == piece:
+                real = sorted(s for s in seconds if s >= TICK) or [TICK]
+                found.setdefault(rows, {})[size] = real[int(len(real) * LOW)]
+        return found

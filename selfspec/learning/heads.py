@@ -1,0 +1,37 @@
+"""Exit heads to begin with: those that a target has, and fresh ones, which change nothing yet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+
+from selfspec.errors import whole
+from selfspec.target.exit_heads import ExitHeads
+from selfspec.target.fingerprint import hidden_size_of, weights_of
+from selfspec.target.stack import Stack
+
+MOST_RANK = 128
+
+
+def first_layers(num_layers: int, own: int | None) -> set[int]:
+    """An eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer."""
+    eighths = {max(1, num_layers * part // 8) for part in (1, 2, 3, 4)}
+    return eighths | ({own} if own is not None and 1 <= own < num_layers else set())
+
+
+def extended(heads: ExitHeads | None, layers: Iterable[int], stack: Stack, rank: int | None, seed: int) -> ExitHeads:
+    """A copy of some heads, with fresh ones for further layers."""
+    hidden_size = hidden_size_of(stack)
+    own = {} if heads is None else heads.state_dict()
+    wanted = {whole("layers", layer, 1) for layer in layers}
+    if heads is not None:
+        rank, wanted = heads.rank, wanted | set(heads.layers)
+    rank = max(1, min(MOST_RANK, hidden_size // 2)) if rank is None else whole("rank", rank, 1)
+    with torch.random.fork_rng(devices=[]):  # nobody's random numbers move
+        torch.manual_seed(seed)
+        made = ExitHeads(wanted, hidden_size, rank, weights_of(stack))
+    made.check(stack.num_layers, hidden_size)
+    made.load_state_dict(copy.deepcopy(own), strict=False)
+    return made.requires_grad_(False)
