@@ -298,7 +298,7 @@ class Target:
         """Take what an engine's policy saw of this model's acceptance as where the next one starts."""
         policy = engine.policy.inner if isinstance(engine.policy, Led) else engine.policy
         if isinstance(policy, Adaptive):
-            self._prior = policy.tracker.state()
+            self._prior = policy.state()
 
     @property
     def prior(self) -> dict[str, Any] | None:

@@ -148,18 +148,22 @@ class Costs:
                 head, pick = head + self.copies.head(live), pick + self.pick(live)
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
+            passes: dict[tuple[int, bool], float] = {}  # by rows, and whether it is the first
+            picks: dict[int, tuple[float, float]] = {}  # head and picks, by rows
             for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
-                live = sum(length >= step for length in lengths)
+                live = sum([length >= step for length in lengths]) if rows > 1 else 1
                 more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
-                draft += (
-                    self.wide_pass(exit_layer, live, live + more, context)
-                    if more
-                    else self.early_pass(exit_layer, live, context, step == 0)
-                )
-                picking = sum(length > step for length in lengths)
+                if more:
+                    draft += self.wide_pass(exit_layer, live, live + more, context)
+                else:
+                    if (live, step == 0) not in passes:
+                        passes[live, step == 0] = self.early_pass(exit_layer, live, context, step == 0)
+                    draft += passes[live, step == 0]
+                picking = sum([length > step for length in lengths])
                 if picking:
-                    head += draft_share * self.head(picking)
-                    pick += draft_share * self.pick(picking)
+                    if picking not in picks:
+                        picks[picking] = draft_share * self.head(picking), draft_share * self.pick(picking)
+                    head, pick = head + picks[picking][0], pick + picks[picking][1]
             verify = self.verify(exit_layer, rows, tokens, context)
         head, pick = head + self.head(tokens), pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}

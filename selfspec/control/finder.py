@@ -38,12 +38,16 @@ class Finder:
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
-        seconds, is_small = worth.lookups(), len(rows) <= FEW
+        branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
+        longest = max([row.match for row in rows])
+        if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
+            self.chains = [[]] * len(rows)
+            return None
+        seconds = worth.lookups()
         # A token less likely than this lowers the rate of any round of a batch that is worth it.
         least = 0.0 if is_small else usual * worth.least_lookup
         self.chains = chains = [self.chances(row, least) for row in rows]
-        self._trust = self._trusts[bisect_right(STRENGTHS, max([row.match for row in rows]))]
-        branches = self.branches and is_small
+        self._trust = self._trusts[bisect_right(STRENGTHS, longest)]
         if not self._could_pay(chains, seconds, usual, branches):
             return None
         grown = [self._grow(row, chances) if branches else None for row, chances in zip(rows, chains, strict=True)]
@@ -84,13 +88,14 @@ class Finder:
         self, chains: Sequence[Sequence[float]], seconds: Sequence[float], usual: float, branches: bool
     ) -> bool:
         """Whether drafts could promise enough if every token were as likely as the first."""
-        if branches:
-            likely = self.ranks.likeliest(self._is_tree)
-            firsts = [max(chances[0] if chances else 0.0, likely) for chances in chains]
-        else:
-            firsts = [chances[0] if chances else 0.0 for chances in chains]
-        most = sum([1 / (1 - min(first, SURE)) for first in firsts])
-        return max(firsts) > 0 and self._trust.ratio * most > usual * seconds[1]
+        firsts = [chances[0] if chances else 0.0 for chances in chains]
+        enough, ratio = usual * seconds[1], self._trust.ratio
+        if ratio * sum([1 / (1 - min(first, SURE)) for first in firsts]) > enough and max(firsts) > 0:
+            return True
+        if not branches:
+            return False
+        likely = self.ranks.likeliest(self._is_tree)
+        return likely > 0 and ratio * sum([1 / (1 - min(max(first, likely), SURE)) for first in firsts]) > enough
 
     def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
         """A tree or chain for a row; None where the chain alone will do."""

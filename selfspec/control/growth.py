@@ -15,6 +15,7 @@ NUM_KINDS = 3  # and by where they come from: after a token, after a pair, after
 FIRST = ((0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01), *[(0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)] * 2)
 FIRST_WEIGHT = 8.0  # observations that is worth
 HALF_LIFE = 300.0  # tokens after which an observation counts half
+LONG = 20 * HALF_LIFE  # of that, nothing is left
 LEAST = 0.04  # nodes less likely than this to be come to, and right, are not grown
 MOST_NODES = 32  # beside the chain
 
@@ -26,12 +27,19 @@ class Ranks:
         self._hits = [[0.0] * NUM_RANKS for _ in range(2 * NUM_KINDS)]
         self._seen = [0.0] * (2 * NUM_KINDS)
         self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
+        self._age = 0.0  # tokens emitted per row since that was last so
         self._rates: list[list[float]] | None = None
         self._likeliest = 0.0, 0.0  # see `likeliest`
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
-        self._weight *= 2 ** (tokens / HALF_LIFE)
+        self._age += tokens
+        if self._age > LONG:
+            self._fade()
+
+    def _fade(self) -> None:
+        self._weight *= 2 ** (self._age / HALF_LIFE)
+        self._age = 0.0
         if self._weight > 1e9:
             self._hits = [[count / self._weight for count in line] for line in self._hits]
             self._seen = [count / self._weight for count in self._seen]
@@ -39,6 +47,7 @@ class Ranks:
 
     def add(self, ranks: Sequence[tuple[int, bool, int]]) -> None:
         """Count (kind, whether a chain was wrong there, the rank of what came) of every token."""
+        self._fade()
         for kind, is_beside, rank in ranks:
             line = 2 * kind + is_beside
             self._seen[line] += self._weight
@@ -50,6 +59,7 @@ class Ranks:
     def rates(self) -> list[list[float]]:
         """By rank, falling: for every kind, without a chain, and beside a wrong one."""
         if self._rates is None:
+            self._fade()
             first = FIRST_WEIGHT * self._weight
             self._rates = []
             for line, (hits, seen) in enumerate(zip(self._hits, self._seen, strict=True)):

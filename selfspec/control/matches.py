@@ -20,6 +20,7 @@ HALF_LIFE, ROW_HALF_LIFE = (
     200.0,
     60.0,
 )  # tokens after which an observation counts half, of all rows and of the row's own
+LONG = 20 * HALF_LIFE  # of that, nothing is left
 LEAST = 0.05  # tokens less likely than this to be right are not drafted
 MOST_FOUND = 63  # longest draft considered: longer than those of an exit, since drafting takes no time
 _POOLS = [bisect_right(MATCH_EDGES, match) for match in range(MATCH_EDGES[-1] + 1)]  # by match; longer ones: the last
@@ -61,13 +62,20 @@ class Matches:
         self._seen = [[0.0] * MOST_FOUND for _ in range(bins)]
         self._pooled_hits, self._pooled_seen = [0.0] * bins, [0.0] * bins
         self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
+        self._age = 0.0  # tokens emitted per row since that was last so
         self._rows: dict[int, _Row] = {}
         self._clock = 0.0  # tokens emitted per row
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
         self._clock += tokens
-        self._weight *= 2 ** (tokens / HALF_LIFE)
+        self._age += tokens
+        if self._age > LONG:
+            self._fade()
+
+    def _fade(self) -> None:
+        self._weight *= 2 ** (self._age / HALF_LIFE)
+        self._age = 0.0
         if self._weight > 1e9:
             for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
                 counts[:] = [count / self._weight for count in counts]
@@ -80,17 +88,22 @@ class Matches:
 
     def add(self, looked: Looked, request_id: int = 0) -> None:
         """Count a draft's right tokens, and its first wrong one if it came to that."""
-        row, match = bin_of(looked.match), looked.match
-        own = self._rows.setdefault(request_id, _Row())
+        self._fade()
+        match, right, weight = looked.match, looked.num_right, self._weight
+        own = self._rows.get(request_id)
+        if own is None:
+            own = self._rows[request_id] = _Row()
         own.fade(self._clock)
-        for at in range(min(looked.num_right + 1, looked.num_compared, MOST_FOUND)):
-            hit = self._weight if at < looked.num_right else 0.0
-            pool = bin_of(match + at)
-            self._hits[row][at] += hit
-            self._seen[row][at] += self._weight
-            self._pooled_hits[pool] += hit
-            self._pooled_seen[pool] += self._weight
-            own.hits[pool] += at < looked.num_right
+        row, last = bin_of(match), len(_POOLS) - 1
+        hits, seen = self._hits[row], self._seen[row]
+        for at in range(min(right + 1, looked.num_compared, MOST_FOUND)):
+            pool = _POOLS[min(match + at, last)]
+            if at < right:
+                hits[at] += weight
+                self._pooled_hits[pool] += weight
+                own.hits[pool] += 1
+            seen[at] += weight
+            self._pooled_seen[pool] += weight
             own.seen[pool] += 1
 
     def survivals(self, match: int, request_id: int = 0, least: float = LEAST) -> list[float]:
@@ -103,6 +116,7 @@ class Matches:
         own = self._rows.get(request_id)
         if own is not None:
             own.fade(self._clock)
+        self._fade()
         weight, now = self._weight, bin_of(match)
         first, more = FIRST_WEIGHT * weight, POOL_WEIGHT * weight
         hits, seen = self._hits[now], self._seen[now]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.plan import RowState
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
@@ -35,6 +35,7 @@ class Reading:
         self._num_rows = 0
         self._can_pay = False
         self._balance, self._ahead = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
+        self._asking = asking_seconds(0)  # of one row, of as many as there are
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
 
     def is_on(self, num_rows: int) -> bool:
@@ -49,12 +50,13 @@ class Reading:
         """
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
+            self._asking = asking_seconds(len(rows))
         if self._ahead < 0:
             self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._ahead
         if not self._is_priced and len(rows) > FEW:
             return ()
-        asking = asking_seconds(len(rows))
+        asking = self._asking
         if not self._is_on or not self._can_pay or self._balance < 0:
             # Guesses come with the next round's rows, once they can be paid for again.
             self._is_on = self._can_pay and self._balance > TRIAL * asking * len(rows)
@@ -73,11 +75,33 @@ class Reading:
         self._read = known
         return read if known else ()
 
+    def count(
+        self, plan: Plan, outcomes: Sequence[RowOutcome], worth: Worth, usual: float, rounds: Sequence[float]
+    ) -> None:
+        """Count a round, and what lookup saved in it, by the table of costs.
+
+        Args:
+            usual: tokens per second of all rows without.
+            rounds: seconds of rounds that layers draft in, by drafted tokens per row.
+        """
+        if plan.exit_layer is None:
+            self.pass_round(worth.num_rows, worth.plain_seconds, 0.0)
+        elif plan.exit_layer == LOOKUP:
+            seconds = worth.lookups()
+            took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
+            came = sum([outcome.num_emitted for outcome in outcomes])
+            self.pass_round(worth.num_rows, took, came / usual - took)
+        else:
+            longest = max([outcome.num_drafted for outcome in outcomes])
+            self.pass_round(worth.num_rows, rounds[min(longest, len(rounds) - 1)], 0.0)
+
     def pass_round(self, num_rows: int, seconds: float, saved: float) -> None:
         """Count a round that took `seconds`, by the table of costs, and what lookup saved in it."""
-        paid = min(max(0.0, self._ahead), seconds)
-        self._ahead = max(0.0, self._ahead - paid)
-        most = max(self._balance, KEPT * num_rows * asking_seconds(num_rows))
+        paid = 0.0
+        if self._ahead > 0:
+            paid = min(self._ahead, seconds)
+            self._ahead -= paid
+        most = max(self._balance, KEPT * num_rows * self._asking)
         self._balance = min(self._balance + SHARE * (seconds - paid) + saved, most)
 
 

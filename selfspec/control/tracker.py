@@ -9,6 +9,7 @@ Counts over many texts are kept beside them, for the trackers of later texts to 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,12 +60,9 @@ class Tracker:
         self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
         self._expected, self._asked = self._curves(), 0
-        # Observations not counted yet: of single picks, where their layer's hits or misses begin; of several layers.
-        self._lines: list[int] = []
-        self._sure: list[float] = []
+        self._cells: list[int] = []  # of observations not counted yet, in each of the counts; and `_age` then
         self._ages: list[float] = []
-        self._shadows: list[tuple[Shadow, float]] = []
-        self._lines_of: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
+        self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
         self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
             self.lasting[:], self.overall[:] = (
@@ -77,14 +75,21 @@ class Tracker:
         """Count picks of one layer."""
         line = (layer - 1) * NUM_BINS
         miss = line + self._shape[1] * NUM_BINS
-        self._lines += [line if hit else miss for hit in hits]
-        self._sure += confidences
+        for hit, confidence in zip(hits, confidences, strict=True):
+            self._cells.append((line if hit else miss) + bisect_right(CONFIDENCE_EDGES, confidence))
         self._ages += [self._age] * len(hits)
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
-        if shadow.layers and shadow.hits.size:
-            self._shadows.append((shadow, self._age))
+        if not shadow.layers or not shadow.hits.size:
+            return
+        lines = self._lines.get(shadow.layers)
+        if lines is None:
+            lines = self._lines[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
+        cells = np.searchsorted(_bounds, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
+        cells += np.where(shadow.hits, lines, lines + self._shape[1] * NUM_BINS)
+        self._cells += cells.reshape(-1).tolist()
+        self._ages += [self._age] * cells.size
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
@@ -94,25 +99,12 @@ class Tracker:
         """Fade the counts and add what is new, once per estimate: rounds are many, and most need none."""
         if self._age:
             self._counts *= np.exp2(self._age * _RATES)[:, None, None, None]
-        if self._lines or self._shadows:
-            lines, sure, ages = [np.array(self._lines, np.int64)], [np.array(self._sure)], self._ages
-            for shadow, age in self._shadows:
-                lines.append(self._cells_of(shadow))
-                sure.append(shadow.confidences.reshape(-1))
-                ages += [age] * shadow.hits.size
-            cells = np.concatenate(lines) + np.searchsorted(_bounds, np.concatenate(sure), "right")
-            weights = np.exp2(_RATES[:, None] * (self._age - np.array(ages)))
-            at = (self._firsts + cells).reshape(-1)
+        if self._cells:
+            weights = np.exp2(_RATES[:, None] * (self._age - np.array(self._ages)))
+            at = (self._firsts + np.array(self._cells)).reshape(-1)
             self._counts += np.bincount(at, weights.reshape(-1), self._counts.size).reshape(self._counts.shape)
-            self._lines, self._sure, self._ages, self._shadows = [], [], [], []
+            self._cells, self._ages = [], []
         self._age = 0.0
-
-    def _cells_of(self, shadow: Shadow) -> NDArray[np.int64]:
-        """Where the hits or misses of its picks' layers begin."""
-        lines = self._lines_of.get(shadow.layers)
-        if lines is None:
-            lines = self._lines_of[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
-        return np.where(shadow.hits, lines, lines + self._shape[1] * NUM_BINS).reshape(-1)
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""

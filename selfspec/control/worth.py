@@ -79,6 +79,8 @@ class Worth:
         self._wider: dict[int, list[float]] = {}  # what `guesses` knows of exit layers
         self._pick, self._passes, self._deciding = 1.0, (1.0, 1.0), 0.0
         self._part, self._copies = 1.0, False
+        self._slower = 1.0  # rounds by lookup
+        self._lookups: list[float] | None = None
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -86,13 +88,18 @@ class Worth:
         self._more = self.num_rows * self._costs.context * max(0.0, context - CONTEXT)  # seconds a layer
         self._price()
 
-    def price(self, pick: float, passes: tuple[float, float] = (1.0, 1.0), deciding: float = 0.0) -> None:
+    def price(
+        self, pick: float, passes: tuple[float, float] = (1.0, 1.0), deciding: float = 0.0, lookups: float = 1.0
+    ) -> None:
         """Take on how much longer than in the table picks take (sampling does) and early passes, beside the rest.
 
         Args:
             passes: of the layers themselves, and of copies.
             deciding: seconds that deciding takes in every round that drafts.
+            lookups: how much longer rounds by lookup take than plain ones, beside what the table says of both.
         """
+        if abs(lookups / self._slower - 1) >= NOTICEABLE / 5:
+            self._slower, self._lookups = lookups, None
         near = abs(deciding - self._deciding) < NOTICEABLE * self.plain_seconds
         ratios = zip((pick, *passes), (self._pick, *self._passes), strict=True)
         if near and all(abs(new / old - 1) < NOTICEABLE for new, old in ratios):
@@ -110,7 +117,7 @@ class Worth:
     def _price(self) -> None:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
         self.plain_seconds = self._plain + self._costs.num_layers * self._more + (self._pick - 1) * self.plain["pick"]
-        self._lookups: list[float] | None = None
+        self._lookups = None
         self._known: dict[tuple[float, bool], Priced] = {}
 
     @property
@@ -168,7 +175,7 @@ class Worth:
     def least_lookup(self) -> float:
         """Seconds of a token drafted by lookup where one is cheapest."""
         fixed, picks = self._lookup_prices()[2]
-        return float((np.diff(fixed + self._pick * picks) / np.diff(LOOKUP_GRID)).min()) / self.num_rows
+        return self._slower * float((np.diff(fixed + self._pick * picks) / np.diff(LOOKUP_GRID)).min()) / self.num_rows
 
     def _lookup_prices(self) -> tuple[Floats, Floats, Floats]:
         """Of rounds by lookup, by drafted tokens in all: what does not change, and picks; and both on the grid."""
@@ -187,7 +194,7 @@ class Worth:
     def _price_lookups(self) -> list[float]:
         fixed, picks, _ = self._lookup_prices()
         seconds = fixed + self._pick * picks + (self._costs.num_layers * self._more + self._deciding)
-        return [self.plain_seconds, *seconds.tolist()]
+        return [self.plain_seconds, *(self._slower * seconds).tolist()]
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.decision import favour_of
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
 from selfspec.control.tracker import Tracker
@@ -136,7 +137,7 @@ def test_of_layers_that_promise_as_much_the_one_near_a_quarter_of_the_depth_is_l
     worth = Worth(costs, 1)
     right, share = np.full((LAYERS - 1, NUM_BINS), 0.7), np.full((LAYERS - 1, NUM_BINS), 1 / NUM_BINS)
     promised = worth.rates(right, share)[0].max(1)
-    even, favour = promised.max() / promised, Adaptive(costs)._favour
+    even, favour = promised.max() / promised, favour_of(LAYERS)
     for beside, expected in ((even, {0, 1, 2, 3, 4, 5, 6}), (even * favour, {1})):
         chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (WHOLE, None), 1.0, beside)
         assert chosen.exit_layer - 1 in expected

@@ -169,7 +169,7 @@ def test_the_clock_is_compared_with_what_a_smaller_head_should_take():
         assert (plan.exit_layer, plan.draft_vocab) == (2, 16384)
         took = costs.stages(2, [3], draft_share=0.125)
         policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**took))
-    assert policy._pick == pytest.approx(1)
+    assert policy._experience.pace.pick == pytest.approx(1)
 
 
 def with_copies(costs, faster=4.0):

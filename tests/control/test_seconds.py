@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.replay import replay
-from selfspec.control.adaptive import MOST_BESIDE, Adaptive
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.decision import MOST_BESIDE
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices
 from selfspec.control.seconds import BOUNDS, FIRST, FIRST_WEIGHT, HALF_LIFE, SecondRates, likely_seconds
 from selfspec.control.worth import Worth

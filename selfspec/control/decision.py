@@ -1,0 +1,92 @@
+"""`Decision`: the exit layer and stops of most expected tokens per second, or none, until somebody decides anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from selfspec.control.experience import Experience
+from selfspec.control.kinds import BY_LAYERS
+from selfspec.control.parts import WHOLE, Part, choose
+from selfspec.control.plan import SecondChoices, SurvivalStop
+from selfspec.control.tracker import Floats
+from selfspec.control.worth import MOST, Worth
+
+HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
+OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact
+STAY = 1.02  # what another exit layer must promise over the present one
+# How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
+FAVOUR, FAVOUR_WIDTH = 0.1, 0.5
+MOST_BESIDE = 8  # second choices drafted for a row
+
+
+class Decision(NamedTuple):
+    """How layers draft, if any does."""
+
+    usual: float = 0.0  # tokens per second believed, of all rows: of plain rounds where nothing is drafted
+    speedup: float = 1.0  # that over plain rounds; where nothing is drafted, what drafts would have come to
+    exit_layer: int | None = None
+    part: Part = WHOLE  # of the vocabulary
+    length: float = 0.0  # drafted tokens expected per row
+    rate: float = 0.0  # tokens per second forecast
+    rounds: Sequence[float] = (0.0,) * (MOST + 1)  # their seconds, by drafted tokens per row
+    stop: SurvivalStop | None = None
+    second_choices: SecondChoices | None = None
+
+
+def decide(
+    now: Decision,
+    worth: Worth,
+    parts: Sequence[Part],
+    allowed: Sequence[int],
+    experience: Experience,
+    favour: Floats,
+) -> Decision:
+    """The best of the `allowed` exit layers, and the chance of being all right below which a row's draft stops.
+
+    Args:
+        now: what holds until then.
+        parts: of the vocabulary, to draft over.
+        favour: see `favour_of`.
+    """
+    num_rows, trust = worth.num_rows, experience.trust
+    slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
+    right, share = experience.tracker.estimates()
+    chosen = choose(parts, allowed, worth, right, share, (now.part, now.exit_layer), STAY, favour)
+    part, exit_layer, rates, drafted = chosen
+    line = exit_layer - 1
+    by_bound = rates[line].tolist()
+    rate = max(by_bound)
+    trusted = trust * rate / slower
+    speedup = trusted * worth.plain_seconds / num_rows
+    if speedup < (HANDICAP if now.exit_layer is None else OFF):
+        return Decision(num_rows / worth.plain_seconds, speedup)
+    right_then, share_then = right[line].tolist(), share[line].tolist()
+    if part.coverage != 1:
+        right_then = [chance * part.coverage for chance in right_then]
+    length = float(drafted[line, by_bound.index(rate)])
+    acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
+    value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
+    calibration = tuple(right_then)
+    stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, length))
+    second_choices = None
+    if experience.second_rates is not None:
+        second = experience.second_rates.of(exit_layer)
+        fixed, each = worth.beside(exit_layer, length)
+        second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
+    return Decision(trusted, speedup, exit_layer, part, length, rate, worth.rounds(exit_layer), stop, second_choices)
+
+
+def favour_of(num_layers: int) -> Floats:
+    """`[L - 1]`: models that were trained to leave early do so best near a quarter of the depth."""
+    away = np.log(4 * np.arange(1, num_layers) / num_layers)
+    return 1 + FAVOUR * np.exp(-(away**2) / FAVOUR_WIDTH)
+
+
+def spread(num_layers: int) -> list[int]:
+    """All exit layers, those near a quarter of the depth first, then evenly outwards."""
+    near = sorted(range(1, num_layers), key=lambda e: abs(math.log(4 * e / num_layers)))
+    return near[::2] + near[1::2]

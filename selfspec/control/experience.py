@@ -1,0 +1,139 @@
+"""`Experience`: what rounds have shown of drafts, of forecasts and of the clock.
+
+Rounds are put on record as they come and counted together, when somebody asks: between two rounds the weights of the
+model stream through the processor's caches, so that a function called once a round takes several times as long as one
+called for a dozen of them in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from selfspec.control.costs import Costs
+from selfspec.control.pace import Pace
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds
+from selfspec.control.seconds import SecondRates
+from selfspec.control.tracker import Tracker
+from selfspec.control.trust import Trust
+
+MOST_RECORDED = 32  # rounds; then they are counted, asked or not
+
+
+# A round: its plan, what became of it, its clock, how many idle rounds went before it, and `Experience.add`'s `looked`.
+_Recorded = tuple[Plan, Sequence[RowOutcome], Seconds, int, tuple[float, float] | None]
+
+
+class Experience:
+    """The tracker of all layers, rates of second choices, trust in forecasts, and the clock's pace.
+
+    Args:
+        prior: what `state` of an earlier one of the same model returned.
+        has_seconds: whether second choices are drafted.
+    """
+
+    def __init__(self, costs: Costs, prior: Any, has_seconds: bool) -> None:
+        self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
+        self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
+        self._trust, self._pace = (
+            Trust(),
+            Pace(costs, (prior or {}).get("pace")),
+        )  # trust: in forecasts of rounds that layers drafted in
+        self._recorded: list[_Recorded] = []
+        self._num_idle = 0
+        self._rate, self._rounds = 0.0, [0.0]
+
+    @property
+    def tracker(self) -> Tracker:
+        self._count()
+        return self._tracker
+
+    @property
+    def second_rates(self) -> SecondRates | None:
+        self._count()
+        return self._second_rates
+
+    @property
+    def trust(self) -> float:
+        """How far forecasts came true."""
+        self._count()
+        return self._trust.ratio
+
+    @property
+    def pace(self) -> Pace:
+        self._count()
+        return self._pace
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers to start a later one from."""
+        return self.tracker.state() | {"pace": self._pace.kinds.state()}
+
+    def expect(self, rate: float, rounds: Sequence[float]) -> None:
+        """Rounds that layers draft in are from now on forecast to bring so many tokens per second, of all rows.
+
+        Args:
+            rounds: their seconds, by drafted tokens per row.
+        """
+        self._count()
+        self._rate, self._rounds = rate, list(rounds)
+
+    def add_idle(self) -> None:
+        """A plain round that nothing but its token is to be said of."""
+        self._num_idle += 1
+
+    def add(
+        self,
+        plan: Plan,
+        outcomes: Sequence[RowOutcome],
+        seconds: Seconds,
+        looked: tuple[float, float] | None,
+    ) -> None:
+        """Put a round on record.
+
+        Args:
+            looked: to set its clock beside the table of costs, the tokens of its longest row, and the share of the
+                vocabulary that it drafted over.
+        """
+        self._recorded.append((plan, outcomes, seconds, self._num_idle, looked))
+        self._num_idle = 0
+        if len(self._recorded) >= MOST_RECORDED:
+            self._count()
+
+    def _count(self) -> None:
+        if self._recorded:
+            recorded, self._recorded = self._recorded, []
+            for one in recorded:
+                self._count_round(one)
+
+    def _count_round(self, recorded: _Recorded) -> None:
+        plan, outcomes, seconds, num_idle, looked = recorded
+        emitted, exit_layer, rows = 0, plan.exit_layer, max(1, len(outcomes))
+        for outcome in outcomes:
+            emitted += outcome.num_emitted
+            if exit_layer and outcome.second is not None and self._second_rates is not None:
+                self._second_rates.add(exit_layer, outcome.confidences[outcome.num_accepted], outcome.second)
+            if exit_layer and outcome.num_judged:
+                # What no draft could have picked says nothing of the layer: it is in the part's coverage.
+                judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
+                hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
+                self._tracker.add(exit_layer, hits, outcome.confidences[:judged])
+            if outcome.shadow is not None:
+                self._tracker.add_shadow(outcome.shadow)
+        self._tracker.pass_time(emitted / rows + num_idle)
+        if self._second_rates is not None:
+            self._second_rates.pass_time(emitted / rows)
+        self._trust.pass_time(emitted / rows + num_idle)
+        if exit_layer:
+            longest = max([outcome.num_drafted for outcome in outcomes])
+            took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
+            self._trust.add(emitted / rows, self._rate * took / rows)
+        self._pace.pass_round(seconds.control, num_idle)
+        if looked is not None:
+            context, share = looked
+            lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
+            beside = beside if any(beside) else []
+            copies = plan.draft_bits is not None
+            expected = self._costs.stages(exit_layer, lengths, context, beside, share, outcomes[0].widths, copies)
+            if exit_layer == LOOKUP and rows > 1 and self._costs.ragged is not None:
+                expected["verify"] *= max(1.0, self._costs.ragged(rows))
+            self._pace.look(exit_layer, rows, expected, seconds, copies)

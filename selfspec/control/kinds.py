@@ -1,0 +1,125 @@
+"""`Kinds`: how much longer rounds that draft take on this machine than plain ones, beside what the table says of both.
+
+The table of costs is measured piece by piece in tight loops. In a running decoder the caches are colder the longer and
+the more varied a round is, so that all rounds take longer than in the table, but not all by as much.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import exp, isfinite, log
+from statistics import median
+from typing import Any
+
+from selfspec.control.costs import Costs
+
+PLAIN, BY_LAYERS, BY_LOOKUP = range(3)  # kinds of rounds; the last two draft
+LEAST, KEPT = 3, 6  # looks of a kind that are needed to set it beside another, and the most that are kept
+NEAR = 96  # rounds between looks that may be compared: what else the machine does changes with time
+GAIN, MOST_STEP = 0.25, 0.35  # how far a ratio follows a comparison, once there are a few; and the most, in logarithms
+MOST = log(2.0)  # farther than this from the table no ratio goes, in logarithms
+FORGET = 2048  # rounds after which half of what was learned is forgotten, if nothing confirms it
+BLOCK = 4  # plain rounds in a row where drafts go on, to have something to compare; the first finds the caches cold
+BLOCK_SHARE = 0.002  # of the time that all such blocks may take, beyond what drafts would have taken for their tokens
+LEAST_APART = 48  # rounds from one to the next
+Ratio = list[float]  # logarithm, number of comparisons, and the round of the last one
+
+
+class Kinds:
+    """Ratios by kind and size of the batch, which follow comparisons of rounds that were near each other in time.
+
+    Each is the median of a few looks, so that a single round that was held up says nothing; and what slows all rounds
+    alike leaves their ratio as it was.
+
+    Args:
+        prior: what `state` of an earlier one returned; anything else, or that of another table, is passed over.
+    """
+
+    def __init__(self, costs: Costs, prior: Any = None) -> None:
+        self._table = list(costs.plain.seconds)
+        self._looks: list[deque[tuple[int, float]]] = [deque(maxlen=KEPT) for _ in range(3)]
+        self._compared = [0, 0, 0]  # by kind: the round of the last plain look that it was set beside
+        self._ratios: dict[int, list[Ratio]] = {}  # by size of the batch, of the kinds that draft
+        self._size = 0
+        self._round = 0
+        self._last_plain = 0  # the round of the last plain look
+        self._read(prior)
+
+    def pass_rounds(self, count: int) -> None:
+        self._round += count
+
+    def look(self, kind: int, num_rows: int, expected: float, seconds: float) -> None:
+        """Take what a round took, and should have taken by the table."""
+        size = num_rows.bit_length()
+        if size != self._size:
+            self._size = size
+            for looks in self._looks:
+                looks.clear()
+        if not (seconds > 0 and expected > 0 and isfinite(seconds)):  # a clock that was set back says nothing
+            return
+        self._looks[kind].append((self._round, log(seconds / expected)))
+        if kind == PLAIN:
+            self._last_plain = self._round
+        for other in (BY_LAYERS, BY_LOOKUP) if kind == PLAIN else (kind,):
+            self._compare(other)
+
+    def ratio(self, kind: int, num_rows: int) -> float:
+        """By how much longer rounds of a kind take than plain ones do, beside what the table says of both."""
+        known = self._of(num_rows.bit_length())[kind]
+        return exp(known[0] * 0.5 ** ((self._round - known[2]) / FORGET))
+
+    def wants_plain(self, apart: float) -> bool:
+        """Whether it is time for plain rounds, which should be so many rounds apart."""
+        return self._round - self._last_plain >= max(LEAST_APART, apart)
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers to start a later one from."""
+        ratios = {str(size): [[r[0], r[1], r[2] - self._round] for r in of[1:]] for size, of in self._ratios.items()}
+        return {"table": self._table, "ratios": ratios, "last_plain": self._last_plain - self._round}
+
+    def _of(self, size: int) -> list[Ratio]:
+        ratios = self._ratios.get(size)
+        if ratios is None:
+            near = min(self._ratios, key=lambda known: abs(known - size), default=None)
+            first = [0.0, 0.0, 0.0] if near is None else None
+            ratios = [first or [self._ratios[near][kind][0], 0.0, float(self._round)] for kind in range(3)]  # type: ignore[index]
+            ratios = self._ratios[size] = [list(ratio) for ratio in ratios]
+        return ratios
+
+    def _compare(self, kind: int) -> None:
+        since = self._round - NEAR
+        plain = [x for at, x in self._looks[PLAIN] if at > max(since, self._compared[kind])]
+        drafted = [x for at, x in self._looks[kind] if at > since]
+        if min(len(plain), len(drafted)) < LEAST:
+            return
+        self._compared[kind] = self._last_plain
+        known = self._of(self._size)[kind]
+        value = known[0] * 0.5 ** ((self._round - known[2]) / FORGET)
+        step = min(max(median(drafted) - median(plain) - value, -MOST_STEP), MOST_STEP)
+        value += max(GAIN, 1 / (known[1] + 2)) * step
+        known[:] = min(max(value, -MOST), MOST), known[1] + 1, self._round
+
+    def _read(self, prior: Any) -> None:
+        try:
+            if list(prior["table"]) != self._table:
+                return  # of another machine, or measured anew
+            ratios = {
+                int(size): [[0.0] * 3, *([min(max(float(x), -MOST), MOST), float(n), float(at)] for x, n, at in of)]
+                for size, of in prior["ratios"].items()
+            }
+            last = int(prior["last_plain"])
+            if all(len(of) == 3 and all(isfinite(n) for ratio in of for n in ratio) for of in ratios.values()):
+                self._ratios, self._last_plain = ratios, last
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return
+
+
+def rounds_apart(speedup: float, plain_rounds: float) -> float:
+    """How many rounds that draft should lie between blocks of plain ones, for those to take no more than their share.
+
+    Args:
+        speedup: of the rounds that draft.
+        plain_rounds: that one of them takes as long as.
+    """
+    lost = BLOCK * max(0.0, 1 - 1 / max(speedup, 1e-6))  # plain rounds
+    return lost / (BLOCK_SHARE * max(plain_rounds, 1e-6))

@@ -1,0 +1,56 @@
+"""`Looks`: when, at which rows and at how many layers shadow picks are made, within a share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.control.costs import Costs
+from selfspec.control.plan import Seconds, ShadowPlan
+
+# Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
+SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
+SHADOW_COLUMNS = 20  # judged positions looked at per row
+SHADOW_ROWS = 4  # most rows looked at in a round
+
+
+class Looks:
+    """An account in seconds, which a share of the decoded time is paid into, and shadow picks are paid from."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._credit = 0.0  # seconds that shadow picks may still take
+        self._most = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
+        self._turn = 0  # whose turn it is to be looked at in a large batch
+
+    @property
+    def are_due(self) -> bool:
+        """Whether earlier rounds have paid for one."""
+        return self._credit >= 0
+
+    def pass_idle(self, seconds: Seconds) -> None:
+        """Lay by a share of the time of a round that could be one of many plain ones."""
+        self._credit += OFF_SHARE * max(0.0, seconds.verify)
+
+    def pass_round(self, num_rows: int | None, is_early: bool, seconds: Seconds) -> None:
+        """Lay a share of the round's time by, and take out what looking took.
+
+        Args:
+            num_rows: that drafted; None: none did.
+        """
+        share = OFF_SHARE
+        if num_rows is not None:
+            share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
+        self._credit += share * max(0.0, seconds.draft + seconds.verify + seconds.head) - max(0.0, seconds.shadow)
+        self._credit = max(min(self._credit, self._most), -10 * self._most)  # a hiccup is forgiven
+
+    def plan(self, layers: Sequence[int], exit_layer: int | None, num_rows: int, emitted: int) -> ShadowPlan | None:
+        """At these layers but the one that drafts, at a few rows in turn, of about `emitted` tokens each."""
+        layers = tuple([layer for layer in layers if layer != exit_layer])
+        if not layers:
+            return None
+        count, most = 1, min(num_rows, SHADOW_ROWS)
+        while count < most and self._costs.shadow(len(layers), (count + 1) * emitted) < self._credit:
+            count += 1
+        chosen = tuple(sorted((self._turn + i) % num_rows for i in range(count)))
+        self._turn = (self._turn + count) % num_rows
+        return ShadowPlan(layers, chosen, 1 if exit_layer is None else SHADOW_COLUMNS)

@@ -1,0 +1,54 @@
+"""Rounds are counted together, when somebody asks; what comes of that is what counting each at once gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.control.experience import MOST_RECORDED, Experience
+from selfspec.control.plan import Plan, RowOutcome, Seconds, Shadow
+from tests.eval.replays import made_up_costs
+
+LAYERS = 8
+
+
+def shadow(seed, columns):
+    rng = np.random.default_rng(seed)
+    return Shadow((1, 4), rng.random((2, columns)) < 0.7, rng.random((2, columns), np.float32))
+
+
+@st.composite
+def rounds(draw):
+    """A round of some rows, drafted at layer 2 or plain; what the clock said of it, and how many idle ones follow."""
+    exit_layer = draw(st.sampled_from([None, 2]))
+    outcomes = []
+    for row in range(draw(st.integers(1, 3))):
+        drafted = draw(st.integers(1, 6)) if exit_layer else 0
+        sure = tuple(draw(st.floats(0, 1)) for _ in range(drafted))
+        seen = draw(st.sampled_from([None, shadow(row, 3)]))
+        accepted = draw(st.integers(0, drafted))
+        second = draw(st.sampled_from([None, True, False])) if accepted < drafted else None
+        outcomes.append(RowOutcome(row, drafted, accepted, sure, shadow=seen, second=second))
+    took = [draw(st.floats(1e-4, 1e-2)) for _ in range(8)]
+    return Plan(exit_layer, (6,) * len(outcomes)), outcomes, Seconds(*took), draw(st.integers(0, 3))
+
+
+@given(st.lists(rounds(), max_size=2 * MOST_RECORDED))
+def test_counting_rounds_together_is_counting_them_one_by_one(given_rounds):
+    late, at_once = (Experience(made_up_costs(LAYERS), None, True) for _ in range(2))
+    for one in (late, at_once):
+        one.expect(500.0, [0.01 * n for n in range(7)])
+    for at, (plan, outcomes, seconds, num_idle) in enumerate(given_rounds):
+        for one in (late, at_once):
+            one.add(plan, outcomes, seconds, (100.0, 1.0) if at % 4 == 0 else None)
+            for _ in range(num_idle):
+                one.add_idle()
+        assert at_once.trust > 0  # asks
+    for name in ("recent", "lasting", "overall"):
+        np.testing.assert_allclose(getattr(late.tracker, name), getattr(at_once.tracker, name))
+    assert late.trust == pytest.approx(at_once.trust)
+    assert late.second_rates.of(2) == pytest.approx(at_once.second_rates.of(2))
+    for name in ("pick", "passes", "deciding"):
+        assert getattr(late.pace, name) == getattr(at_once.pace, name)

@@ -1,0 +1,161 @@
+"""What the clock tells of rounds that draft beside plain ones, and what must not be taken for that."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.replay import replay
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Table
+from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, PLAIN, Kinds, rounds_apart
+from tests.control.test_adaptive import LAYERS, traces
+from tests.eval.replays import made_up_costs
+
+ANY_TABLE = made_up_costs(LAYERS)
+
+
+def pass_blocks(kinds, count, drafted=1.0, plain=1.0, kind=BY_LAYERS, rows=1):
+    """Rounds that draft, and blocks of plain ones between them, that take so many times as long as by the table."""
+    for _ in range(count):
+        for which, slower in ((kind, drafted), (PLAIN, plain)):
+            for _ in range(3):
+                kinds.pass_rounds(1)
+                kinds.look(which, rows, 1e-3, slower * 1e-3)
+
+
+def test_it_finds_how_much_longer_rounds_of_each_kind_take():
+    kinds = Kinds(ANY_TABLE)
+    assert kinds.ratio(BY_LAYERS, 1) == kinds.ratio(BY_LOOKUP, 1) == 1
+    pass_blocks(kinds, 20, drafted=1.8, plain=1.5)
+    assert kinds.ratio(BY_LAYERS, 1) == pytest.approx(1.2, abs=0.01)
+    assert kinds.ratio(BY_LOOKUP, 1) == 1
+    pass_blocks(kinds, 20, drafted=1.2, plain=1.5, kind=BY_LOOKUP)
+    assert kinds.ratio(BY_LOOKUP, 1) == pytest.approx(0.8, abs=0.01)
+
+
+def test_what_slows_all_rounds_alike_changes_nothing():
+    kinds = Kinds(ANY_TABLE)
+    for slower in (1.0, 5.0, 1.0, 0.3):
+        pass_blocks(kinds, 1, slower, slower)
+        kinds.pass_rounds(100)  # what was seen before it is too long ago
+    assert kinds.ratio(BY_LAYERS, 1) == pytest.approx(1.0)
+
+
+@given(st.integers(0, 5), st.sampled_from([50.0, 0.0, -1.0, math.nan, math.inf]))
+def test_a_round_that_was_held_up_and_a_clock_that_was_set_say_nothing(at, reading):
+    kinds = Kinds(ANY_TABLE)
+    for i in range(12):
+        kinds.pass_rounds(1)
+        took = reading * 1e-3 if i % 6 == at else 1e-3
+        kinds.look(PLAIN if i % 6 > 2 else BY_LAYERS, 1, 1e-3, took)
+    assert kinds.ratio(BY_LAYERS, 1) == 1
+
+
+def test_other_load_that_comes_between_two_looks_moves_a_ratio_a_little_at_most():
+    kinds = Kinds(ANY_TABLE)
+    pass_blocks(kinds, 10)
+    for slower in (1.0, 4.0):
+        kinds.look(PLAIN if slower > 1 else BY_LAYERS, 1, 1e-3, slower * 1e-3)
+        kinds.pass_rounds(1)
+    pass_blocks(kinds, 1, drafted=1.0, plain=4.0)
+    assert 0.9 < kinds.ratio(BY_LAYERS, 1) <= 1
+
+
+def test_ratios_stay_within_bounds_and_fade_when_nothing_confirms_them():
+    kinds = Kinds(ANY_TABLE)
+    pass_blocks(kinds, 50, drafted=100.0)
+    assert kinds.ratio(BY_LAYERS, 1) == pytest.approx(math.exp(MOST))
+    kinds.pass_rounds(20_000)
+    assert kinds.ratio(BY_LAYERS, 1) == pytest.approx(1.0, abs=0.01)
+
+
+def test_batches_of_another_size_start_from_what_is_known_of_the_nearest():
+    kinds = Kinds(ANY_TABLE)
+    pass_blocks(kinds, 20, drafted=1.3)
+    assert kinds.ratio(BY_LAYERS, 8) == pytest.approx(kinds.ratio(BY_LAYERS, 1))
+    pass_blocks(kinds, 20, drafted=0.9, rows=8)
+    assert kinds.ratio(BY_LAYERS, 8) < 1 < kinds.ratio(BY_LAYERS, 1)
+
+
+def test_what_was_learned_is_kept_for_the_same_table_alone():
+    kinds = Kinds(ANY_TABLE)
+    pass_blocks(kinds, 20, drafted=1.3)
+    state = json.loads(json.dumps(kinds.state()))
+    assert Kinds(ANY_TABLE, state).ratio(BY_LAYERS, 1) == pytest.approx(kinds.ratio(BY_LAYERS, 1))
+    other = replace(ANY_TABLE, plain=ANY_TABLE.plain.scaled(2.0), _known={})
+    assert Kinds(other, state).ratio(BY_LAYERS, 1) == 1
+
+
+table = list(ANY_TABLE.plain.seconds)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [None, 3, {}, {"table": table}, {"table": table, "ratios": {"1": [[0.5, 1, 0]]}, "last_plain": 0}]
+    + [{"table": table, "ratios": {"1": [[bad, 1, 0]] * 2}, "last_plain": 0} for bad in ("x", math.nan)],
+)
+def test_a_prior_that_is_something_else_is_passed_over(prior):
+    assert Kinds(ANY_TABLE, prior).ratio(BY_LAYERS, 1) == 1
+
+
+def test_blocks_take_no_more_than_their_share():
+    for speedup in (1.05, 1.5, 3.0):
+        apart = rounds_apart(speedup, plain_rounds=3.0)
+        lost = 4 * (1 - 1 / speedup)
+        assert lost <= 1.001 * BLOCK_SHARE * 3.0 * apart
+    assert rounds_apart(0.9, 3.0) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ adaptive
+
+
+def colder(costs, slower):
+    """The machine as it is where rounds that draft take so many times as long as its table says."""
+    many = {name: {r: t.scaled(slower) for r, t in getattr(costs, name).items()} for name in ("early", "late")}
+    few = Table.of({1: 0.0, 64: 0.0})
+    return replace(costs, **many, rest=few, _known={})
+
+
+def seconds_of(acceptance, told, real):
+    run = replay(traces(acceptance, count=8, tokens=512), Adaptive(told, drafts=("exit",)), real)
+    return run.seconds, run.plain_seconds
+
+
+def test_it_drafts_no_more_where_the_clock_says_that_plain_rounds_are_faster():
+    costs = made_up_costs(LAYERS)
+    believed, plain = seconds_of(0.4, costs, costs)
+    assert believed < 0.9 * plain  # by the table drafts pay
+    took, plain = seconds_of(0.4, costs, colder(costs, 1.6))
+    assert took < 1.03 * plain
+
+
+def test_plain_rounds_in_between_cost_little_where_the_table_is_right(monkeypatch):
+    costs = made_up_costs(LAYERS)
+    took, _ = seconds_of(0.85, costs, costs)
+    monkeypatch.setattr(Kinds, "wants_plain", lambda self, apart: False)
+    without, _ = seconds_of(0.85, costs, costs)
+    assert took < 1.005 * without
+
+
+def test_blocks_of_plain_rounds_are_few_and_drafts_go_on_after_them():
+    costs = made_up_costs(LAYERS)
+    rounds = replay(traces(0.5, count=8, tokens=512), Adaptive(costs, drafts=("exit",)), costs).rounds
+    exits = [round_.plan.exit_layer for round_ in rounds]
+    assert 4 <= exits.count(None) <= 0.05 * len(exits)
+    assert any(exits[at : at + 4] == [None] * 4 and exits[at + 4] for at in range(len(exits) - 4))
+
+
+def test_what_the_clock_told_is_where_a_later_policy_starts():
+    costs = made_up_costs(LAYERS)
+    policy = Adaptive(costs, drafts=("exit",))
+    replay(traces(0.5, count=4, tokens=512), policy, colder(costs, 1.6))
+    ratios = policy.state()["pace"]["ratios"]
+    assert ratios["1"][0][0] > 0.1
+    again = Adaptive(costs, json.loads(json.dumps(policy.state())), drafts=("exit",))
+    assert again.state()["pace"]["ratios"] == ratios
