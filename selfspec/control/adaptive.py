@@ -39,7 +39,7 @@ from selfspec.control.worth import MOST, Worth
 
 REPLAN, EARLY_REPLAN, EARLY = 12, 4, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
-SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, unless it joins others
+SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 
@@ -67,7 +67,7 @@ class Adaptive:
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
         self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
         self._reading = Reading(costs.ragged is not None)
-        self._experience = Experience(costs, prior, "tree" in drafts)
+        self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
         self._favour = favour_of(costs.num_layers)
         self._cascades = "cascade" in drafts
         self._looks = Looks(costs)
@@ -125,8 +125,8 @@ class Adaptive:
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
         self._joining += 1
-        if not self._allowed or self._joining > 1 or self._batch > 1:
-            return ()  # rounds tell a batch soon enough, and of what the model writes
+        if not self._allowed or self._has_prior or self._joining > 1 or self._batch > 1:
+            return ()  # rounds tell soon enough, and of what the model writes
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
         could = self._could_pay(self._worth_of(max(1, self._batch), row.content_length // CONTEXT_STEP), HANDICAP)
@@ -197,9 +197,7 @@ class Adaptive:
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.
         tells = 1 < self._plain_run <= BLOCK
-        if (
-            plan is self._idle and self._round % CLOCK_EVERY and not tells
-        ):  # the common case of a model that should not draft
+        if plan is self._idle and self._round % CLOCK_EVERY and not tells:  # common where a model should not draft
             self._experience.add_idle()
             self._looks.pass_idle(seconds)
             return

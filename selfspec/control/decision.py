@@ -19,7 +19,7 @@ HANDICAP = 1.05  # what a draft must promise over plain decoding before it is be
 OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact
 STAY = 1.02  # what another exit layer must promise over the present one
 # How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
-FAVOUR, FAVOUR_WIDTH = 0.1, 0.5
+FAVOUR, FAVOUR_WIDTH = 0.3, 0.5
 MOST_BESIDE = 8  # second choices drafted for a row
 
 

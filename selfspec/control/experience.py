@@ -35,10 +35,8 @@ class Experience:
     def __init__(self, costs: Costs, prior: Any, has_seconds: bool) -> None:
         self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
         self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
-        self._trust, self._pace = (
-            Trust(),
-            Pace(costs, (prior or {}).get("pace")),
-        )  # trust: in forecasts of rounds that layers drafted in
+        self._trust = Trust()  # in forecasts of rounds that layers drafted in
+        self._pace = Pace(costs, (prior or {}).get("pace"))
         self._recorded: list[_Recorded] = []
         self._num_idle = 0
         self._rate, self._rounds = 0.0, [0.0]

@@ -8,7 +8,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Seconds, ShadowPlan
 
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.
-SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.025, 0.0125), (0.012, 0.003), 0.006
+SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 

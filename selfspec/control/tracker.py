@@ -23,14 +23,14 @@ Floats = NDArray[np.float64]
 RECENT = 20.0  # tokens after which an observation counts half: recent, lasting, and over all texts
 LASTING = 100.0
 OVERALL = 2000.0
-LASTING_WEIGHT = 4.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
-CURVE_WEIGHT = 10.0
+LASTING_WEIGHT = 8.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
+CURVE_WEIGHT = 20.0
 SHARE_WEIGHTS = (8.0, 2.0)  # the same for how often each bin occurs
 CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # of offset and slope; a slope of 1 takes confidence at its word
 DEPTH = 0.7  # by which the mean offset rises per doubling of the depth, in natural logarithms; 0 at a quarter of it
 EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves are fitted anew
 # Most observations per layer that a saved prior counts for, and that are saved again with what comes.
-PRIOR_SIZE, OVERALL_SIZE = 60.0, 3000.0
+PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
 _RATES = -1 / np.array((RECENT, LASTING, OVERALL))  # by which the three counts fade, in powers of two per token
 _bounds = np.array(CONFIDENCE_EDGES)
