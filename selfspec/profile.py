@@ -138,7 +138,7 @@ def stored_prior(folder: Path, stack: Stack) -> Any:
     """The acceptance statistics that lie beside a model's weights; None where there are none, or of other weights."""
     try:
         given = json.loads((folder / STORED).read_bytes(), parse_constant=_refuse)
-        return given["prior"] if given["key"] == prior_key(stack) else None
+        return given["prior"] if given["of"] == _stored_of(stack) else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
@@ -149,9 +149,14 @@ def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps({"about": ABOUT["prior"], "key": prior_key(stack), "prior": dict(prior)}, allow_nan=False)
+    text = json.dumps({"about": ABOUT["prior"], "of": _stored_of(stack), "prior": dict(prior)}, allow_nan=False)
     (folder / STORED).write_text(text + "\n", "utf-8")
     return folder / STORED
+
+
+def _stored_of(stack: Stack) -> list[str]:
+    """Nothing that depends on versions of libraries: the file is read on other machines."""
+    return [weights_of(stack), heads_of(stack)]
 
 
 def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
