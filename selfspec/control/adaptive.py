@@ -37,7 +37,7 @@ from selfspec.control.reading import FEW, Reading
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import MOST, Worth
 
-REPLAN, EARLY_REPLAN, EARLY = 12, 4, 24  # rounds between decisions; at first, and for how many rounds
+REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
