@@ -147,9 +147,9 @@ def free(trace: Trace, longest: int, drafts: Sequence[str]) -> NDArray[np.int64]
 def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT_DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
-    A round is plain, or drafts what will be accepted, by any of `drafts`. A wrong token, drafted alone, is allowed as
-    well: where a table makes that cheaper than a plain round, a static setting has it too, and the bound must hold. So
-    is one wrong token with the right one beside it.
+    A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too. A
+    wrong token, drafted alone, is allowed as well: where a table makes that cheaper than a plain round, static settings
+    have it too, and the bound must hold. So is one wrong token with the right one beside it.
     """
     n, most = len(trace.tokens), costs.base.shape[1] - 1
     accepted = np.minimum(runs(trace.hits), most)  # [L - 1, n]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP
-from selfspec.control.worth import MOST_GUESSES
+from selfspec.control.worth import MOST_GUESSES, deepest_copy
 
 
 class RoundCosts:
@@ -21,7 +21,7 @@ class RoundCosts:
         self.slope = np.array(
             [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
         )
-        self.half = max(1, layers // 2) if costs.copies is not None else 0  # copies are of no more layers than these
+        self.half = deepest_copy(layers) if costs.copies is not None else 0  # copies are of no more layers than these
         # By whether one token is drafted beside the others. They cost as much more in longer contexts: the last token
         # is not fed to them, and all layers verify.
         self.copied, self.copied_second = (

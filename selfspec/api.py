@@ -134,6 +134,7 @@ class Target:
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
         self._prior, self._looked = None, False
+        self.stored_prior = None
         self._costs: dict[bool, Costs] = {}  # of exact mode, and of the ordinary one
 
     @property

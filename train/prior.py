@@ -32,8 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of each; default: 128")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of texts; default: 0")
     given = parser.parse_args(arguments)
-    target = load(given.model)
     folder = folder_of(given.model)
+    if not folder.is_dir():
+        parser.error(f"the model must be a folder, where the file is written, or demo, got {given.model!r}")
+    target = load(given.model)
     watch = Watch(target.stack.num_layers)
     for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
         options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i}
@@ -48,6 +50,8 @@ def _prompts(config: str, seed: int) -> Iterator[str]:
     corpus = read_corpus(load_config(config).corpus)
     dice = random.Random(seed)
     files = [file.text for file in corpus.train if len(file.text) > 2 * PROMPT_CHARS]
+    if not files:
+        raise ValueError(f"the corpus of {config} must have files of more than {2 * PROMPT_CHARS} characters, got none")
     while True:
         text = dice.choice(files)
         start = text.find("\n", dice.randrange(len(text) - PROMPT_CHARS)) + 1

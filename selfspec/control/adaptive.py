@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
@@ -100,7 +101,7 @@ class Adaptive:
 
     def tell_copies(self, has_copies: bool) -> None:
         """Drafts may be written by copies of the layers in 8 bits; until this is told they may not."""
-        self._has_copies = has_copies and self._may_copy
+        self._has_copies, self._worth = has_copies and self._may_copy, None
         self.tell_vocabulary(self._vocabulary)
 
     def state(self) -> dict[str, Any]:
@@ -234,7 +235,8 @@ class Adaptive:
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
         if self._worth is None or self._worth_for[0] != num_rows:
-            self._worth, self._worth_for = Worth(self.costs, num_rows), (num_rows, -1)
+            costs = self.costs if self._has_copies else replace(self.costs, copies=None, _known={})
+            self._worth, self._worth_for = Worth(costs, num_rows), (num_rows, -1)
         if self._worth_for[1] != step:
             self._worth.move((step + 0.5) * CONTEXT_STEP)
             self._worth_for = (num_rows, step)

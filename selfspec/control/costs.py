@@ -30,7 +30,10 @@ class Copies:
 
     @classmethod
     def from_dict(cls, given: Any) -> Copies:
-        return cls(_by_rows(given["first"]), _by_rows(given["early"]), Table.read(given["head"]))
+        first, early = _by_rows(given["first"]), _by_rows(given["early"])
+        if not (1 in first and 1 in early):
+            raise ValueError("tables of copies for a single row are missing")
+        return cls(first, early, Table.read(given["head"]))
 
 
 @dataclass(frozen=True)

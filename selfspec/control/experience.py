@@ -20,8 +20,9 @@ from selfspec.control.trust import Trust
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 
 
-# A round: its plan, what became of it, its clock, how many idle rounds went before it, and `Experience.add`'s `looked`.
-_Recorded = tuple[Plan, Sequence[RowOutcome], Seconds, int, tuple[float, float] | None]
+# A round: its plan, what became of it, its clock, the seconds of deciding so far (others may come to that clock), how
+# many idle rounds went before it, and `Experience.add`'s `looked`.
+_Recorded = tuple[Plan, Sequence[RowOutcome], Seconds, float, int, tuple[float, float] | None]
 
 
 class Experience:
@@ -92,7 +93,7 @@ class Experience:
             looked: to set its clock beside the table of costs, the tokens of its longest row, and the share of the
                 vocabulary that it drafted over.
         """
-        self._recorded.append((plan, outcomes, seconds, self._num_idle, looked))
+        self._recorded.append((plan, outcomes, seconds, seconds.control, self._num_idle, looked))
         self._num_idle = 0
         if len(self._recorded) >= MOST_RECORDED:
             self._count()
@@ -104,7 +105,7 @@ class Experience:
                 self._count_round(one)
 
     def _count_round(self, recorded: _Recorded) -> None:
-        plan, outcomes, seconds, num_idle, looked = recorded
+        plan, outcomes, seconds, decided, num_idle, looked = recorded
         emitted, exit_layer, rows = 0, plan.exit_layer, max(1, len(outcomes))
         for outcome in outcomes:
             emitted += outcome.num_emitted
@@ -125,7 +126,7 @@ class Experience:
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
             self._trust.add(emitted / rows, self._rate * took / rows)
-        self._pace.pass_round(seconds.control, num_idle)
+        self._pace.pass_round(decided, num_idle)
         if looked is not None:
             context, share = looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]

@@ -104,7 +104,10 @@ class Kinds:
             if list(prior["table"]) != self._table:
                 return  # of another machine, or measured anew
             ratios = {
-                int(size): [[0.0] * 3, *([min(max(float(x), -MOST), MOST), float(n), float(at)] for x, n, at in of)]
+                int(size): [
+                    [0.0] * 3,
+                    *([min(max(float(x), -MOST), MOST), max(float(n), 0.0), min(float(at), 0.0)] for x, n, at in of),
+                ]
                 for size, of in prior["ratios"].items()
             }
             last = int(prior["last_plain"])

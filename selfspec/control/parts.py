@@ -15,7 +15,7 @@ import numpy as np
 
 from selfspec.control.costs import Costs
 from selfspec.control.tracker import Floats
-from selfspec.control.worth import Worth
+from selfspec.control.worth import Worth, deepest_copy
 
 DIVISORS = (8, 4)  # of the vocabulary
 LEAST = 4096  # tokens: of smaller heads there is little to save
@@ -59,15 +59,12 @@ class Choice(NamedTuple):
 
 
 class Parts:
-    """The layers and the whole vocabulary; copies; parts of the vocabulary where the head costs more than a layer.
-
-    Copies of more than half of the layers would take memory for nothing: so late an exit does not pay.
-    """
+    """The layers and the whole vocabulary; copies; parts of the vocabulary where the head costs more than a layer."""
 
     def __init__(self, costs: Costs, vocabulary: Vocabulary | None = None, copies: bool = False) -> None:
         self._vocabulary, self._sizes = vocabulary, list[int]()
-        half = max(1, costs.num_layers // 2)
-        self._whole = [WHOLE, *([Part(None, 1.0, 1.0, 8, half)] if copies and costs.copies is not None else [])]
+        copied = Part(None, 1.0, 1.0, 8, deepest_copy(costs.num_layers))
+        self._whole = [WHOLE, copied] if copies and costs.copies is not None else [WHOLE]
         if vocabulary is not None and costs.head(1) > costs.early_pass(1, 1):
             sizes = [vocabulary.vocab_size // divisor for divisor in DIVISORS]
             self._sizes = [size for size in sizes if size >= LEAST]

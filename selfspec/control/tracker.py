@@ -158,7 +158,7 @@ def read_prior(given: Any, num_layers: int, most: float = PRIOR_SIZE) -> Floats:
     try:
         counts = np.array([given["hits"], given["misses"]], np.float64)
         fits = counts.shape == (2, num_layers - 1, NUM_BINS) and list(given["edges"]) == list(CONFIDENCE_EDGES)
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise ValueError(f"not a prior: {problem}") from problem
     if not fits or not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError(f"not a prior of a model with {num_layers} layers")

@@ -162,8 +162,11 @@ class Worth:
 
     def limits(self) -> Floats:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
-        ways = [self._now, *([self._priced(1.0, True)] if self._has_copies else [])]
-        return self.num_rows * np.maximum.reduce([way.limits for way in ways])
+        limits = self._priced(1.0 if self._copies else self._part, False).limits
+        if self._has_copies:
+            half = deepest_copy(self._costs.num_layers)
+            limits = np.concatenate((np.maximum(limits[:half], self._priced(1.0, True).limits[:half]), limits[half:]))
+        return self.num_rows * limits
 
     def lookups(self) -> list[float]:
         """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
@@ -248,6 +251,11 @@ class Worth:
             picking = costs.head(1 + n) - self._step_heads[False] + self._pick * (costs.pick(1 + n) - self.step_pick)
             wider.append(self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._part * picking)
         return wider
+
+
+def deepest_copy(num_layers: int) -> int:
+    """The deepest exit that copies draft for: more of them would take memory for nothing, so late does not pay."""
+    return max(1, num_layers // 2)
 
 
 def _passes(costs: Costs, num_rows: int, first: bool, copies: bool) -> Floats:

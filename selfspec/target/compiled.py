@@ -207,6 +207,10 @@ class CompiledBody(LeanBody):
 
     def structs(self, cache: PagedCache) -> tuple[c.Model, Any]:
         """The model, and its layers with the places of their keys and values in a cache."""
+        return self._all_structs(cache)[:2]
+
+    def _all_structs(self, cache: PagedCache) -> tuple[c.Model, Any, dict[int, Any]]:
+        """The same, and what `rounded_structs` has made of it."""
         known = self._structs.get(cache)
         if known is None:
             shape, made = self.embedding.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
@@ -216,12 +220,11 @@ class CompiledBody(LeanBody):
                 made.append(c.Layer(*(p.struct for p in products), *places, one.reach.window or 0))
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
             known = self._structs[cache] = model, (c.Layer * len(made))(*made), {}
-        return known[:2]
+        return known
 
     def rounded_structs(self, cache: PagedCache, count: int) -> tuple[c.Model, Any]:
         """The same of the first `count` layers, with weights in 8 bits."""
-        model, layers = self.structs(cache)
-        known = self._structs[cache][2]
+        model, layers, known = self._all_structs(cache)
         if count not in known:
             known[count] = self.rounded.structs(layers, count)
         return model, known[count]

@@ -8,6 +8,7 @@ cache are written over by that verification.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,17 +48,20 @@ class RoundedLayers:
         self._room = Room()
         self._layers: list[tuple[Packed, ...]] = []
         self._head: Rounded | None = None
+        self._lock = threading.Lock()  # several threads may draft
 
     @property
     def head(self) -> Packed:
-        if self._head is None:
-            self._head = Rounded([self._head_weight], self._room)
-        return self._head
+        with self._lock:
+            if self._head is None:
+                self._head = Rounded([self._head_weight], self._room)
+            return self._head
 
     def structs(self, layers: Any, count: int) -> Any:
         """The first `count` of a compiled body's layers for a cache, with rounded weights instead of its own."""
-        while len(self._layers) < count:
-            self._layers.append(pack_layer(self._given[len(self._layers)], Rounded, self._room))
+        with self._lock:
+            while len(self._layers) < count:
+                self._layers.append(pack_layer(self._given[len(self._layers)], Rounded, self._room))
         made = (c.Layer * count)()
         for i, products in enumerate(self._layers[:count]):
             ctypes.memmove(ctypes.byref(made[i]), ctypes.byref(layers[i]), ctypes.sizeof(c.Layer))

@@ -10,6 +10,7 @@ import torch
 from selfspec import load, profile
 from selfspec.api import Target
 from selfspec.control.watch import Watch
+from selfspec.target.exit_heads import ExitHeads
 from tests.helpers import make_prompts
 from tests.models import build, tiny
 
@@ -85,3 +86,11 @@ def test_statistics_of_another_depth_are_passed_over(folder):
 
 def test_the_embedded_model_has_them():
     assert load("demo").stored_prior is not None
+
+
+def test_other_exit_heads_are_not_what_the_statistics_are_of(folder):
+    profile.store_prior(folder, load(folder).stack, watched(load(folder))[0].tracker.state())
+    target = load(folder)
+    assert target.prior is not None
+    target.exit_heads = ExitHeads([1], target.stack.config.hidden_size, 2)
+    assert target.prior is None
