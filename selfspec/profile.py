@@ -150,8 +150,13 @@ def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
         OSError: the file cannot be written.
     """
     text = json.dumps({"about": ABOUT["prior"], "of": _stored_of(stack), "prior": dict(prior)}, allow_nan=False)
-    (folder / STORED).write_text(text + "\n", "utf-8")
-    return folder / STORED
+    path, unfinished = folder / STORED, folder / f"{STORED}.tmp"  # readable for whoever may read the weights
+    try:
+        unfinished.write_text(text + "\n", "utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
 
 
 def _stored_of(stack: Stack) -> list[str]:

@@ -11,9 +11,11 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from selfspec import load, profile
 from selfspec.control.watch import Watch
+from selfspec.errors import UnsupportedModelError, whole
 from selfspec.hub import folder_of
 from train.config import load_config
 from train.corpus import read_corpus
@@ -32,17 +34,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of each; default: 128")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of texts; default: 0")
     given = parser.parse_args(arguments)
+    try:
+        print(store(given))
+    except (ValueError, UnsupportedModelError) as error:
+        print(f"train.prior: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"train.prior: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def store(given: argparse.Namespace) -> Path:
+    """Continue texts, and write the file; its path.
+
+    Raises:
+        ValueError: an option or the corpus is of no use.
+        OSError: something cannot be read or written.
+    """
+    for name in ("num_texts", "max_new_tokens"):
+        whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
     folder = folder_of(given.model)
     if not folder.is_dir():
-        parser.error(f"the model must be a folder, where the file is written, or demo, got {given.model!r}")
+        raise ValueError(f"the model must be a folder, where the file is written, or demo, got {given.model!r}")
     target = load(given.model)
     watch = Watch(target.stack.num_layers)
     for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
         options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i}
         target.generate(prompt, policy=watch, max_new_tokens=given.max_new_tokens, **options)
         print(f"text {i + 1} of {given.num_texts}", file=sys.stderr, flush=True)
-    print(profile.store_prior(folder, target.stack, watch.tracker.state()))
-    return 0
+    return profile.store_prior(folder, target.stack, watch.tracker.state())
 
 
 def _prompts(config: str, seed: int) -> Iterator[str]:

@@ -128,48 +128,72 @@ class Costs:
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
             copies: the draft is written by copies in 8 bits, and verified by all layers.
         """
-        rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
-        tokens = sum(lengths) + rows + sum(beside)
-        if exit_layer == LOOKUP:
-            draft = rows * LOOKUP_SECONDS
+        rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
+        draft = head = pick = 0.0
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
-            extra = self.num_layers * rows * self.context * max(0.0, context - CONTEXT)
-            verify = self.plain(rows) + extra
+            draft = 0.0 if exit_layer is None else rows * LOOKUP_SECONDS
+            verify = self.plain(rows) + self.num_layers * rows * self.context * max(0.0, context - CONTEXT)
         elif exit_layer == LOOKUP:
-            verify = self.verify(LOOKUP, rows, tokens, context)
-        elif widths:
-            for step, width in enumerate([*widths, 1 + sum(beside)]):
-                narrow = self.early_pass(exit_layer, 1, context, step == 0)
-                draft += narrow * self.wide_pass(exit_layer, 1, width) / max(self.early_pass(exit_layer, 1), 1e-12)
-                if step < len(widths):
-                    head, pick = head + draft_share * self.head(width), pick + draft_share * self.pick(width)
-            verify = self.verify(exit_layer, rows, tokens, context)
-        elif copies and self.copies is not None:
-            for step in range(max(lengths)):
-                live = sum(length > step for length in lengths)
-                draft += self.early_pass(exit_layer, live, context, step == 0, True)
-                head, pick = head + self.copies.head(live), pick + self.pick(live)
+            draft, verify = rows * LOOKUP_SECONDS, self.verify(LOOKUP, rows, tokens, context)
+        elif copies and self.copies is not None and not widths:
+            draft, head, pick = self._by_copies(self.copies, exit_layer, lengths, context)
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
-            passes: dict[tuple[int, bool], float] = {}  # by rows, and whether it is the first
-            picks: dict[int, tuple[float, float]] = {}  # head and picks, by rows
-            for step in range(max(lengths) + 1):  # the row's last drafted token runs through the early layers too
-                live = sum([length >= step for length in lengths]) if rows > 1 else 1
-                more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
-                if more:
-                    draft += self.wide_pass(exit_layer, live, live + more, context)
-                else:
-                    if (live, step == 0) not in passes:
-                        passes[live, step == 0] = self.early_pass(exit_layer, live, context, step == 0)
-                    draft += passes[live, step == 0]
-                picking = sum([length > step for length in lengths])
-                if picking:
-                    if picking not in picks:
-                        picks[picking] = draft_share * self.head(picking), draft_share * self.pick(picking)
-                    head, pick = head + picks[picking][0], pick + picks[picking][1]
+            draft, head, pick = (
+                self._by_cascade(exit_layer, widths, context, sum(beside))
+                if widths
+                else self._by_layers(exit_layer, lengths, context, beside)
+            )
+            head, pick = draft_share * head, draft_share * pick
             verify = self.verify(exit_layer, rows, tokens, context)
         head, pick = head + self.head(tokens), pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
+
+    def _by_layers(
+        self, exit_layer: int, lengths: Sequence[int], context: float, beside: Sequence[int]
+    ) -> tuple[float, float, float]:
+        """Seconds of early passes, heads and picks; the row's last drafted token runs through the early layers too."""
+        rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
+        passes: dict[tuple[int, bool], float] = {}  # by rows, and whether it is the first
+        picks: dict[int, tuple[float, float]] = {}  # head and picks, by rows
+        for step in range(max(lengths) + 1):
+            live = sum([length >= step for length in lengths]) if rows > 1 else 1
+            more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
+            if more:
+                draft += self.wide_pass(exit_layer, live, live + more, context)
+            else:
+                if (live, step == 0) not in passes:
+                    passes[live, step == 0] = self.early_pass(exit_layer, live, context, step == 0)
+                draft += passes[live, step == 0]
+            picking = sum([length > step for length in lengths])
+            if picking:
+                if picking not in picks:
+                    picks[picking] = self.head(picking), self.pick(picking)
+                head, pick = head + picks[picking][0], pick + picks[picking][1]
+        return draft, head, pick
+
+    def _by_cascade(
+        self, exit_layer: int, widths: Sequence[int], context: float, beside: int
+    ) -> tuple[float, float, float]:
+        """The same of a single row whose passes but the last are of so many tokens."""
+        draft = head = pick = 0.0
+        for step, width in enumerate([*widths, 1 + beside]):
+            narrow = self.early_pass(exit_layer, 1, context, step == 0)
+            draft += narrow * self.wide_pass(exit_layer, 1, width) / max(self.early_pass(exit_layer, 1), 1e-12)
+            if step < len(widths):
+                head, pick = head + self.head(width), pick + self.pick(width)
+        return draft, head, pick
+
+    def _by_copies(
+        self, copies: Copies, exit_layer: int, lengths: Sequence[int], context: float
+    ) -> tuple[float, float, float]:
+        """The same by copies in 8 bits, which need not read the last drafted token."""
+        draft = head = pick = 0.0
+        for step in range(max(lengths)):
+            live = sum([length > step for length in lengths])
+            draft += self.early_pass(exit_layer, live, context, step == 0, True)
+            head, pick = head + copies.head(live), pick + self.pick(live)
+        return draft, head, pick
 
     def round(
         self,

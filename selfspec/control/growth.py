@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
+from selfspec.control.fading import Fading
 from selfspec.control.plan import Guesses, TokenTree
 
 NUM_RANKS = 8  # candidates told apart by their rank
@@ -15,35 +16,23 @@ NUM_KINDS = 3  # and by where they come from: after a token, after a pair, after
 FIRST = ((0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01), *[(0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)] * 2)
 FIRST_WEIGHT = 8.0  # observations that is worth
 HALF_LIFE = 300.0  # tokens after which an observation counts half
-LONG = 20 * HALF_LIFE  # of that, nothing is left
 LEAST = 0.04  # nodes less likely than this to be come to, and right, are not grown
 MOST_NODES = 32  # beside the chain
 
 
-class Ranks:
+class Ranks(Fading):
     """How often the candidate of each rank is right, by kind, where there is no chain and where the chain is wrong."""
 
     def __init__(self) -> None:
+        super().__init__(HALF_LIFE)
         self._hits = [[0.0] * NUM_RANKS for _ in range(2 * NUM_KINDS)]
         self._seen = [0.0] * (2 * NUM_KINDS)
-        self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
-        self._age = 0.0  # tokens emitted per row since that was last so
         self._rates: list[list[float]] | None = None
         self._likeliest = 0.0, 0.0  # see `likeliest`
 
-    def pass_time(self, tokens: float) -> None:
-        """Let older observations fade by `tokens` emitted tokens per row."""
-        self._age += tokens
-        if self._age > LONG:
-            self._fade()
-
-    def _fade(self) -> None:
-        self._weight *= 2 ** (self._age / HALF_LIFE)
-        self._age = 0.0
-        if self._weight > 1e9:
-            self._hits = [[count / self._weight for count in line] for line in self._hits]
-            self._seen = [count / self._weight for count in self._seen]
-            self._weight = 1.0
+    def _divide(self, by: float) -> None:
+        self._hits = [[count / by for count in line] for line in self._hits]
+        self._seen = [count / by for count in self._seen]
 
     def add(self, ranks: Sequence[tuple[int, bool, int]]) -> None:
         """Count (kind, whether a chain was wrong there, the rank of what came) of every token."""

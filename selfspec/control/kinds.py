@@ -78,13 +78,12 @@ class Kinds:
         return {"table": self._table, "ratios": ratios, "last_plain": self._last_plain - self._round}
 
     def _of(self, size: int) -> list[Ratio]:
-        ratios = self._ratios.get(size)
-        if ratios is None:
-            near = min(self._ratios, key=lambda known: abs(known - size), default=None)
-            first = [0.0, 0.0, 0.0] if near is None else None
-            ratios = [first or [self._ratios[near][kind][0], 0.0, float(self._round)] for kind in range(3)]  # type: ignore[index]
-            ratios = self._ratios[size] = [list(ratio) for ratio in ratios]
-        return ratios
+        """Those of a size; at first, what is known of the nearest one."""
+        if size not in self._ratios:
+            sizes = sorted(self._ratios, key=lambda known: abs(known - size))
+            near = [ratio[0] for ratio in self._ratios[sizes[0]]] if sizes else [0.0] * 3
+            self._ratios[size] = [[value, 0.0, float(self._round)] for value in near]
+        return self._ratios[size]
 
     def _compare(self, kind: int) -> None:
         since = self._round - NEAR

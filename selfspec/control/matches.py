@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from selfspec.control.fading import Fading
 from selfspec.control.plan import Looked
 
 MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
 FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of
 FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
 ROW_WEIGHT = 6.0  # and all rows' observations beside a row's own
-HALF_LIFE, ROW_HALF_LIFE = (
-    200.0,
-    60.0,
-)  # tokens after which an observation counts half, of all rows and of the row's own
-LONG = 20 * HALF_LIFE  # of that, nothing is left
+HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # tokens after which an observation counts half, of all rows and of a row's own
 LEAST = 0.05  # tokens less likely than this to be right are not drafted
 MOST_FOUND = 63  # longest draft considered: longer than those of an exit, since drafting takes no time
 _POOLS = [bisect_right(MATCH_EDGES, match) for match in range(MATCH_EDGES[-1] + 1)]  # by match; longer ones: the last
@@ -48,7 +45,7 @@ class _Row:
             self.clock = clock
 
 
-class Matches:
+class Matches(Fading):
     """Decayed hits and misses by bin of match length and draft position.
 
     A token of a draft follows a longer match than the one before it, if that was right. So a position's estimate is
@@ -57,29 +54,22 @@ class Matches:
     """
 
     def __init__(self) -> None:
+        super().__init__(HALF_LIFE)
         bins = len(FIRST)
         self._hits = [[0.0] * MOST_FOUND for _ in range(bins)]
         self._seen = [[0.0] * MOST_FOUND for _ in range(bins)]
         self._pooled_hits, self._pooled_seen = [0.0] * bins, [0.0] * bins
-        self._weight = 1.0  # of an observation now; later ones weigh more instead of earlier ones less
-        self._age = 0.0  # tokens emitted per row since that was last so
         self._rows: dict[int, _Row] = {}
         self._clock = 0.0  # tokens emitted per row
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
         self._clock += tokens
-        self._age += tokens
-        if self._age > LONG:
-            self._fade()
+        super().pass_time(tokens)
 
-    def _fade(self) -> None:
-        self._weight *= 2 ** (self._age / HALF_LIFE)
-        self._age = 0.0
-        if self._weight > 1e9:
-            for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
-                counts[:] = [count / self._weight for count in counts]
-            self._weight = 1.0
+    def _divide(self, by: float) -> None:
+        for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
+            counts[:] = [count / by for count in counts]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget all rows but these."""
