@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from sys import getsizeof
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from selfspec.drafting.exit import Draft
 from selfspec.target.cache import Tree, tensor_of
 
 MOST_MATCHED = 16  # longest match told from longer ones
-_NO_KEY, _MIX = -1, 0x9E3779B1
+_INT_BYTES = 32  # of one of Python's own
 _BEGINNING = -1  # the token before the first: like no other
 
 
@@ -73,7 +74,7 @@ class Lookup:
     It is the compressed tree of all contexts, read backwards from each position and cut after `most` tokens: an inner
     node is a context that was followed backwards in two ways, and knows where it occurred last; a leaf is a position. A
     token adds at most one of each, on a way down of at most `most` tokens, so it takes constant time, amortised over
-    the table's growth, and at most 56 bytes.
+    the table's growth, and some 200 bytes: arrays take a third of that, and three times as long to search in Python.
 
     Args:
         content: the row's tokens; it may grow at its end, and is not copied.
@@ -89,8 +90,7 @@ class Lookup:
         self._match, self._place = 0, -1  # of the last of them
         self._shorter: list[int] = []  # where shorter matches of it occurred last, the shortest first
         self._depths, self._latest = bytearray([0]), array("i", [-1])  # of inner nodes, the root first
-        self._count = 0  # nodes in the table: (parent, token) -> inner node, or ~position of a leaf
-        self._make_table(len(content) * 2 + 32)
+        self._below: dict[int, int] = {}  # parent << 32 | token + 1 -> inner node, or ~position of a leaf
 
     def __len__(self) -> int:
         """Tokens in the index."""
@@ -99,8 +99,8 @@ class Lookup:
     @property
     def num_bytes(self) -> int:
         """Memory of the index, without the tokens themselves."""
-        parts = (self._keys, self._nodes, self._latest)
-        return sum(part.itemsize * len(part) for part in parts) + len(self._depths)
+        nodes = 2 * len(self._below) * _INT_BYTES + getsizeof(self._below)
+        return nodes + self._latest.itemsize * len(self._latest) + len(self._depths)
 
     @property
     def last(self) -> int:
@@ -141,38 +141,33 @@ class Lookup:
         return [token for token in dict.fromkeys(content[place] for place in places) if token != first]
 
     def _catch_up(self) -> None:
-        while self._read < len(self._content):
-            if 4 * (self._count + 2) > 3 * len(self._keys):
-                self._grow()
-            self._add(self._read)
-            self._read += 1
+        for position in range(self._read, len(self._content)):
+            self._add(position)
+        self._read = len(self._content)
 
     def _add(self, position: int) -> None:
         """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
-        content, keys, nodes, latest, depths = self._content, self._keys, self._nodes, self._latest, self._depths
-        node, depth, place, size = 0, 0, -1, len(keys)
+        content, below, latest, depths = self._content, self._below, self._latest, self._depths
+        node, depth, place = 0, 0, -1
         shorter = []
         while True:
             key = node << 32 | content[position - depth] + 1
-            slot = key * _MIX % size  # as in `_slot`: this is where the time goes
-            while (there := keys[slot]) != key and there != _NO_KEY:
-                slot = slot + 1 if slot + 1 < size else 0
-            child = nodes[slot]
+            child = below.get(key, 0)
             if child > 0:
                 place, end = latest[child], depths[child]
             elif child < 0:
                 place, end = ~child, self.most
             else:
-                self._put(slot, node, content[position - depth], ~position)
+                below[key] = ~position
                 break
             depth += 1
             while depth < end and depth <= place and content[place - depth] == content[position - depth]:
                 depth += 1
             if depth < end:
-                nodes[slot] = self._split(position, place, depth, child)
+                below[key] = self._split(position, place, depth, child)
                 break
             if child < 0:
-                nodes[slot] = ~position
+                below[key] = ~position
                 break
             shorter.append(latest[child])
             latest[child] = position
@@ -185,32 +180,6 @@ class Lookup:
         self._depths.append(depth)
         self._latest.append(position)
         before = self._content[place - depth] if place >= depth else _BEGINNING
-        for token, below in ((before, child), (self._content[position - depth], ~position)):
-            self._put(self._slot(node, token), node, token, below)
+        for token, one in ((before, child), (self._content[position - depth], ~position)):
+            self._below[node << 32 | token + 1] = one
         return node
-
-    def _slot(self, node: int, token: int) -> int:
-        """Where in the table the child of a node is, or belongs."""
-        keys = self._keys
-        key, size = node << 32 | token + 1, len(keys)
-        slot = key * _MIX % size
-        while keys[slot] != key and keys[slot] != _NO_KEY:
-            slot = slot + 1 if slot + 1 < size else 0
-        return slot
-
-    def _put(self, slot: int, node: int, token: int, child: int) -> None:
-        self._keys[slot], self._nodes[slot] = node << 32 | token + 1, child
-        self._count += 1
-
-    def _make_table(self, size: int) -> None:
-        size |= 1
-        self._keys, self._nodes = array("q", [_NO_KEY]) * size, array("i", bytes(4 * size))
-
-    def _grow(self) -> None:
-        keys, nodes = self._keys, self._nodes
-        self._count = 0
-        self._make_table(len(keys) * 3 // 2)
-        for key, child in zip(keys, nodes, strict=True):
-            if key != _NO_KEY:
-                node, token = key >> 32, (key & 0xFFFFFFFF) - 1
-                self._put(self._slot(node, token), node, token, child)
