@@ -6,13 +6,14 @@ whole range, since real costs have steps (arXiv 2310.18813; the field's engines 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table, interpolate
 
+T = TypeVar("T")
 LOOKUP_SECONDS = 1e-5  # a row's draft by lookup, wherever there is an interpreter
 CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
 
@@ -72,7 +73,7 @@ class Costs:
     wide: Table | None = None
     ragged: Table | None = None
     copies: Copies | None = None
-    _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """One token for every row by the whole model."""
@@ -232,10 +233,17 @@ class Costs:
     def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, kind: str) -> float:
         """Linear in the number of rows between the two measured ones around it."""
         key = (kind, num_rows, at)
-        known = self._known.get(key)
+        known: float | None = self._known.get(key)
         if known is None:
             known = self._known[key] = interpolate(sorted(tables), num_rows, lambda rows: tables[rows](at))
         return known
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What somebody has made of these costs, which he finds here again under his `key`."""
+        if key not in self._known:
+            self._known[key] = make()
+        made: T = self._known[key]
+        return made
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a profile file."""

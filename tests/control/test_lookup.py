@@ -14,9 +14,10 @@ from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.matches import MOST_FOUND, Matches, bin_of, choose
+from selfspec.control.pieces import LOOKUP_GRID, MOST_PACKED
 from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, RowState, Seconds
 from selfspec.control.policies import make_policy
-from selfspec.control.worth import LOOKUP_GRID, MOST_PACKED, Worth
+from selfspec.control.worth import Worth
 from tests.control.rounds import found
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs, trace_of
