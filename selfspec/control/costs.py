@@ -155,10 +155,13 @@ class Costs:
     ) -> tuple[float, float, float]:
         """Seconds of early passes, heads and picks; the row's last drafted token runs through the early layers too."""
         rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
+        if rows == 1 and not beside:
+            draft = self.early_pass(exit_layer, 1, context, True) + lengths[0] * self.early_pass(exit_layer, 1, context)
+            return draft, lengths[0] * self.head(1), lengths[0] * self.pick(1)
         passes: dict[tuple[int, bool], float] = {}  # by rows, and whether it is the first
         picks: dict[int, tuple[float, float]] = {}  # head and picks, by rows
         for step in range(max(lengths) + 1):
-            live = sum([length >= step for length in lengths]) if rows > 1 else 1
+            live = sum([length >= step for length in lengths])
             more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
             if more:
                 draft += self.wide_pass(exit_layer, live, live + more, context)

@@ -39,14 +39,15 @@ class Finder:
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
         branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
-        longest = max([row.match for row in rows])
+        matches = [row.match for row in rows]
+        longest = max(matches)
         if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
             self.chains = [[]] * len(rows)
             return None
         seconds = worth.lookups()
         # A token less likely than this lowers the rate of any round of a batch that is worth it.
         least = 0.0 if is_small else usual * worth.least_lookup
-        self.chains = chains = [self.chances(row, least) for row in rows]
+        self.chains = chains = [self.chances(row, match, least) for row, match in zip(rows, matches, strict=True)]
         self._trust = self._trusts[bisect_right(STRENGTHS, longest)]
         if not self._could_pay(chains, seconds, usual, branches):
             return None
@@ -73,15 +74,15 @@ class Finder:
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
 
-    def chances(self, row: RowState, least: float = 0.0) -> list[float]:
+    def chances(self, row: RowState, match: int, least: float = 0.0) -> list[float]:
         """Of the chain of a row to be right as far as each token; those less likely than `least` are left out."""
         guesses = row.guesses
-        if guesses is None or not self._looks_up or guesses.match == 0:
+        if guesses is None or not self._looks_up or match == 0:
             return []
         most = min(self._most, row.room - 1)
         if not guesses.is_stored:
-            return self.matches.survivals(guesses.match, row.request_id, least)[:most]
-        chances = self.stored.survivals(guesses.match, row.request_id, least)[:most]
+            return self.matches.survivals(match, row.request_id, least)[:most]
+        chances = self.stored.survivals(match, row.request_id, least)[:most]
         return chances[: len(guesses.chain(len(chances)))]  # a document may end before
 
     def _could_pay(

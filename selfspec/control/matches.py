@@ -84,17 +84,23 @@ class Matches(Fading):
         if own is None:
             own = self._rows[request_id] = _Row()
         own.fade(self._clock)
-        row, last = bin_of(match), len(_POOLS) - 1
-        hits, seen = self._hits[row], self._seen[row]
-        for at in range(min(right + 1, looked.num_compared, MOST_FOUND)):
-            pool = _POOLS[min(match + at, last)]
-            if at < right:
-                hits[at] += weight
-                self._pooled_hits[pool] += weight
-                own.hits[pool] += 1
-            seen[at] += weight
-            self._pooled_seen[pool] += weight
-            own.seen[pool] += 1
+        first = bin_of(match)
+        hits, seen = self._hits[first], self._seen[first]
+        judged = min(right + 1, looked.num_compared, MOST_FOUND)
+        right = min(right, judged)
+        hits[:right] = [count + weight for count in hits[:right]]
+        seen[:judged] = [count + weight for count in seen[:judged]]
+        at = 0
+        for pool in range(first, len(FIRST)):
+            end = _end_of(pool, match)
+            came, had = max(0, min(right, end) - at), min(judged, end) - at
+            self._pooled_hits[pool] += came * weight
+            self._pooled_seen[pool] += had * weight
+            own.hits[pool] += came
+            own.seen[pool] += had
+            if judged <= end:
+                break
+            at = end
 
     def survivals(self, match: int, request_id: int = 0, least: float = LEAST) -> list[float]:
         """How likely a row's draft is right as far as each of its tokens, after a match of this length.
@@ -113,14 +119,13 @@ class Matches(Fading):
         out: list[float] = []
         survival, at = 1.0, 0
         for pool in range(now, len(FIRST)):
-            end = MOST_FOUND if pool == len(MATCH_EDGES) else min(MOST_FOUND, MATCH_EDGES[pool] - match)
+            end = _end_of(pool, match)
             pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
             pooled *= more
+            came, of = (0.0, 0.0) if own is None else (own.hits[pool], own.seen[pool])
+            of += ROW_WEIGHT
             for hit, had in zip(hits[at:end], seen[at:end], strict=True):
-                chance = (hit + pooled) / (had + more)
-                if own is not None:
-                    chance = (own.hits[pool] + ROW_WEIGHT * chance) / (own.seen[pool] + ROW_WEIGHT)
-                survival *= chance
+                survival *= (came + ROW_WEIGHT * (hit + pooled) / (had + more)) / of
                 if survival < least:
                     return out
                 out.append(survival)
@@ -160,6 +165,11 @@ def _choose_one(chances: Sequence[float], seconds: Sequence[float]) -> tuple[int
         if tokens > best * seconds[i]:
             best, count = tokens / seconds[i], i
     return count, best
+
+
+def _end_of(pool: int, match: int) -> int:
+    """Tokens of a draft after such a match until its tokens are those of the next pool."""
+    return MOST_FOUND if pool == len(MATCH_EDGES) else min(MOST_FOUND, MATCH_EDGES[pool] - match)
 
 
 def bin_of(match: int) -> int:

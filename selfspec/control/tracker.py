@@ -9,6 +9,7 @@ Counts over many texts are kept beside them, for the trackers of later texts to 
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -33,9 +34,9 @@ EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves 
 # Most observations per layer that a saved prior counts for, and that are saved again with what comes.
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
-HALF_LIVES = (RECENT, LASTING, OVERALL)
-_RATES = -1 / np.array(HALF_LIVES)[:, None, None, None]  # by which the three counts fade, in powers of two per token
+_RATES = -1 / np.array((RECENT, LASTING))[:, None, None, None]  # by which counts fade, in powers of two per token
 MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
+MOST_LATER = 4096  # observations that wait to be counted over all texts
 _bounds = np.array(CONFIDENCE_EDGES)
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
@@ -56,10 +57,16 @@ class Tracker:
 
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
-        self._size = 2 * (num_layers - 1) * NUM_BINS
-        self._cells = array("d", bytes(8 * len(HALF_LIVES) * self._size))
-        self._counts = np.frombuffer(self._cells).reshape(len(HALF_LIVES), *self._shape)  # the same memory
-        self._weights = (1.0,) * len(HALF_LIVES)  # of an observation now: counts are faded once per estimate
+        # Recent and lasting counts, [2, 2, L - 1, NUM_BINS], and the same memory for single ones: those are touched
+        # here and there between two rounds, arrays once per estimate.
+        self._cells = array("d", bytes(2 * 8 * math.prod(self._shape)))
+        self._counts = np.frombuffer(self._cells).reshape(2, *self._shape)
+        self._weights = 1.0, 1.0  # of an observation now
+        self._age = 0.0  # tokens emitted per row since they were last faded
+        self._overall = np.zeros(self._shape)
+        self._later: list[int] = []  # what is not counted there yet, and `_clock` then
+        self._later_at: list[float] = []
+        self._clock = self._overall_at = 0.0  # tokens emitted per row, ever, and when `_overall` was last faded
         self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # of offset and slope, [2, L - 1]
         self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
@@ -67,10 +74,9 @@ class Tracker:
         self._asked = 0
         self._draw_curves()
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
-        self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
-            for counts, most in zip(self._counts[1:], (PRIOR_SIZE, OVERALL_SIZE), strict=True):
-                counts[:] = read_prior(prior, num_layers, most)
+            self._counts[1] = read_prior(prior, num_layers)
+            self._overall += read_prior(prior, num_layers, OVERALL_SIZE)
             for _ in range(8):
                 self._fit()
 
@@ -89,8 +95,8 @@ class Tracker:
     @property
     def overall(self) -> Floats:
         """The same over many texts, for later trackers to start from."""
-        self._settle()
-        return self._counts[2]
+        self._count_later()
+        return self._overall
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
@@ -116,26 +122,36 @@ class Tracker:
 
     def _count(self, cells: Sequence[int]) -> None:
         """An observation each, by where it is counted among the recent ones."""
-        recent, lasting, overall = self._weights
-        counts, to_lasting, to_overall = self._cells, self._size, 2 * self._size
+        counts, lasting, (by_recent, by_lasting) = self._cells, len(self._cells) // 2, self._weights
         for cell in cells:
-            counts[cell] += recent
-            counts[cell + to_lasting] += lasting
-            counts[cell + to_overall] += overall
+            counts[cell] += by_recent
+            counts[cell + lasting] += by_lasting
+        self._later += cells
+        self._later_at += [self._clock] * len(cells)
+        if len(self._later) > MOST_LATER:
+            self._count_later()
+
+    def _count_later(self) -> None:
+        if not self._later:
+            return
+        weights = np.exp2((np.array(self._later_at) - self._clock) / OVERALL)
+        self._overall *= 2 ** ((self._overall_at - self._clock) / OVERALL)
+        self._overall += np.bincount(self._later, weights, self._overall.size).reshape(self._shape)
+        self._later, self._later_at, self._overall_at = [], [], self._clock
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
+        self._clock += tokens
         self._age += tokens
         if self._age > MOST_AGE:
             self._settle()
-        recent, lasting, overall = HALF_LIVES
-        self._weights = 2 ** (self._age / recent), 2 ** (self._age / lasting), 2 ** (self._age / overall)
+        self._weights = 2 ** (self._age / RECENT), 2 ** (self._age / LASTING)
 
     def _settle(self) -> None:
-        """Fade the counts, so that an observation now counts for 1."""
+        """Fade recent and lasting counts, so that an observation now counts for 1."""
         if self._age:
             self._counts *= np.exp2(self._age * _RATES)
-            self._age, self._weights = 0.0, (1.0,) * len(HALF_LIVES)
+            self._age, self._weights = 0.0, (1.0, 1.0)
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
@@ -145,7 +161,7 @@ class Tracker:
             self._fit()
         # [recent or lasting, rates or shares, L - 1, bins]: what is counted, and out of how many
         counted, of = np.empty((2, 2, *self._shape))
-        hits, misses = self._counts[:2, 0], self._counts[:2, 1]
+        hits, misses = self._counts[:, 0], self._counts[:, 1]
         counted[:, 0] = hits
         seen = np.add(hits, misses, out=counted[:, 1])
         of[:, 0] = seen

@@ -168,6 +168,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
+        self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
 
     @property
     def num_waiting(self) -> int:
@@ -306,6 +307,17 @@ class Engine:
 
     def _check(self, plan: Plan, rows: Sequence[Row]) -> None:
         """A draft beyond a row's room would be written into pages that are not the row's."""
+        if plan is not self._checked[0] or len(rows) != self._checked[1]:  # many rounds have the same one
+            self._check_plan(plan, rows)
+            self._checked = plan, len(rows)
+        if plan.exit_layer is None:
+            return
+        given, room = plan.draft_lengths, [row.room for row in rows]
+        if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
+            raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {[*given]}")
+
+    def _check_plan(self, plan: Plan, rows: Sequence[Row]) -> None:
+        """What does not change from round to round."""
         if plan.shadow is not None:
             layers, chosen = plan.shadow.layers, plan.shadow.rows
             between = [0, *layers, self.stack.num_layers]
@@ -325,14 +337,11 @@ class Engine:
             return
         if plan.trees is not None:
             check_trees(plan)
-        last, room = self.stack.num_layers - 1, [row.room for row in rows]
-        given = list(plan.draft_lengths)
-        if any(type(length) is not int for length in given):
-            given = [whole("a plan's draft length", length) for length in given]
+        last = self.stack.num_layers - 1
+        for length in plan.draft_lengths:
+            whole("a plan's draft length", length)
         if not LOOKUP <= plan.exit_layer <= last:
             raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
-        if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
-            raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {given}")
 
     def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
         """Whether an exit's draft was refused for a token that the plan's part of the vocabulary does not hold."""
