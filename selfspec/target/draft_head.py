@@ -25,6 +25,7 @@ from selfspec.target.packed import Packed
 from selfspec.target.quantized import is_dense
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
+ENOUGH = 0.98  # coverage of what is drafted over, beyond which they need not be: a head is a lot to copy
 MOST_NEW = 16384  # tokens kept before they are counted
 HALF_LIFE = 64.0  # written tokens after which one counts half in coverage
 SUPPOSED, SUPPOSED_WEIGHT = 0.8, 4.0  # coverage before any are written, and for how many of them that counts
@@ -93,7 +94,8 @@ class Frequencies:
                 self._part(size).count(tokens)
             self._counts.update(tokens)
             self._seen += len(tokens)
-            if self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4):
+            due = self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4)
+            if due and any(part.coverage < ENOUGH for part in self._parts.values()):
                 self._ranked, self._version = self._seen, self._version + 1
 
     def part(self, size: int) -> Part:
