@@ -12,9 +12,6 @@ SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
-    0.1,
-    1.0,
-)  # largest looks that are earned before the first one: where nothing is known, and where there is a prior
 
 
 class Looks:
