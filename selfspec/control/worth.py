@@ -14,7 +14,8 @@ from selfspec.control.tracker import Floats
 
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
-_LENGTHS = np.arange(1.0, MOST + 1)
+CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end
+_LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
 Ints = NDArray[np.signedinteger[Any]]
 Way = tuple[float, bool]  # of drafting: over which share of the vocabulary, and whether by copies
 WHOLE: Way = (1.0, False)
@@ -23,9 +24,9 @@ WHOLE: Way = (1.0, False)
 class Worth:
     """Costs of a round of `num_rows` rows, the longest of `context` tokens, in arrays, and what they say of drafts.
 
-    One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, at most `MOST` tokens,
-    each token independently of those before it; it stops after the first token below. Several rows are taken to stop
-    together, after a number of tokens.
+    One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, and at most for a number
+    of tokens, each independently of those before it; it stops after the first token below. Several rows are taken to
+    stop together, after a number of tokens.
 
     Args:
         copies: whether they may draft, where there are costs of them.
@@ -102,7 +103,8 @@ class Worth:
     ) -> tuple[Floats, Floats]:
         """(tokens per second of all rows `[ways, L - 1, stops]`, drafted tokens per row `[L - 1, stops]`).
 
-        Of one row, the stops are to end below each bin; of several, after each number of tokens.
+        Of one row, the stops are to end below each bin or after some number of tokens, whichever comes first, since
+        some models are as sure of every token; of several, after each number of tokens.
 
         Args:
             coverages: of each way, by what `right` is multiplied; none: by 1.
@@ -122,13 +124,13 @@ class Worth:
             return self.num_rows * kept / (step * _LENGTHS + begin + seconds[:, :, VERIFY + 1 :]), drafted
         # P(a token lies above the bound), P(it does, and is right)
         above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
-        lengths = (1 - above**MOST) / (1 - above)
-        drafted = lengths[0]
+        expected = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(len(above), len(share), -1)
+        drafted, kept = expected[0], expected[1:]
         low = np.minimum(drafted, MOST - 1).astype(np.int64)
         at, flat = low + begins, seconds.reshape(-1)
         verifying = flat.take(at)
         verifying += (drafted - low) * (flat.take(at + 1) - verifying)
-        return (1 + above[1:, :, :1] * lengths[1:]) / (drafted * step + begin + verifying), drafted
+        return (1 + above[1:, :, :1] * kept) / (drafted * step + begin + verifying), drafted
 
     def limits(self) -> Floats:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
@@ -136,7 +138,7 @@ class Worth:
         limits = self._limits((1.0 if by_copies else share, False))
         if self._has_copies:
             half = deepest_copy(self._costs.num_layers)
-            limits[:half] = np.maximum(limits[:half], self._limits((1.0, True))[:half])
+            limits[:half] = np.maximum(limits[:half], self._limits((share, True))[:half])
         return self.num_rows * limits
 
     def _limits(self, way: Way) -> Floats:
