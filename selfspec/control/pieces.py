@@ -13,8 +13,8 @@ from selfspec.control.tracker import Floats
 MOST = 18  # longest draft considered
 MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
-STEP, BEGIN, VERIFY = 0, 1, 2  # columns of a table: see `Pieces.table`; the last and those after it are one thing
-WIDTH = VERIFY + MOST + 1
+STEP, ROUNDS = 0, 1  # columns of a table, see `Pieces.table`
+WIDTH = ROUNDS + MOST + 1
 
 
 class Pieces:
@@ -32,10 +32,9 @@ class Pieces:
         return costs.remembered(("pieces", num_rows), lambda: cls(costs, num_rows))
 
     def table(self, copies: bool) -> Floats:
-        """`[8, (L - 1) * WIDTH]`: of each coefficient, for every exit layer, three things in `WIDTH` columns.
+        """`[8, (L - 1) * WIDTH]`: of each coefficient, for every exit layer, seconds in `WIDTH` columns.
 
-        `STEP`: one more drafted token per row, without its verification. `BEGIN`: what the round's first early pass
-        takes beside, and the one that feeds the last token. `VERIFY` and on: everything else of a round, by drafted
+        `STEP`: one more drafted token per row, without its verification. `ROUNDS` and on: whole rounds, by drafted
         tokens per row.
 
         Args:
@@ -56,15 +55,17 @@ class Pieces:
         tokens = [rows * width for width in range(1, MOST + 2)]
         one_layer = np.array([costs.verify(costs.num_layers - 1, rows, n) for n in tokens])
         verifying = exits * 0 + costs.num_layers if copies else costs.num_layers - exits
+        passes = np.arange(MOST + 1) + (not copies)  # by drafted tokens
         table = np.zeros((8, len(exits), WIDTH))
-        step, begin, verify = table[:, :, STEP : STEP + 1], table[:, :, BEGIN : BEGIN + 1], table[:, :, VERIFY:]
-        verify[0] = verifying * one_layer + np.array([costs.head(n) for n in tokens]) + costs.rest(rows)
-        verify[1] = [costs.pick(n) for n in tokens]
-        step[2], begin[2] = early, first - early if copies else first
-        step[3], begin[3] = exits, 0 if copies else exits
-        verify[4] = verifying
-        step[5], step[6] = (costs.copies or costs if copies else costs).head(rows), costs.pick(rows)
-        verify[7] = 1
+        step, rounds = table[:, :, STEP : STEP + 1], table[:, :, ROUNDS:]
+        rounds[0] = verifying * one_layer + np.array([costs.head(n) for n in tokens]) + costs.rest(rows)
+        rounds[1] = [costs.pick(n) for n in tokens]
+        step[2], rounds[2] = early, passes * early + first - early
+        step[3], rounds[3] = exits, passes * exits
+        rounds[4] = verifying
+        step[5:7, :, 0] = [[(costs.copies or costs if copies else costs).head(rows)], [costs.pick(rows)]]
+        rounds[5:7] = step[5:7] * np.arange(MOST + 1)
+        rounds[7] = 1
         return table.reshape(8, -1)
 
     @cached_property

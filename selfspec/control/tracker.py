@@ -34,7 +34,6 @@ EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves 
 # Most observations per layer that a saved prior counts for, and that are saved again with what comes.
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
-_RATES = -1 / np.array((RECENT, LASTING))[:, None, None, None]  # by which counts fade, in powers of two per token
 MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
 MOST_LATER = 4096  # observations that wait to be counted over all texts
 _bounds = np.array(CONFIDENCE_EDGES)
@@ -101,13 +100,9 @@ class Tracker:
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
         line = (layer - 1) * NUM_BINS
-        miss = line + self._shape[1] * NUM_BINS
-        self._count(
-            [
-                (line if hit else miss) + bisect_right(CONFIDENCE_EDGES, confidence)
-                for hit, confidence in zip(hits, confidences, strict=True)
-            ]
-        )
+        lines = line + self._shape[1] * NUM_BINS, line  # of misses, and of hits
+        pairs = zip(hits, confidences, strict=True)
+        self._count([lines[hit] + bisect_right(CONFIDENCE_EDGES, confidence) for hit, confidence in pairs])
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -150,7 +145,8 @@ class Tracker:
     def _settle(self) -> None:
         """Fade recent and lasting counts, so that an observation now counts for 1."""
         if self._age:
-            self._counts *= np.exp2(self._age * _RATES)
+            self._counts[0] *= 2 ** (-self._age / RECENT)
+            self._counts[1] *= 2 ** (-self._age / LASTING)
             self._age, self._weights = 0.0, (1.0, 1.0)
 
     def estimates(self) -> tuple[Floats, Floats]:

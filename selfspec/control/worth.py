@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.pieces import BEGIN, LOOKUP_GRID, MOST, STEP, VERIFY, WIDTH, Pieces, coefficients
+from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Pieces, coefficients
 from selfspec.control.tracker import Floats
 
 MOST_GUESSES = 7  # checked by an early pass
@@ -86,13 +86,13 @@ class Worth:
         self._line_for = 0
 
     def _priced(self, ways: tuple[Way, ...]) -> tuple[Floats, Ints]:
-        """`[ways, L - 1, WIDTH]`: seconds as in `Pieces.table`; and `[ways, L - 1, 1]`: where its `VERIFY` begin."""
+        """`[ways, L - 1, WIDTH]`: seconds as in `Pieces.table`; and `[ways, L - 1, 1]`: where its `ROUNDS` begin."""
         if ways not in self._known:
             seconds = np.empty((len(ways), (self._costs.num_layers - 1) * WIDTH))
             for line, (share, copies) in zip(seconds, ways, strict=True):
                 by = coefficients(self._pick, self._passes[copies], share, self._more, self._deciding)
                 np.dot(by, self._pieces.table(copies), out=line)
-            begins = np.arange(VERIFY, seconds.size, WIDTH).reshape(len(ways), -1, 1)
+            begins = np.arange(ROUNDS, seconds.size, WIDTH).reshape(len(ways), -1, 1)
             priced = seconds.reshape(len(ways), -1, WIDTH)
             self._known[ways] = priced, begins
             self._by_way |= zip(ways, priced, strict=True)
@@ -110,7 +110,6 @@ class Worth:
             coverages: of each way, by what `right` is multiplied; none: by 1.
         """
         seconds, begins = self._priced(tuple(ways))
-        step, begin = seconds[:, :, STEP : STEP + 1], seconds[:, :, BEGIN : BEGIN + 1]
         likely = np.empty((1 + (len(coverages) or 1), *share.shape))
         likely[0] = share
         np.multiply(right, share, out=likely[1])
@@ -121,16 +120,16 @@ class Worth:
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
             drafted = np.empty(kept.shape[1:])
             drafted[:] = _LENGTHS
-            return self.num_rows * kept / (step * _LENGTHS + begin + seconds[:, :, VERIFY + 1 :]), drafted
+            return self.num_rows * kept / seconds[:, :, ROUNDS + 1 :], drafted
         # P(a token lies above the bound), P(it does, and is right)
         above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
         expected = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(len(above), len(share), -1)
         drafted, kept = expected[0], expected[1:]
-        low = np.minimum(drafted, MOST - 1).astype(np.int64)
+        low = drafted.astype(np.int64)  # below `MOST`
         at, flat = low + begins, seconds.reshape(-1)
-        verifying = flat.take(at)
-        verifying += (drafted - low) * (flat.take(at + 1) - verifying)
-        return (1 + above[1:, :, :1] * kept) / (drafted * step + begin + verifying), drafted
+        rounds = flat.take(at)
+        rounds += (drafted - low) * (flat.take(at + 1) - rounds)
+        return (1 + above[1:, :, :1] * kept) / rounds, drafted
 
     def limits(self) -> Floats:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
@@ -143,8 +142,7 @@ class Worth:
 
     def _limits(self, way: Way) -> Floats:
         [seconds], _ = self._priced((way,))
-        rounds = seconds[:, STEP : STEP + 1] * _LENGTHS + seconds[:, BEGIN : BEGIN + 1] + seconds[:, VERIFY + 1 :]
-        return np.maximum.reduce((1 + _LENGTHS) / rounds, 1)
+        return np.maximum.reduce((1 + _LENGTHS) / seconds[:, ROUNDS + 1 :], 1)
 
     def _of(self, exit_layer: int) -> list[float]:
         """Seconds of one exit layer, as in `Pieces.table`, in the way of drafting that is taken on."""
@@ -175,25 +173,20 @@ class Worth:
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""
-        line = self._of(exit_layer)
-        step, begin = line[STEP], line[BEGIN]
-        return [n * step + begin + verify for n, verify in enumerate(line[VERIFY:])]
+        return self._of(exit_layer)[ROUNDS:]
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""
-        return (self._of(exit_layer)[STEP] + self._wider_by_one(exit_layer, drafted)) / self.num_rows
-
-    def _wider_by_one(self, exit_layer: int, drafted: float) -> float:
-        """Seconds that verification takes longer for one more token of every row."""
-        at, line = VERIFY + min(int(drafted), MOST - 2), self._of(exit_layer)
-        return (line[at + 2] - line[at]) / 2
+        at, line = ROUNDS + min(int(drafted), MOST - 2), self._of(exit_layer)
+        return (line[at + 2] - line[at]) / 2 / self.num_rows
 
     def beside(self, exit_layer: int, drafted: float) -> tuple[float, float]:
         """Seconds that drafting tokens beside the others adds to a round of about `drafted` per row: at all, and each.
 
         The last pass becomes wider, and verification.
         """
-        costs, rows, wider = self._costs, self.num_rows, self._wider_by_one(exit_layer, drafted) / self.num_rows
+        costs, rows = self._costs, self.num_rows
+        wider = self.one_more(exit_layer, drafted) - self._of(exit_layer)[STEP] / rows  # verification, for each
         if self._way[1]:  # copies need not read what is verified
             return 0.0, wider
         narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n) for n in (0, 1, 5))
