@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from selfspec.control.fading import Passed
 from selfspec.control.growth import Grown, Ranks, grow
 from selfspec.control.matches import MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
@@ -25,12 +26,13 @@ class Finder:
     """
 
     def __init__(self, most: int | None = None, drafts: Sequence[str] = DEFAULT_DRAFTS) -> None:
-        self.matches, self.stored, self.ranks = Matches(), Matches(), Ranks()
+        self._passed = passed = Passed()
+        self.matches, self.stored, self.ranks = Matches(passed), Matches(passed), Ranks(passed)
         self._looks_up, self.recycles = "lookup" in drafts, "recycle" in drafts
         self.branches = "tree" in drafts or self.recycles
         self._is_tree = "tree" in drafts
         self._most = MOST_FOUND if most is None else min(most, MOST_FOUND)
-        self._trusts = [Trust() for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
+        self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
         self.chains: list[list[float]] = []
@@ -120,12 +122,9 @@ class Finder:
             if looked.ranks:
                 self.ranks.add(looked.ranks)
         alive = [outcome.request_id for outcome in outcomes]
+        self.matches.keep_rows(alive)
+        self.stored.keep_rows(alive)
         tokens = emitted / max(1, len(outcomes))
-        for kind in (self.matches, self.stored):
-            kind.keep_rows(alive)
-            kind.pass_time(tokens)
-        self.ranks.pass_time(tokens)
-        for trust in self._trusts:
-            trust.pass_time(tokens)
+        self._passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))

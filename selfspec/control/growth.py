@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-from selfspec.control.fading import Fading
+from selfspec.control.fading import Fading, Passed
 from selfspec.control.plan import Guesses, TokenTree
 
 NUM_RANKS = 8  # candidates told apart by their rank
@@ -23,8 +23,8 @@ MOST_NODES = 32  # beside the chain
 class Ranks(Fading):
     """How often the candidate of each rank is right, by kind, where there is no chain and where the chain is wrong."""
 
-    def __init__(self) -> None:
-        super().__init__(HALF_LIFE)
+    def __init__(self, passed: Passed | None = None) -> None:
+        super().__init__(HALF_LIFE, passed)
         self._hits = [[0.0] * NUM_RANKS for _ in range(2 * NUM_KINDS)]
         self._seen = [0.0] * (2 * NUM_KINDS)
         self._rates: list[list[float]] | None = None

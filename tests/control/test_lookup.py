@@ -64,7 +64,7 @@ def test_the_chances_along_a_draft_fall_and_are_chances(seen, match):
     matches = Matches()
     for looked, tokens in seen:
         matches.add(looked)
-        matches.pass_time(tokens)
+        matches.passed.tokens += tokens
     chances = matches.survivals(match)
     assert all(0 < later <= sooner <= 1 for sooner, later in zip([1.0, *chances], chances, strict=False))
 
@@ -95,7 +95,7 @@ def test_older_observations_fade():
     for _ in range(50):
         matches.add(Looked(3, 9, 9))
     for _ in range(30):
-        matches.pass_time(300.0)
+        matches.passed.tokens += 300.0
     for _ in range(3):
         matches.add(Looked(3, 9, 0), 1)
     assert matches.survivals(3)[0] < 0.35
