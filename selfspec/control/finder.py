@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from selfspec.control.fading import Passed
-from selfspec.control.growth import Grown, Ranks, grow
+from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.matches import MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
 from selfspec.control.reading import FEW
@@ -53,7 +53,10 @@ class Finder:
         self._trust = self._trusts[bisect_right(STRENGTHS, longest)]
         if not self._could_pay(chains, seconds, usual, branches):
             return None
-        grown = [self._grow(row, chances) if branches else None for row, chances in zip(rows, chains, strict=True)]
+        least = (
+            max(LEAST, usual * worth.least_lookup / self._trust.ratio) if branches else 1.0
+        )  # no round has less likely
+        grown = [self._grow(row, one, least) if branches else None for row, one in zip(rows, chains, strict=True)]
         offers = [
             chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
             for row, chances, one in zip(rows, chains, grown, strict=True)
@@ -100,12 +103,18 @@ class Finder:
         likely = self.ranks.likeliest(self._is_tree)
         return likely > 0 and ratio * sum([1 / (1 - min(max(first, likely), SURE)) for first in firsts]) > enough
 
-    def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
-        """A tree or chain for a row; None where the chain alone will do."""
+    def _grow(self, row: RowState, chances: Sequence[float], least: float) -> Grown | None:
+        """A tree or chain for a row; None where the chain alone will do, since the others are less likely than `least`.
+
+        Unless candidates are recalled, there are none but for the next token.
+        """
         if row.guesses is None:
             return None
-        if not row.guesses.recalls and not row.guesses.first_candidates()[1]:
-            return None
+        if not row.guesses.recalls:
+            if chances and (1 - chances[0]) * self.ranks.beside < least:
+                return None
+            if not row.guesses.first_candidates()[1]:
+                return None
         grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
         return grown if len(grown.chances) > len(chances) else None
 

@@ -29,6 +29,7 @@ class Ranks(Fading):
         self._seen = [0.0] * (2 * NUM_KINDS)
         self._rates: list[list[float]] | None = None
         self._likeliest = 0.0, 0.0  # see `likeliest`
+        self._beside = 0.0  # see `beside`
 
     def _divide(self, by: float) -> None:
         self._hits = [[count / by for count in line] for line in self._hits]
@@ -57,6 +58,7 @@ class Ranks(Fading):
                 self._rates.append([*accumulate(rates, min)])
             lines = self._rates[::2]
             self._likeliest = max([line[0] for line in lines]), max([sum(line) for line in lines])
+            self._beside = max([line[0] for line in self._rates[1::2]])
         return self._rates
 
     def likeliest(self, is_tree: bool) -> float:
@@ -64,6 +66,13 @@ class Ranks(Fading):
         if self._rates is None:
             _ = self.rates
         return self._likeliest[is_tree]
+
+    @property
+    def beside(self) -> float:
+        """How often a candidate is right where the chain is wrong, at most."""
+        if self._rates is None:
+            _ = self.rates
+        return self._beside
 
 
 class Grown(NamedTuple):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from selfspec.control.fading import Fading, Passed
 
-BELIEVED, HALF_LIFE = (
-    20.0,
-    60.0,
-)  # tokens a forecast is believed for beside what came true; after which that counts half
+BELIEVED = 20.0  # tokens that a forecast is believed for beside what came true
+HALF_LIFE = 60.0  # after which that counts half
 
 
 class Trust(Fading):
