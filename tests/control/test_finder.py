@@ -15,6 +15,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.finder import Finder
 from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, check_trees
+from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import Free, found
 from tests.control.test_adaptive import LAYERS, traces
@@ -114,13 +115,15 @@ class AsksAlways(Finder):
 
 
 def test_branches_that_are_not_looked_for_would_not_have_been_drafted():
-    have_branches = set()
+    have_branches, costs = set(), made_up_costs(LAYERS)
+    each = 0.05 * costs.plain_round(1)  # a token's picks: not every likely branch is worth it
+    worth = Worth(replace(costs, pick=Table.of({n: n * each for n in (1, 256)}), _known={}), 1)
     for right, rank, usual in product(range(9), range(3), (0.5, 1.0, 1.5, 2.0, 3.0)):
         plans = []
         for finder in (Finder(), AsksAlways()):
             tell(finder, *[Looked(2, 9, 9 * (n < right)) for n in range(8)], Looked(2, 9, 0, ranks=((2, True, rank),)))
-            row = found(2, first=[3, 4]), 100
-            plans.append(plan_of(finder, row, usual=usual / worth_of(1).plain_seconds))
+            row = RowState(0, 50, 100, found(2, first=[3, 4]))
+            plans.append(finder.plan([row], worth, usual / worth.plain_seconds))
         plan, always = plans
         assert plan == always
         if plan is not None:
