@@ -12,6 +12,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -149,6 +150,7 @@ def _synthetic(options: argparse.Namespace, record: dict[str, Any], say: Any) ->
         whole, small = Fixed(exit_layer, length), Fixed(exit_layer, length, draft_vocab=FREQUENT)
         ours.append(decoding.Ours(target, f"fixed, {exit_layer} layers, {length} tokens", whole))
         ours.append(decoding.Ours(target, f"{length} over {FREQUENT} of the vocabulary", small))
+        ours.append(decoding.Ours(target, f"{length} by copies in 8 bits, over as many", replace(small, draft_bits=8)))
     with TemporaryDirectory() as folder:
         rivals: list[Any] = []
         if options.llama_python:

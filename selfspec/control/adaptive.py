@@ -71,7 +71,7 @@ class Adaptive:
         self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
         self._favour = favour_of(costs.num_layers)
         self._cascades = "cascade" in drafts
-        self._looks = Looks(costs)
+        self._looks = Looks(costs, self._has_prior)
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         self._worth: Worth | None = None
         self._worth_for = (0, 0)  # rows, and steps of context of the longest

@@ -144,9 +144,8 @@ class Costs:
                 if widths
                 else self._by_layers(exit_layer, lengths, context, beside)
             )
-            head, pick = draft_share * head, draft_share * pick
             verify = self.verify(exit_layer, rows, tokens, context)
-        head, pick = head + self.head(tokens), pick + self.pick(tokens)
+        head, pick = draft_share * head + self.head(tokens), draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def _by_layers(

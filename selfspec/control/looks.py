@@ -11,15 +11,20 @@ from selfspec.control.plan import Seconds, ShadowPlan
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
+OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
 
 
 class Looks:
-    """An account in seconds, which a share of the decoded time is paid into, and shadow picks are paid from."""
+    """An account in seconds, which a share of the decoded time is paid into, and shadow picks are paid from.
 
-    def __init__(self, costs: Costs) -> None:
+    Args:
+        has_prior: whether earlier texts have told of the layers already.
+    """
+
+    def __init__(self, costs: Costs, has_prior: bool) -> None:
         self._costs = costs
-        self._credit = 0.0  # seconds that shadow picks may still take
         self._most = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
+        self._credit = -OWED[has_prior] * self._most  # seconds that shadow picks may still take
         self._turn = 0  # whose turn it is to be looked at in a large batch
 
     @property

@@ -62,12 +62,11 @@ class Parts:
     """The layers and the whole vocabulary; copies; parts of the vocabulary where the head costs more than a layer."""
 
     def __init__(self, costs: Costs, vocabulary: Vocabulary | None = None, copies: bool = False) -> None:
-        self._vocabulary, self._sizes = vocabulary, list[int]()
-        copied = Part(None, 1.0, 1.0, 8, deepest_copy(costs.num_layers))
-        self._whole = [WHOLE, copied] if copies and costs.copies is not None else [WHOLE]
-        if vocabulary is not None and costs.head(1) > costs.early_pass(1, 1):
-            sizes = [vocabulary.vocab_size // divisor for divisor in DIVISORS]
-            self._sizes = [size for size in sizes if size >= LEAST]
+        self._vocabulary = vocabulary
+        self._whole = [WHOLE]
+        if copies and costs.copies is not None:
+            self._whole.append(Part(None, 1.0, 1.0, 8, deepest_copy(costs.num_layers)))
+        self._ways = [way for way in self._whole if vocabulary is not None and _has_dear_head(costs, way)]
 
     def now(self, is_whole: bool = False) -> Sequence[Part]:
         """Those to choose from, as they cover the text now; `is_whole`: the layers and the whole vocabulary alone."""
@@ -78,9 +77,19 @@ class Parts:
         return 1.0 if size is None or self._vocabulary is None else size / self._vocabulary.vocab_size
 
     def _of_sizes(self) -> Iterator[Part]:
-        if self._vocabulary is not None:
-            for size in self._sizes:
-                yield Part(size, self.share(size), self._vocabulary.coverage(size))
+        if self._vocabulary is not None and self._ways:
+            for size in [self._vocabulary.vocab_size // divisor for divisor in DIVISORS]:
+                if size >= LEAST:
+                    part = Part(size, self.share(size), self._vocabulary.coverage(size))
+                    yield from (part._replace(bits=way.bits, deepest=way.deepest) for way in self._ways)
+
+
+def _has_dear_head(costs: Costs, way: Part) -> bool:
+    """Whether its head takes longer than a layer."""
+    copies = way.bits is not None
+    return (costs.copies if copies and costs.copies is not None else costs).head(1) > costs.early_pass(
+        1, 1, copies=copies
+    )
 
 
 def choose(

@@ -17,7 +17,8 @@ MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens ar
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
-_LENGTHS = np.arange(1.0, MOST + 1)
+CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end
+_LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
 
 
 @dataclass
@@ -48,9 +49,9 @@ class Priced:
 class Worth:
     """Costs of a round of `num_rows` rows, the longest of `context` tokens, in arrays, and what they say of drafts.
 
-    One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, at most `MOST` tokens,
-    each token independently of those before it; it stops after the first token below. Several rows are taken to stop
-    together, after a number of tokens.
+    One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, and at most for a number
+    of tokens, each independently of those before it; it stops after the first token below. Several rows are taken to
+    stop together, after a number of tokens.
     """
 
     def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT) -> None:
@@ -141,7 +142,8 @@ class Worth:
     def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
 
-        Of one row, the ways are to stop below each bin; of several, after each number of tokens.
+        Of one row, the ways are to stop below each bin or after some number of tokens, whichever comes first, since
+        some models are as sure of every token; of several, after each number of tokens.
         """
         if self.num_rows > 1:
             acceptance = (right * share).sum(1, keepdims=True)
@@ -152,7 +154,8 @@ class Worth:
         np.multiply(right, share, out=above[1])
         # P(a token lies above the bound), P(it does, and is right)
         above = np.minimum(np.add.accumulate(above[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
-        drafted, kept = (1 - above**MOST) / (1 - above)
+        expected = (1 - above[..., None] ** _CAPS) / (1 - above[..., None])
+        drafted, kept = expected.reshape(2, len(share), -1)
         low = np.minimum(drafted.astype(np.int64), MOST - 1)
         now = self._now
         at, verify = low + self._lines, now.verify.reshape(-1)
@@ -164,8 +167,8 @@ class Worth:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
         limits = self._priced(1.0 if self._copies else self._part, False).limits
         if self._has_copies:
-            half = deepest_copy(self._costs.num_layers)
-            limits = np.concatenate((np.maximum(limits[:half], self._priced(1.0, True).limits[:half]), limits[half:]))
+            half, copied = deepest_copy(self._costs.num_layers), self._priced(self._part, True).limits
+            limits = np.concatenate((np.maximum(limits[:half], copied[:half]), limits[half:]))
         return self.num_rows * limits
 
     def lookups(self) -> list[float]:

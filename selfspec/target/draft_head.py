@@ -25,6 +25,7 @@ from selfspec.target.packed import Packed
 from selfspec.target.quantized import is_dense
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
+ENOUGH = 0.98  # coverage of what is drafted over, beyond which they need not be: a head is a lot to copy
 MOST_NEW = 16384  # tokens kept before they are counted
 HALF_LIFE = 64.0  # written tokens after which one counts half in coverage
 SUPPOSED, SUPPOSED_WEIGHT = 0.8, 4.0  # coverage before any are written, and for how many of them that counts
@@ -93,7 +94,8 @@ class Frequencies:
                 self._part(size).count(tokens)
             self._counts.update(tokens)
             self._seen += len(tokens)
-            if self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4):
+            due = self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4)
+            if due and any(part.coverage < ENOUGH for part in self._parts.values()):
                 self._ranked, self._version = self._seen, self._version + 1
 
     def part(self, size: int) -> Part:
@@ -130,8 +132,14 @@ class Subset(NamedTuple):
 
     tokens: Tensor  # int64 [size], ascending
     linear: Linear  # copies
-    packed: Packed | None  # where the compiled body runs
     made_of: tuple[int, int]  # the ranks' version and the head's, when it was made
+    made: dict[type[Packed], Packed]  # what the compiled body reads, as far as it was asked for
+
+    def packed(self, kind: type[Packed]) -> Packed:
+        """The same weights as the compiled body reads them."""
+        if kind not in self.made:
+            self.made[kind] = kind([self.linear], Room())
+        return self.made[kind]
 
 
 class DraftHead(nn.Module):
@@ -152,23 +160,23 @@ class DraftHead(nn.Module):
         plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
         return cls(head, linear, names[0]) if plain else None
 
-    def subset(self, size: int, frequencies: Frequencies, packs: bool) -> Subset:
+    def subset(self, size: int, frequencies: Frequencies) -> Subset:
         """The most frequent tokens as ranked now, with the head's weights as they are now."""
         linear, known = self._linear[0], self._subsets.get(size)
         edits = 0 if linear.weight.is_inference() else linear.weight._version
         made_of = (frequencies.version, edits)
-        if known is None or known.made_of != made_of or (known.packed is not None) != packs:
+        if known is None or known.made_of != made_of:
             tokens = frequencies.part(size).tokens.to(linear.weight.device)
             with torch.inference_mode(False), torch.no_grad():
                 bias = linear._parameters["bias"]
                 rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
-            known = self._subsets[size] = Subset(tokens, rows, Packed([rows], Room()) if packs else None, made_of)
+            known = self._subsets[size] = Subset(tokens, rows, made_of, {})
         return known
 
     def logits(self, hidden: Tensor, subset: Subset, normed: Any, body: LeanBody | None) -> Tensor:
         """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` before the final norm."""
-        if isinstance(body, CompiledBody) and subset.packed is not None:
-            return body.product(subset.packed, hidden, norm=True)
+        if isinstance(body, CompiledBody):
+            return body.product(subset.packed(Packed), hidden, norm=True)
         if body is not None:
             return F.linear(normed(hidden), *subset.linear).float()
         self._call.linear = subset.linear

@@ -19,6 +19,7 @@ from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.lean import LeanBody
 from selfspec.target.packed import Packed
 from selfspec.target.ranks import ranks_of
+from selfspec.target.rounded import Rounded
 from selfspec.target.shortlist import sample_of, short_head
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
@@ -205,7 +206,7 @@ class Stack:
         heads = self.exit_heads
         if heads is not None:
             hidden = heads(hidden, exit_layer)
-        subset = self._draft_head.subset(size, self.frequencies, self.engine == "compiled")
+        subset = self._draft_head.subset(size, self.frequencies)
         return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
 
     def packed_head(
@@ -213,18 +214,18 @@ class Stack:
     ) -> tuple[Packed, Tensor | None] | None:
         """What a compiled draft picks from: weights and the `size` tokens they are of, None for all of the vocabulary.
 
-        None where layers are not compiled, or their hidden states go through an exit head first. `rounded`, it is of
-        the whole vocabulary.
+        None where layers are not compiled, or their hidden states go through an exit head first.
+
+        Args:
+            rounded: weights in 8 bits.
         """
         heads = self.exit_heads
         if not isinstance(self.lean, CompiledBody) or (heads is not None and exit_layer in heads.layers):
             return None
-        if rounded:
-            return self.lean.rounded.head, None
         if size is None or self._draft_head is None or size >= self.vocab_size:
-            return self.lean.packed_head, None
-        subset = self._draft_head.subset(size, self.frequencies, True)
-        return None if subset.packed is None else (subset.packed, subset.tokens)
+            return self.lean.rounded.head if rounded else self.lean.packed_head, None
+        subset = self._draft_head.subset(size, self.frequencies)
+        return subset.packed(Rounded if rounded else Packed), subset.tokens
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""

@@ -16,7 +16,7 @@ from selfspec.control.decision import favour_of
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
 from selfspec.control.tracker import Tracker
-from selfspec.control.worth import MOST, Worth
+from selfspec.control.worth import CAPS, MOST, Worth
 from tests.eval.replays import made_up_costs, trace_of
 
 LAYERS = 8
@@ -196,8 +196,8 @@ def test_rows_draft_on_together_while_their_mean_survival_pays():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(0, NUM_BINS - 1), st.integers(1, LAYERS - 1))
-def test_the_worth_of_stopping_below_a_bin_is_what_adding_up_all_drafts_gives(seed, bin_, exit_layer):
+@given(st.integers(0, 10_000), st.integers(0, NUM_BINS - 1), st.integers(1, LAYERS - 1), st.sampled_from([*CAPS]))
+def test_the_worth_of_a_way_to_stop_is_what_adding_up_all_drafts_gives(seed, bin_, exit_layer, cap):
     rng = np.random.default_rng(seed)
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
@@ -205,16 +205,17 @@ def test_the_worth_of_stopping_below_a_bin_is_what_adding_up_all_drafts_gives(se
     rates, drafted = Worth(costs, 1).rates(right, share)
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     chance, expected, kept = 1.0, 0.0, 0.0
-    for length in range(1, MOST + 1):  # the chance that a draft has this many tokens, and that so many are right
-        chance_here = chance * (1 - on if length < MOST else 1.0)
+    for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right
+        chance_here = chance * (1 - on if length < cap else 1.0)
         expected += length * chance_here
         kept += also_right ** (length - 1) * (share * right)[line].sum()
         chance *= on
-    assert drafted[line, bin_] == pytest.approx(expected, rel=1e-4)
+    way = bin_ * len(CAPS) + CAPS.index(cap)
+    assert drafted[line, way] == pytest.approx(expected, rel=1e-4)
     low, part = int(expected), expected - int(expected)
     fixed = [costs.round(exit_layer, [n]) for n in (low, min(low + 1, MOST))] if low else None
     if fixed is not None:
-        assert (1 + kept) / rates[line, bin_] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
+        assert (1 + kept) / rates[line, way] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
 
 
 def test_a_prior_of_the_same_model_is_where_it_starts():

@@ -210,14 +210,29 @@ def test_copies_are_of_no_more_than_half_of_the_layers():
     assert (chosen.part.bits, chosen.exit_layer) == (8, LAYERS // 2)
 
 
+def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear():
+    def ways(head):
+        costs = with_copies(made_up_costs(LAYERS, head=head), 4.0)
+        return [part.way for part in Parts(costs, Text(s16384=1.0), copies=True).now()]
+
+    assert ways(2e-4) == [(None, None), (None, 8)]
+    assert ways(DEAR) == [(None, None), (None, 8), (16384, None), (16384, 8), (32768, None), (32768, 8)]
+    policy = Adaptive(with_copies(made_up_costs(LAYERS, head=DEAR), 4.0), good_layers(), drafts=["exit", "copies"])
+    policy.tell_copies(True)
+    policy.tell_vocabulary(Text(s16384=0.99))
+    plan = policy.plan([RowState(0, 40, 100)])
+    assert (plan.exit_layer, plan.draft_vocab, plan.draft_bits) == (2, 16384, 8)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
-def test_worth_and_costs_agree_on_rounds_that_copies_draft_in(rows):
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_worth_and_costs_agree_on_rounds_that_copies_draft_in(rows, share):
     costs = with_copies(made_up_costs(LAYERS), 3.0)
-    worth = Worth(costs, rows, 300)
-    worth.draft_by(1.0, True)
+    worth, how = Worth(costs, rows, 300), {"copies": True, "draft_share": share}
+    worth.draft_by(share, True)
     for drafted in (1, 5, MOST):
-        assert worth.rounds(3)[drafted] == pytest.approx(costs.round(3, [drafted] * rows, 300, copies=True))
-    limit = max(rows * (1 + n) / costs.round(3, [n] * rows, 300, copies=True) for n in range(1, MOST + 1))
+        assert worth.rounds(3)[drafted] == pytest.approx(costs.round(3, [drafted] * rows, 300, **how))
+    limit = max(rows * (1 + n) / costs.round(3, [n] * rows, 300, **how) for n in range(1, MOST + 1))
     assert worth.limits()[2] >= limit * (1 - 1e-9)
 
 

@@ -19,7 +19,7 @@ from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling, Subset, pick, pick_surely, scored
 from selfspec.decoding.request import Request
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.draft_head import AT_LEAST, SUPPOSED, Frequencies
+from selfspec.target.draft_head import AT_LEAST, ENOUGH, SUPPOSED, Frequencies
 from selfspec.target.exit_heads import ExitHeads
 from tests.decoding.test_adaptive_lossless import where_drafts_pay
 from tests.decoding.test_greedy import check_equals_generate
@@ -124,8 +124,24 @@ def test_ranks_begin_with_low_ids_and_follow_what_is_seen():
     assert seen.version == 0
     assert seen.top(4).tolist() == [0, 1, 500, 900]
     seen.add([7] * AT_LEAST)
-    assert seen.version == 1
+    assert seen.version == 0  # nobody drafts over a part
     assert seen.top(2).tolist() == [7, 500]
+
+
+def test_ranks_are_learned_anew_while_a_part_misses_tokens():
+    seen, tokens = Frequencies(1000), [*range(40)]
+    assert seen.coverage(40) == SUPPOSED
+    seen.add([7] * AT_LEAST)
+    assert seen.version == 1
+    seen.add(tokens * 2, written=True)
+    version = seen.version
+    assert seen.coverage(40) > ENOUGH
+    for _ in range(20):
+        seen.add(tokens * 20, written=True)
+    assert seen.version == version
+    seen.add([900] * 4000, written=True)  # counted by the ranks before
+    seen.add([900], written=True)
+    assert seen.version == version + 1 and 900 in seen.part(40).members
 
 
 def test_an_engine_counts_prompts_and_outputs_and_refuses_an_empty_vocabulary():

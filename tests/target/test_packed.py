@@ -120,8 +120,8 @@ def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
 
 def test_a_part_of_the_vocabulary_is_packed_as_small():
     stack = Target(rounded(build("llama")), engine="compiled").stack
-    part = stack._draft_head.subset(40, stack.frequencies, packs=True)
-    assert part.packed.struct.kind == SMALLEST
+    part = stack._draft_head.subset(40, stack.frequencies)
+    assert part.packed(Packed).struct.kind == SMALLEST
     hidden = torch.randn(3, 32)
     whole = stack.lean.product(stack.lean.packed_head, hidden, norm=True)
-    assert torch.equal(stack.lean.product(part.packed, hidden, norm=True), whole[:, part.tokens])
+    assert torch.equal(stack.lean.product(part.packed(Packed), hidden, norm=True), whole[:, part.tokens])

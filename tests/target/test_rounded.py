@@ -127,9 +127,9 @@ def test_no_plan_changes_a_token(seed, temperature):
     assert [c.tokens for c in drafted] == [c.tokens for c in plain]
 
 
-def drafts_of(target, draft_bits):
-    engine, seen = Engine(target, policy=Fixed(2, 4, draft_bits=draft_bits)), []
-    for prompt in make_prompts(RAGGED):
+def drafts_of(target, draft_bits, lengths=RAGGED, **options):
+    engine, seen = Engine(target, policy=Fixed(2, 4, draft_bits=draft_bits, **options)), []
+    for prompt in make_prompts(lengths):
         engine.submit(prompt, max_new_tokens=16)
     while engine.has_work:
         seen += [(row.request_id, row.drafted, row.num_accepted) for row in engine.step().rows]
@@ -151,6 +151,15 @@ def test_copies_that_are_no_worse_draft_what_the_layers_do():
     target = Target(build("llama"), engine="compiled")
     agreed = [a == b for a, b in zip(drafts_of(target, 8), drafts_of(target, None), strict=False)]
     assert sum(agreed) > len(agreed) / 2
+
+
+def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
+    target = Target(build("llama"), engine="compiled")
+    sizes = (None, 30, target.stack.vocab_size)
+    whole, part, all_of_it = (drafts_of(target, 8, RAGGED[:1], draft_vocab=size) for size in sizes)
+    named = target.stack._draft_head.subset(30, target.stack.frequencies).tokens.tolist()
+    assert whole == all_of_it != part
+    assert {token for _, drafted, _ in part for token in drafted} <= {*named}
 
 
 def test_other_numbers_of_bits_are_refused():
