@@ -36,7 +36,7 @@ SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
 STEPS = 4  # early passes of a timed round
-THIN_WIDTHS, THIN_HEADS = (1, 2, 4, 8), (16, 128)  # what a slow model is measured at in a hurry
+THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
 MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
 
 
@@ -109,7 +109,7 @@ class _Clock:
     """Runs every probe in turn, and all again, so that what drifts reaches all alike.
 
     In its turn a probe follows itself, as rounds do while decoding: its weights are in the caches that they then are
-    in. The first of a turn is not counted.
+    in. The first of a turn is not counted, unless a forward takes so long that its weights are in no cache anyway.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Clock:
         start = self.now()
         self.plain(1, self.base, "plain")
         self.thin = self.stack.agreed(within is not None and (self.now() - start) * MANY_FORWARDS > within)
-        probes, turn = list(self.probes()), (False, True) if self.thin else (False, True, True)
+        probes, turn = list(self.probes()), (True,) if self.thin else (False, True, True)
         for repeat in range(repeats):
             late = repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
             if self.stack.agreed(late):
@@ -149,21 +149,24 @@ class _Clock:
 
     def probes(self) -> Iterator[Callable[[], None]]:
         layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
-        few = [e for e in exits_to_time(layers) if e <= max(self.middle, layers // 2)]
+        half = max(self.middle, layers // 2)
+        few = sorted({1, self.middle, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
         for rows in self.batch_sizes:
             widths = self.widths if rows == 1 else [w for w in self.widths if w in BATCH_WIDTHS]
             widths = [w for w in widths if rows * w <= max(MOST, 2 * rows) and (not self.thin or w in THIN_WIDTHS)]
-            exits = few if rows > 1 else sorted({*few, layers - 1}) if self.thin else exits_to_time(layers)
+            exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
             if self.stack.has_copies and self.steps == STEPS:
                 early = [e for e in few if e <= max(1, layers // 2)]
+                self.copied(rows, early[-1])  # which makes all of the copies
                 yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
             if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
                 yield partial(self.ragged, rows)
         if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
-            yield from (partial(self.beside, more) for more in BESIDE)
+            beside = THIN_BESIDE if self.thin else BESIDE
+            yield from (partial(self.beside, max(beside), more) for more in beside)
         yield partial(self.plain, 1, self.long, "long")
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
@@ -202,10 +205,10 @@ class _Clock:
         for one in laps["head"][:-1]:
             self.keep("copied head", 1, rows, one)
 
-    def beside(self, more: int) -> None:
+    def beside(self, drafted: int, more: int) -> None:
         """The last early pass of a draft, with so many tokens drafted beside the others."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
-        plan = Plan(self.middle, (max(BESIDE),), keep_confidence=True, second_choices=rule if more else None)
+        plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)
         self.keep("wide", 1, 1 + more, self.laps(1, self.base, plan)["draft"][-1])
 
     def ragged(self, rows: int) -> None:

@@ -82,32 +82,39 @@ static inline void ask_ahead_of_step(const char* weights, int64_t bytes = STEP) 
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(weights + line);
 }
 
-// One tile of tokens times two panels, since sums wait for themselves.
+// One tile of tokens times a panel, or two of them, since sums wait for themselves.
+template <bool two>
 static inline void one_tile(const char* a, const char* left, const char* right, int64_t steps, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    int64_t tile = configured * 64;
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    int64_t tile = configured * 64, ahead_of_all = (two ? 1 : 0) * steps * STEP;  // the next two panels follow both
     for (int64_t step = 0; step < steps; step++, a += tile, left += STEP, right += STEP) {
-        int64_t ahead = AHEAD + (step + AHEAD / STEP < steps ? 0 : steps * STEP);  // the next two panels follow both
+        int64_t ahead = AHEAD + (step + AHEAD / STEP < steps ? 0 : ahead_of_all);
         _tile_loadd(4, a, 64);
         _tile_loadd(7, left, 128);
         _tile_dpbf16ps(0, 4, 7);
         ask_ahead_of_step(left + ahead);
         _tile_loadd(7, left + 64, 128);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(7, right, 128);
-        _tile_dpbf16ps(2, 4, 7);
-        ask_ahead_of_step(right + ahead);
-        _tile_loadd(7, right + 64, 128);
-        _tile_dpbf16ps(3, 4, 7);
+        if (two) {
+            _tile_loadd(7, right, 128);
+            _tile_dpbf16ps(2, 4, 7);
+            ask_ahead_of_step(right + ahead);
+            _tile_loadd(7, right + 64, 128);
+            _tile_dpbf16ps(3, 4, 7);
+        }
     }
     constexpr int64_t row = SUMS * 4;
     _tile_stored(0, sums, row);
     _tile_stored(1, sums + LANES, row);
-    _tile_stored(2, sums + 2 * LANES, row);
-    _tile_stored(3, sums + 3 * LANES, row);
+    if (two) {
+        _tile_stored(2, sums + 2 * LANES, row);
+        _tile_stored(3, sums + 3 * LANES, row);
+    }
 }
 
 constexpr int64_t PART = STEP / 8;  // asked for between two operations on tiles: more would wait for each other
@@ -178,7 +185,8 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
             int64_t count = n - t < BATCH ? n - t : BATCH, tiles = tiles_of(count);
             const char* a = static_cast<const char*>(parts) + t / BATCH * 3 * rows * steps * 64;
             __asm__ volatile("" ::: "memory");  // compilers do not know that tiles are read from it
-            if (tiles == 1) one_tile(a, weights, weights + (panels - 1) * panel_bytes(p), steps, sums);
+            if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p), steps, sums);
+            if (tiles == 1 && panels == 1) one_tile<false>(a, weights, nullptr, steps, sums);
             if (tiles == 2) more_tiles<false>(a, weights, steps, sums);
             if (tiles == 3) more_tiles<true>(a, weights, steps, sums);
             for (int64_t r = 0; r < count; r++)
