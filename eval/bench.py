@@ -93,9 +93,8 @@ def record_traces(scene: Scene, folder: Path) -> None:
     name, stack = Path(scene.config.questions).stem, scene.target.stack
     pairs = zip(scene.prompts, scene.reference, strict=True)
     folder.mkdir(parents=True, exist_ok=True)
-    traces.save(
-        [recording.record(stack, prompt, tokens, task=name) for prompt, tokens in pairs], folder / f"{name}.npz"
-    )
+    recorded = [recording.record(stack, prompt, tokens, task=name) for prompt, tokens in pairs]
+    traces.save(recorded, folder / f"{name}.npz", recording.prior_of(scene.target))
 
 
 def check_room(target: Target, prompts: Ids, max_new_tokens: int) -> None:

@@ -7,13 +7,14 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from eval.bounds import MOST_ACCEPTED, Static, clairvoyant, plain_seconds, statics
-from eval.config import MEASURED, ReplayConfig
+from eval.config import MEASURED, STORED, ReplayConfig
 from eval.replay import Replayed, make, replay
 from eval.round_costs import RoundCosts
 from eval.sources import CHAIN, EVERYTHING, WITH_SOURCES, split_policy
 from eval.tasks import Recorded
 from eval.timing import Say
 from eval.traces import Trace
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import DEFAULT_DRAFTS
 from selfspec.control.policies import BY_LOOKUP, CHOOSES_EXIT, POLICIES
@@ -73,12 +74,13 @@ def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig
     costs = task.costs if isinstance(head, str) else task.costs.with_head(head)
     of_rounds = RoundCosts(costs, MOST_ACCEPTED)
     plain = plain_seconds(traces, of_rounds)
+    prior = task.prior if config.prior == STORED else None
     cells = []
     for start in config.starts:
         for name in config.policies or (POLICIES if config.renumbered == "no" else BESIDE_CHAIN):
             if start != config.starts[0] and split_policy(name)[0] not in KEEPS_PRIOR:
                 continue  # one start is as the other
-            done = list(play(name, traces, costs, start == "warm", *_told(name, task, config)))
+            done = list(play(name, traces, costs, start == "warm", *_told(name, task, config), prior))
             summary = _summary(done)
             cells.append(Cell(name, "policy", start, plain / summary["seconds"], summary))
     for name, seconds, settings in _bounds(traces, of_rounds):
@@ -100,15 +102,14 @@ def play(
     is_warm: bool = False,
     exit_layer: int | None = None,
     num_draft_tokens: int | None = None,
+    prior: Any = None,
 ) -> Iterator[Replayed]:
     """Replay a new policy on each prompt; warm, what it has seen so far is the next one's prior, as in a process."""
-    prior = None
     for trace in traces:
         policy = make(name, costs, exit_layer, num_draft_tokens, prior)
         yield replay([trace], policy, costs)
-        tracker = getattr(policy, "tracker", None)
-        if is_warm and tracker is not None:
-            prior = tracker.state()
+        if is_warm and isinstance(policy, Adaptive):
+            prior = policy.state()
 
 
 def _summary(done: Sequence[Replayed]) -> dict[str, Any]:

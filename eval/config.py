@@ -16,6 +16,8 @@ DEFAULT, QUICK, REPLAY = FOLDER / "bench.yaml", FOLDER / "quick.yaml", FOLDER / 
 LIVE = FOLDER / "live.yaml"
 MEASURED = "measured"
 STARTS = ("fresh", "warm")
+STORED = "stored"
+PRIORS = (STORED, "none")
 RENUMBERED = ("no", "new", "random")
 
 
@@ -103,6 +105,9 @@ class ReplayConfig:
         ("fresh",),
         "'fresh': every prompt for itself; 'warm': what the prompts before have shown is the next one's prior.",
     )
+    prior: str = knob(
+        STORED, "What the first prompt, or every fresh one, begins with: 'stored' statistics of its model, or 'none'."
+    )
     policies: tuple[str, ...] = knob(
         (), "Policies to compare, such as adaptive:exit+tree for some sources of drafts; none given: all there are."
     )
@@ -131,6 +136,7 @@ class ReplayConfig:
         check_key(self.repeats >= 1, "repeats", "at least 1", self.repeats)
         check_key(self.temperature >= 0 and isfinite(self.temperature), "temperature", "at least 0", self.temperature)
         check_key(bool(self.starts) and set(self.starts) <= set(STARTS), "starts", f"among {STARTS}", list(self.starts))
+        check_key(self.prior in PRIORS, "prior", f"among {PRIORS}", self.prior)
         check_key(self.renumbered in RENUMBERED, "renumbered", f"among {RENUMBERED}", self.renumbered)
         for name in self.policies:
             split_policy(name)

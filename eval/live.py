@@ -20,6 +20,7 @@ from eval.config import LiveConfig, Task
 from eval.live_timing import STAGES, Call, Scene, Way, interleave, scene_of
 from eval.methods import Endless
 from eval.questions import encode, read_questions
+from eval.recording import prior_of
 from eval.replay import Replayed, make, replay
 from eval.summary import spread
 from eval.timing import Say
@@ -52,7 +53,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     scene = scene_of(Endless(target), prompts, config.tokens, costs, task.name, say)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        save(scene.traces, Path(folder) / f"{task.name}.npz")
+        save(scene.traces, Path(folder) / f"{task.name}.npz", prior_of(target))
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
@@ -95,12 +96,13 @@ def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConf
 
 
 def way_of(scene: Scene, policy: str) -> Way:
-    """A policy by name, without a prior; one that does not choose its exit is told what is stored with the model."""
+    """A policy by name, which starts from what is stored with the model: its statistics, or exit and draft length."""
     told: tuple[int | None, int | None] = (None, None)
     if policy not in CHOOSES_EXIT:
         told = scene.target.default_exit_layer, scene.target.default_num_draft_tokens
     kind = policy if policy in (PLAIN, ADAPTIVE) else OTHER
-    return Way(policy, kind, lambda: make(policy, scene.costs, *told), {})
+    prior = prior_of(scene.target)
+    return Way(policy, kind, lambda: make(policy, scene.costs, *told, prior), {})
 
 
 def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Way:

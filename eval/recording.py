@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eval.traces import WRONG_STEPS, Bools, Floats, Trace
+from selfspec.api import Target
 from selfspec.control.plan import SEED_POSITIONS
+from selfspec.control.tracker import is_prior
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.shadow import shadow_picks
@@ -164,3 +166,8 @@ class _Recorder:
             return picks.tokens, going
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)
+
+
+def prior_of(target: Target) -> Any:
+    """Statistics stored with a model that its policies can start from; None: there are none."""
+    return target.stored_prior if is_prior(target.stored_prior, target.stack.num_layers) else None

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from eval.compare import STOPPED, optimum
-from eval.config import MEASURED
+from eval.config import MEASURED, STORED
 from eval.sources import CHAIN
 from eval.table import table
 
@@ -23,8 +23,9 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
     for task in record["tasks"]:
         name = (task["model"] or {}).get("model", "traces from a file")
         tokens = f"{task['num_prompts']} prompts, {task['num_tokens']} tokens"
+        start = ", from the statistics stored with it" if task["has_prior"] and config["prior"] == STORED else ""
         renumbered = "" if config["renumbered"] == "no" else f", every token replaced by a {config['renumbered']} one"
-        yield f"{task['name']}: {name}, {task['num_layers']} layers, {tokens}, {picked}{renumbered}"
+        yield f"{task['name']}: {name}, {task['num_layers']} layers, {tokens}, {picked}{start}{renumbered}"
     for length in config["lengths"]:
         sections = [section for section in record["sections"] if section["length"] == length]
         first, several = sections[0], len(config["starts"]) > 1

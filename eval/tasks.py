@@ -12,12 +12,13 @@ from eval.bench import check_room
 from eval.config import ReplayConfig, Task
 from eval.methods import Endless
 from eval.questions import encode, read_questions
-from eval.recording import record
+from eval.recording import prior_of, record
 from eval.timing import Say
-from eval.traces import Trace, load, save
+from eval.traces import Trace, load, load_prior, save
 from selfspec import load as load_model
 from selfspec.api import Target
 from selfspec.control.costs import Costs
+from selfspec.control.tracker import is_prior
 from selfspec.decoding.measure import measure
 from selfspec.decoding.pick import Sampling
 
@@ -31,6 +32,7 @@ class Recorded(NamedTuple):
     exit_layer: int | None = None  # stored with the model, if it was opened
     num_draft_tokens: int | None = None
     model: dict[str, Any] | None = None
+    prior: Any = None  # statistics stored with the model, from which its policies start
 
     @property
     def num_layers(self) -> int:
@@ -45,6 +47,7 @@ class Recorded(NamedTuple):
             "num_prompts": len(self.traces),
             "num_tokens": sum(len(trace.tokens) for trace in self.traces),
             "costs": self.costs.as_dict(),
+            "has_prior": self.prior is not None,
         }
 
 
@@ -62,33 +65,33 @@ def gather(
         ValueError: a file cannot be read, or a task has no costs or those of another model.
     """
     known = read_costs(costs) if costs else {}
-    recorded = _by_task([trace for path in traces for trace in load(path)])
+    recorded: dict[str, list[Trace]] = {}
+    priors: dict[str, Any] = {}
+    for path in traces:
+        prior = load_prior(path)
+        for trace in load(path):
+            recorded.setdefault(trace.task, []).append(trace)
+            priors.setdefault(trace.task, prior)
     models = {task.name: task for task in config.tasks}
     done = []
     for name in recorded or models:
         own = known.get(name, known.get(""))
-        done.append(_task(config, name, models.get(name), recorded.get(name), own, say))
+        if name in recorded and own is not None:
+            done.append(_checked(Recorded(name, recorded[name], own, prior=priors[name])))
+        else:
+            done.append(_task(config, name, models.get(name), recorded.get(name), own, say))
         if folder and name not in recorded:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            save(done[-1].traces, Path(folder) / f"{name}.npz")
+            save(done[-1].traces, Path(folder) / f"{name}.npz", done[-1].prior)
     if not done:
         raise ValueError("there is nothing to replay: give tasks in the configuration, or --traces FILE")
     return done
-
-
-def _by_task(traces: Sequence[Trace]) -> dict[str, list[Trace]]:
-    found: dict[str, list[Trace]] = {}
-    for trace in traces:
-        found.setdefault(trace.task, []).append(trace)
-    return found
 
 
 def _task(
     config: ReplayConfig, name: str, task: Task | None, traces: list[Trace] | None, costs: Costs | None, say: Say
 ) -> Recorded:
     """What is missing of a task's traces and costs is made with its model."""
-    if traces and costs is not None:
-        return _checked(Recorded(name, traces, costs))
     if task is None:
         raise ValueError(f"the task {name!r} has no costs: give --costs FILE, or --task {name} MODEL QUESTIONS")
     say(f"{name}: loading {task.model}")
@@ -98,12 +101,15 @@ def _task(
         say(f"{name}: measuring costs")
         costs = measure(target.stack, repeats=config.repeats, within=None)
     about = environment.model(target, task.model)
-    return _checked(Recorded(name, traces, costs, target.default_exit_layer, target.default_num_draft_tokens, about))
+    told = target.default_exit_layer, target.default_num_draft_tokens
+    return _checked(Recorded(name, traces, costs, *told, about, prior_of(target)))
 
 
 def _checked(task: Recorded) -> Recorded:
     for has in {trace.num_layers for trace in task.traces} - {task.num_layers}:
         raise ValueError(f"the costs of the task {task.name!r} are of {task.num_layers} layers, its traces of {has}")
+    if task.prior is not None and not is_prior(task.prior, task.num_layers):
+        raise ValueError(f"the statistics beside the traces of the task {task.name!r} are of another model or version")
     return task
 
 

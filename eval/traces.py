@@ -1,16 +1,17 @@
 """`Trace`: what every layer would have drafted along a finished output, so that any policy can be replayed on it.
 
-`eval.recording` makes them. Files hold several: `save` and `load`.
+`eval.recording` makes them. Files hold several, and what their model is stored with: `save`, `load` and `load_prior`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
@@ -21,6 +22,7 @@ WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draf
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Found = TypeVar("Found")
 _BY_TOKEN = (
     "hits",
     "confidences",
@@ -119,11 +121,17 @@ def _with_text(trace: Trace, text: NDArray[np.int32], vocab_size: int) -> Trace:
     )
 
 
-def save(traces: Sequence[Trace], path: str | Path) -> None:
-    """Write traces into one `.npz` file, whole or not at all."""
+def save(traces: Sequence[Trace], path: str | Path, prior: Any = None) -> None:
+    """Write traces into one `.npz` file, whole or not at all.
+
+    Args:
+        prior: acceptance statistics that their model is stored with, plain numbers; None: there are none.
+    """
     arrays: dict[str, Any] = {"version": np.array(VERSION), "count": np.array(len(traces))}
     for i, trace in enumerate(traces):
         arrays |= {f"{i}.{f.name}": np.asarray(getattr(trace, f.name)) for f in dataclasses.fields(Trace)}
+    if prior is not None:
+        arrays["prior"] = np.array(json.dumps(prior))
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
@@ -133,12 +141,21 @@ def save(traces: Sequence[Trace], path: str | Path) -> None:
 
 def load(path: str | Path) -> list[Trace]:
     """Read what `save` wrote; ValueError when it is anything else."""
+    return _read(path, lambda arrays: [_trace(arrays, i) for i in range(int(arrays["count"]))])
+
+
+def load_prior(path: str | Path) -> Any:
+    """The statistics beside the traces; None where there are none. ValueError as of `load`."""
+    return _read(path, lambda arrays: json.loads(str(arrays["prior"])) if "prior" in arrays else None)
+
+
+def _read(path: str | Path, part: Callable[[Any], Found]) -> Found:
     try:
         with Path(path).open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             version = int(arrays["version"]) if "version" in arrays else 1
             if version != VERSION:
                 raise ValueError(f"its format is {version} and this reads {VERSION}; record the outputs again")
-            return [_trace(arrays, i) for i in range(int(arrays["count"]))]
+            return part(arrays)
     except (OSError, KeyError, TypeError, ValueError, EOFError, BadZipFile, zlib.error) as problem:
         raise ValueError(f"cannot read the traces {str(path)!r}: {' '.join(str(problem).split())}") from problem
 

@@ -139,21 +139,6 @@ class Plan:
         return wants and self.exit_layer != LOOKUP
 
 
-def check_trees(plan: Plan) -> None:
-    """ValueError unless the plan's trees are trees, of the tokens it says, for drafts that no layer writes."""
-    if plan.exit_layer != LOOKUP:
-        raise ValueError(f"a plan brings trees along only where its exit_layer is {LOOKUP}, got {plan.exit_layer}")
-    trees = plan.trees or ()
-    sizes = [0 if tree is None else len(tree.tokens) for tree in trees]
-    if sizes != list(plan.draft_lengths):
-        raise ValueError(f"a plan's trees must have its draft_lengths {list(plan.draft_lengths)} tokens, got {sizes}")
-    for tree in trees:
-        if tree is not None and not (
-            len(tree.parents) == len(tree.tokens) and all(0 <= p <= i for i, p in enumerate(tree.parents))
-        ):
-            raise ValueError(f"a tree needs, per token, a node before it to go on from, got {list(tree.parents)}")
-
-
 class Shadow(NamedTuple):
     """Shadow picks of one row: what layers that were not the exit would have picked, against the target's picks."""
 

@@ -17,7 +17,7 @@ ASK_SECONDS = 2.5e-5  # to ask for a row's guesses, and to set them beside what 
 BRANCH_SECONDS = 3.5e-5  # the same of branches
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
-KEPT = 64  # rounds that what was saved earlier pays for, at most
+KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
 

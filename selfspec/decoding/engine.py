@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
-from selfspec.control.costs import Costs
-from selfspec.control.led import Led
-from selfspec.control.plan import LOOKUP, NUM_BINS, Looked, Plan, Policy, Seconds, check_trees
-from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.control.plan import Looked, Plan, Policy, Seconds
 from selfspec.decoding.afterwards import Teach
+from selfspec.decoding.checks import check_plan, check_request, check_room
+from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request, make_request
@@ -24,31 +22,11 @@ from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
-from selfspec.errors import CacheFullError, whole
+from selfspec.errors import CacheFullError
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
 CUDA_PAGE_SIZE = 64
-
-
-class Decodable(Protocol):
-    """What an engine needs of a target."""
-
-    @property
-    def stack(self) -> Stack: ...
-    @property
-    def exact_stack(self) -> Stack: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def default_exit_layer(self) -> int | None: ...
-    @property
-    def default_num_draft_tokens(self) -> int | None: ...
-    @property
-    def prior(self) -> Any: ...
-    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs: ...
 
 
 class Learns(Protocol):
@@ -58,39 +36,6 @@ class Learns(Protocol):
     def take(self) -> Teach: ...
     def follow(self, stack: Stack) -> None: ...
     def after(self, num_ended: int, seconds: float) -> None: ...
-
-
-def policy_for(
-    target: Decodable,
-    policy: str | Policy | None = None,
-    exit_layer: int | None = None,
-    num_draft_tokens: int | None = None,
-    batch_size: int = 1,
-    drafts: Sequence[str] | None = None,
-    exact: bool = False,
-) -> Policy:
-    """What the caller named; for policies that are told an exit layer, else what is stored with the model.
-
-    Whoever names an exit layer or a draft length, but no policy, wants it fixed.
-    """
-    if policy is None:
-        policy = DEFAULT_POLICY if exit_layer is None and num_draft_tokens is None else "fixed"
-    if policy not in CHOOSES_EXIT:
-        exit_layer = target.default_exit_layer if exit_layer is None else exit_layer
-        num_draft_tokens = target.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-    prior = target.prior if policy == "adaptive" else None
-    layers = target.stack.num_layers
-
-    def costs() -> Costs:
-        return target.costs(batch_size, exact=True) if exact else target.costs(batch_size)
-
-    made = make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
-    stack, ranks = target.exact_stack if exact else target.stack, target.stack.ranks
-    if hasattr(made, "tell_vocabulary"):
-        made.tell_vocabulary(stack.frequencies if stack.has_draft_heads else None)
-    if hasattr(made, "tell_copies"):
-        made.tell_copies(stack.has_copies)
-    return made if ranks is None else Led(made, ranks.leads, ranks.agreed)
 
 
 def page_size_of(stack: Stack) -> int:
@@ -186,17 +131,7 @@ class Engine:
             CacheFullError: the request could never fit into `max_cached_tokens`.
         """
         request = prompt if isinstance(prompt, Request) else make_request(prompt, self.target.tokenizer, **options)
-        if request.stop and self.target.tokenizer is None:
-            raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
-        limit, vocab = self.stack.context_limit, self.stack.vocab_size
-        if not all(0 <= token < vocab for token in request.prompt):
-            wrong = next(token for token in request.prompt if not 0 <= token < vocab)
-            raise ValueError(f"a prompt's token ids must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong}")
-        if len(request.prompt) >= limit:
-            raise ValueError(
-                f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; "
-                f"shorten it by at least {len(request.prompt) - limit + 1}"
-            )
+        check_request(request, self.stack, self.target.tokenizer is not None)
         need, room = self._num_cached_at_end(request), self.cache.num_pages * self.cache.page_size
         if self.cache.pages_for(need) > self.cache.num_pages:
             raise CacheFullError(
@@ -240,7 +175,7 @@ class Engine:
         asked = [getattr(self.policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
         reads_lookup, reads_ranks, recycles = asked
         plan = self.policy.plan([row.told(reads_lookup) for row in ready])
-        self._check(plan, ready)
+        self._check(plan, [row.room for row in ready])
         seconds.lap("control")
         outcomes = []
         try:
@@ -305,43 +240,11 @@ class Engine:
     def _prefill(self) -> None:
         prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
 
-    def _check(self, plan: Plan, rows: Sequence[Row]) -> None:
-        """A draft beyond a row's room would be written into pages that are not the row's."""
-        if plan is not self._checked[0] or len(rows) != self._checked[1]:  # many rounds have the same one
-            self._check_plan(plan, rows)
-            self._checked = plan, len(rows)
-        if plan.exit_layer is None:
-            return
-        given, room = plan.draft_lengths, [row.room for row in rows]
-        if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
-            raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {room}, got {[*given]}")
-
-    def _check_plan(self, plan: Plan, rows: Sequence[Row]) -> None:
-        """What does not change from round to round."""
-        if plan.shadow is not None:
-            layers, chosen = plan.shadow.layers, plan.shadow.rows
-            between = [0, *layers, self.stack.num_layers]
-            ascends = all(low < high for low, high in pairwise(between)) and plan.exit_layer not in layers
-            if not layers or not ascends or not all(0 <= i < len(rows) for i in chosen):
-                raise ValueError(
-                    f"a plan's shadow must name, in order, layers in 1..{self.stack.num_layers - 1}, not its exit "
-                    f"layer, and rows below {len(rows)}, got layers {list(layers)} and rows {list(chosen)}"
-                )
-        if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
-            raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
-        if plan.draft_vocab is not None:
-            whole("a plan's draft_vocab", plan.draft_vocab, 1)
-        if plan.draft_bits not in (None, 8):
-            raise ValueError(f"a plan's draft_bits must be 8 or None (the layers themselves), got {plan.draft_bits}")
-        if plan.exit_layer is None:
-            return
-        if plan.trees is not None:
-            check_trees(plan)
-        last = self.stack.num_layers - 1
-        for length in plan.draft_lengths:
-            whole("a plan's draft length", length)
-        if not LOOKUP <= plan.exit_layer <= last:
-            raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
+    def _check(self, plan: Plan, room: Sequence[int]) -> None:
+        if plan is not self._checked[0] or len(room) != self._checked[1]:  # many rounds have the same one
+            check_plan(plan, len(room), self.stack.num_layers)
+            self._checked = plan, len(room)
+        check_room(plan, room)
 
     def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
         """Whether an exit's draft was refused for a token that the plan's part of the vocabulary does not hold."""

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.finder import Finder
-from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, check_trees
+from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
+from selfspec.decoding.checks import check_trees
 from tests.control.rounds import Free, found
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs

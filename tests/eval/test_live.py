@@ -18,6 +18,7 @@ from eval.methods import Endless
 from eval.replay import replay
 from eval.traces import load
 from selfspec.api import Target
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
 from selfspec.control.policies import POLICIES
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs
@@ -119,6 +120,14 @@ def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(scene
     rounds = replay(scene.traces, make("fixed", scene.costs, 2, 3), scene.costs, batch_size).rounds
     drafted = [row.num_drafted for round_ in rounds if round_.plan.exit_layer is not None for row in round_.rows]
     assert done["mean_drafted"] == sum(drafted) / len(drafted)
+
+
+def test_adaptive_starts_from_what_is_stored_with_the_model(scene, monkeypatch):
+    known = dict.fromkeys(("hits", "misses"), [[3.0] * NUM_BINS] * (scene.costs.num_layers - 1))
+    monkeypatch.setattr(scene.target, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
+    assert way_of(scene, "adaptive").make().tracker.lasting.sum() > 0
+    monkeypatch.setattr(scene.target, "stored_prior", {"of": "another model"})
+    assert way_of(scene, "adaptive").make().tracker.lasting.sum() == 0
 
 
 def test_an_output_that_is_not_plain_decodings_is_counted(scene):

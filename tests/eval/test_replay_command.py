@@ -15,8 +15,11 @@ from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
 from eval.sources import EVERYTHING
 from eval.traces import load, save
+from selfspec import load as load_model
 from selfspec.control.costs import Costs
 from selfspec.control.policies import POLICIES
+from selfspec.control.tracker import Tracker
+from selfspec.profile import store_prior
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
 
@@ -88,6 +91,56 @@ def test_what_a_run_wrote_can_be_replayed_without_its_model(config, tmp_path, ca
             assert (a["name"], a["mean"]) == (b["name"], pytest.approx(b["mean"], rel=1e-4))
 
 
+def sure_of(layer, num_layers=4):
+    """Statistics of a model whose layer is always right, and the others never."""
+    tracker = Tracker(num_layers)
+    for other in range(1, num_layers):
+        tracker.add(other, [other == layer] * 300, [0.9] * 300)
+    return tracker.state()
+
+
+def planned(trace, costs, prior):
+    (done,) = compare.play("adaptive:exit", [trace], costs, prior=prior)
+    return [round_.plan.exit_layer for round_ in done.rounds]
+
+
+def test_a_fresh_adaptive_begins_with_the_statistics_it_is_given():
+    trace, costs = random_trace(0, 4, 40), made_up_costs(4)
+    assert planned(trace, costs, sure_of(2))[:3] == [2] * 3
+    assert planned(trace, costs, None)[0] == 1  # the cheapest draft is tried where nothing is known
+
+
+def test_traces_bring_the_statistics_stored_with_their_model_and_replay_may_leave_them_out(
+    folder, config, tmp_path, capsys
+):
+    kept = tmp_path / "kept"
+    shown = ["--config", str(config), "-q", "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
+
+    def mean(*given):
+        assert main(["replay", *shown, *given]) == 0
+        record = json.loads(capsys.readouterr().out)
+        return record["sections"][0]["rows"][0]["mean"], record["tasks"][0]["has_prior"]
+
+    (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
+    costs = ["--costs", str(tmp_path / "costs.json")]
+    before = mean(*costs)
+    path = store_prior(folder, load_model(folder).stack, sure_of(1))
+    try:
+        stored = mean(*costs, "--record-traces", str(kept))
+    finally:
+        path.unlink()
+    again = ["--traces", str(kept / "code.npz"), *costs]
+    assert before[1] is False and stored[1] is True and before[0] != stored[0]
+    assert mean(*again) == stored  # of the file: the folder has none any more
+    assert mean(*again, "--prior", "none") == (before[0], True)
+
+
+def test_statistics_of_another_model_beside_traces_are_refused(files, tmp_path, capsys):
+    save([random_trace(0, 4, 20)], tmp_path / "traces.npz", sure_of(1, num_layers=5))
+    assert main(["replay", "-q", *files]) == 2
+    assert capsys.readouterr().err.startswith("eval: the statistics beside the traces of the task 'made up' are of")
+
+
 def test_files_alone_give_every_task_a_column_and_every_start_a_row(files, capsys):
     shown = ["--lengths", "8", "--head-layers", "0", "--starts", "fresh", "warm"]
     assert main(["replay", *files, *shown]) == 0
@@ -144,7 +197,7 @@ def test_renumbered_all_sources_are_set_beside_the_exit_chain(files, kind, capsy
     assert sum(line.endswith(f"every token replaced by a {kind} one") for line in tables) == 2
 
 
-def test_every_prompt_has_a_new_policy_and_a_warm_one_is_given_what_the_one_before_has_seen(monkeypatch):
+def test_every_prompt_has_a_new_policy_and_a_warm_one_is_given_all_that_the_one_before_has_seen(monkeypatch):
     made, make = [], compare.make
 
     def counting(name, costs, *rest):
@@ -153,12 +206,15 @@ def test_every_prompt_has_a_new_policy_and_a_warm_one_is_given_what_the_one_befo
 
     monkeypatch.setattr(compare, "make", counting)
     traces, costs = [random_trace(seed, 4, 40) for seed in range(3)], made_up_costs(4)
+    stored = sure_of(1)
     for is_warm in (False, True):
-        assert [done.num_tokens for done in compare.play("adaptive", traces, costs, is_warm)] == [40] * 3
+        played = list(compare.play("adaptive", traces, costs, is_warm, prior=stored))
+        assert [done.num_tokens for done in played] == [40] * 3
     priors = [prior for _, prior in made]
     assert len({id(policy) for policy, _ in made}) == 6
-    assert priors[:4] == [None] * 4
-    assert priors[4:] == [policy.tracker.state() for policy, _ in made[3:5]] != [None, None]
+    assert priors[:4] == [stored] * 4
+    assert priors[4:] == [policy.state() for policy, _ in made[3:5]]
+    assert all("pace" in prior for prior in priors[4:])
 
 
 def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
@@ -178,6 +234,7 @@ def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
         (["--lengths", "0"], "lengths must be numbers of at least 1, got [0]"),
         (["--head-layers", "none"], "head_layers must be numbers of at least 0 or 'measured', got ['none']"),
         (["--renumbered", "old"], "renumbered must be among ('no', 'new', 'random'), got 'old'"),
+        (["--prior", "mine"], "prior must be among ('stored', 'none'), got 'mine'"),
         (["--starts", "hot"], "starts must be among ('fresh', 'warm'), got ['hot']"),
         (["--policies", "best"], f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit or"),
         (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),

@@ -11,7 +11,7 @@ from eval.drafts import draft, draft_lengths
 from eval.methods import Endless
 from eval.recording import record
 from eval.replay import replay
-from eval.traces import Trace, load, renumbered, save
+from eval.traces import Trace, load, load_prior, renumbered, save
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
@@ -108,6 +108,13 @@ def test_saved_traces_are_read_back_as_they_were(tmp_path):
     assert len(again) == 2 and all(map(equal, traces, again))
     assert (again[1].task, again[1].tokens) == (traces[1].task, traces[1].tokens)
     assert [path.name for path in tmp_path.iterdir()] == ["traces.npz"]
+
+
+def test_what_the_model_is_stored_with_lies_beside_its_traces(tmp_path):
+    for prior in (None, {"hits": [[1.5]], "pace": {"last_plain": -3}}):
+        save([random_trace(0, 3, 20)], tmp_path / "traces.npz", prior)
+        assert load_prior(tmp_path / "traces.npz") == prior
+        assert len(load(tmp_path / "traces.npz")) == 1
 
 
 def damaged(tmp_path):

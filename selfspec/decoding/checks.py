@@ -1,0 +1,86 @@
+"""What an engine refuses: requests that could never be decoded, and plans that would harm a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, ShadowPlan
+from selfspec.decoding.request import Request
+from selfspec.errors import whole
+from selfspec.target.stack import Stack
+
+
+def check_request(request: Request, stack: Stack, has_tokenizer: bool) -> None:
+    """ValueError unless the model can read the prompt and write more."""
+    if request.stop and not has_tokenizer:
+        raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
+    limit, vocab = stack.context_limit, stack.vocab_size
+    if not all(0 <= token < vocab for token in request.prompt):
+        wrong = next(token for token in request.prompt if not 0 <= token < vocab)
+        raise ValueError(f"a prompt's token ids must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong}")
+    if len(request.prompt) >= limit:
+        raise ValueError(
+            f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; "
+            f"shorten it by at least {len(request.prompt) - limit + 1}"
+        )
+
+
+def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
+    """ValueError unless a model of so many layers can follow the plan, as long as rows have room for it."""
+    if plan.shadow is not None:
+        _check_shadow(plan.shadow, plan.exit_layer, num_rows, num_layers)
+    if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
+        raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
+    if plan.draft_vocab is not None:
+        whole("a plan's draft_vocab", plan.draft_vocab, 1)
+    if plan.draft_bits not in (None, 8):
+        raise ValueError(f"a plan's draft_bits must be 8 or None (the layers themselves), got {plan.draft_bits}")
+    if plan.exit_layer is None:
+        return
+    if plan.trees is not None:
+        check_trees(plan)
+    last = num_layers - 1
+    for length in plan.draft_lengths:
+        whole("a plan's draft length", length)
+    if not LOOKUP <= plan.exit_layer <= last:
+        raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
+
+
+def check_room(plan: Plan, room: Sequence[int]) -> None:
+    """ValueError unless every row has room for its draft: beyond it, pages are not the row's.
+
+    Args:
+        room: tokens that every row may still emit.
+    """
+    given = plan.draft_lengths
+    if plan.exit_layer is None or (
+        len(given) == len(room) and all(0 <= n < most for n, most in zip(given, room, strict=True))
+    ):
+        return
+    raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {[*room]}, got {[*given]}")
+
+
+def _check_shadow(shadow: ShadowPlan, exit_layer: int | None, num_rows: int, num_layers: int) -> None:
+    layers, chosen = shadow.layers, shadow.rows
+    ascends = all(low < high for low, high in pairwise([0, *layers, num_layers])) and exit_layer not in layers
+    if not layers or not ascends or not all(0 <= i < num_rows for i in chosen):
+        raise ValueError(
+            f"a plan's shadow must name, in order, layers in 1..{num_layers - 1}, not its exit "
+            f"layer, and rows below {num_rows}, got layers {list(layers)} and rows {list(chosen)}"
+        )
+
+
+def check_trees(plan: Plan) -> None:
+    """ValueError unless the plan's trees are trees, of the tokens it says, for drafts that no layer writes."""
+    if plan.exit_layer != LOOKUP:
+        raise ValueError(f"a plan brings trees along only where its exit_layer is {LOOKUP}, got {plan.exit_layer}")
+    trees = plan.trees or ()
+    sizes = [0 if tree is None else len(tree.tokens) for tree in trees]
+    if sizes != list(plan.draft_lengths):
+        raise ValueError(f"a plan's trees must have its draft_lengths {list(plan.draft_lengths)} tokens, got {sizes}")
+    for tree in trees:
+        if tree is not None and not (
+            len(tree.parents) == len(tree.tokens) and all(0 <= p <= i for i, p in enumerate(tree.parents))
+        ):
+            raise ValueError(f"a tree needs, per token, a node before it to go on from, got {list(tree.parents)}")
