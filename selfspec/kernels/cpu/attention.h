@@ -53,16 +53,30 @@ static Mix mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
     return (vectors == 1 ? one : vectors == 2 ? two : four)[queries - 1];
 }
 
-// The head's last few numbers, where its size is no multiple of a vector.
+// The same of one query and N numbers of the head, fewer than a vector's.
+template <int N>
+static void mix_part(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
+                     int64_t low, int64_t limit, int lane, int64_t from, float* out) {
+    Vec acc = {};
+    int64_t stride = s.kv_heads * s.head_dim;
+    for (int64_t at = low; at < limit;) {
+        int64_t stop = together_until(s, row, at, limit);
+        const float* value = slot(storage, s, row, at, kv_head) + from;
+        for (; at < stop; at++, value += stride) {
+            const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
+            acc = fma(splat(*weight), load_some(value, N), acc);
+        }
+    }
+    store_some(out + from, acc / weights.total[lane], N);
+}
+
+// The head's last numbers, where its size is no multiple of a vector.
+template <int N = LANES / 2>
 static void mix_rest(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
                      int64_t low, int64_t limit, int lane, int64_t from, float* out) {
-    for (int64_t d = from; d < s.head_dim; d++) {
-        float acc = 0;
-        for (int64_t at = low; at < limit; at++)
-            acc += weights.at[(at - low) * weights.per_key + lane * weights.per_query] *
-                   slot(storage, s, row, at, kv_head)[d];
-        out[d] = acc / weights.total[lane];
-    }
+    for (; s.head_dim - from >= N; from += N)
+        mix_part<N>(weights, storage, s, row, kv_head, low, limit, lane, from, out);
+    if constexpr (N > 1) mix_rest<N / 2>(weights, storage, s, row, kv_head, low, limit, lane, from, out);
 }
 
 // The first key that a row's queries from `begin` on read: sums are grouped by where keys stand.

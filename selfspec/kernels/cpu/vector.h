@@ -33,14 +33,24 @@ static inline Vec load(const void* from) {
 
 static inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
-// The first `count` lanes only, where a whole vector would reach beyond what is ours.
+// The first `count` lanes only, where a whole vector would reach beyond what is ours; zero in the others.
 static inline Vec load_some(const float* from, int count) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+#else
     Vec v = {};
     std::memcpy(&v, from, sizeof(float) * count);
     return v;
+#endif
 }
 
-static inline void store_some(float* to, Vec v, int count) { std::memcpy(to, &v, sizeof(float) * count); }
+static inline void store_some(float* to, Vec v, int count) {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), (__m512)v);
+#else
+    std::memcpy(to, &v, sizeof(float) * count);
+#endif
+}
 
 // a * b + c, in one rounding where the processor has that: left to the compiler, it would be so in some loops only, and
 // a token's bits would depend on how many there are.
