@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
@@ -24,6 +23,7 @@ from selfspec.control.finder import Finder
 from selfspec.control.kinds import BLOCK, BY_LAYERS, BY_LOOKUP, rounds_apart
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Parts, Vocabulary
+from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
     SEED_POSITIONS,
@@ -36,7 +36,7 @@ from selfspec.control.plan import (
 )
 from selfspec.control.reading import FEW, Reading
 from selfspec.control.tracker import Tracker
-from selfspec.control.worth import MOST, Worth
+from selfspec.control.worth import Worth
 
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
@@ -235,8 +235,7 @@ class Adaptive:
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
         if self._worth is None or self._worth_for[0] != num_rows:
-            costs = self.costs if self._has_copies else replace(self.costs, copies=None, _known={})
-            self._worth, self._worth_for = Worth(costs, num_rows), (num_rows, -1)
+            self._worth, self._worth_for = Worth(self.costs, num_rows, copies=self._has_copies), (num_rows, -1)
         if self._worth_for[1] != step:
             self._worth.move((step + 0.5) * CONTEXT_STEP)
             self._worth_for = (num_rows, step)

@@ -6,13 +6,14 @@ whole range, since real costs have steps (arXiv 2310.18813; the field's engines 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table, interpolate
 
+T = TypeVar("T")
 LOOKUP_SECONDS = 1e-5  # a row's draft by lookup, wherever there is an interpreter
 CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
 
@@ -72,7 +73,7 @@ class Costs:
     wide: Table | None = None
     ragged: Table | None = None
     copies: Copies | None = None
-    _known: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """One token for every row by the whole model."""
@@ -152,23 +153,15 @@ class Costs:
         self, exit_layer: int, lengths: Sequence[int], context: float, beside: Sequence[int]
     ) -> tuple[float, float, float]:
         """Seconds of early passes, heads and picks; the row's last drafted token runs through the early layers too."""
-        rows, draft, head, pick = len(lengths), 0.0, 0.0, 0.0
-        passes: dict[tuple[int, bool], float] = {}  # by rows, and whether it is the first
-        picks: dict[int, tuple[float, float]] = {}  # head and picks, by rows
-        for step in range(max(lengths) + 1):
-            live = sum([length >= step for length in lengths]) if rows > 1 else 1
-            more = sum(n for n, length in zip(beside, lengths, strict=True) if length == step) if beside else 0
-            if more:
-                draft += self.wide_pass(exit_layer, live, live + more, context)
-            else:
-                if (live, step == 0) not in passes:
-                    passes[live, step == 0] = self.early_pass(exit_layer, live, context, step == 0)
-                draft += passes[live, step == 0]
-            picking = sum([length > step for length in lengths])
-            if picking:
-                if picking not in picks:
-                    picks[picking] = self.head(picking), self.pick(picking)
-                head, pick = head + picks[picking][0], pick + picks[picking][1]
+        draft, head, pick = self.early_pass(exit_layer, len(lengths), context, True), 0.0, 0.0
+        for live, steps in _drafting(lengths):
+            draft += steps * self.early_pass(exit_layer, live, context)
+            head, pick = head + steps * self.head(live), pick + steps * self.pick(live)
+        for last in sorted({length for length, more in zip(lengths, beside, strict=False) if more}):
+            live, first = sum([length >= last for length in lengths]), last == 0
+            wider = live + sum([more for length, more in zip(lengths, beside, strict=True) if length == last])
+            draft += self.wide_pass(exit_layer, live, wider, context)
+            draft -= self.early_pass(exit_layer, live, context, first)
         return draft, head, pick
 
     def _by_cascade(
@@ -188,10 +181,11 @@ class Costs:
     ) -> tuple[float, float, float]:
         """The same by copies in 8 bits, which need not read the last drafted token."""
         draft = head = pick = 0.0
-        for step in range(max(lengths)):
-            live = sum([length > step for length in lengths])
-            draft += self.early_pass(exit_layer, live, context, step == 0, True)
-            head, pick = head + copies.head(live), pick + self.pick(live)
+        for live, steps in _drafting(lengths):
+            first = draft == 0
+            draft += (steps - first) * self.early_pass(exit_layer, live, context, copies=True)
+            draft += first * self.early_pass(exit_layer, live, context, True, True)
+            head, pick = head + steps * copies.head(live), pick + steps * self.pick(live)
         return draft, head, pick
 
     def round(
@@ -231,10 +225,17 @@ class Costs:
     def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, kind: str) -> float:
         """Linear in the number of rows between the two measured ones around it."""
         key = (kind, num_rows, at)
-        known = self._known.get(key)
+        known: float | None = self._known.get(key)
         if known is None:
             known = self._known[key] = interpolate(sorted(tables), num_rows, lambda rows: tables[rows](at))
         return known
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What somebody has made of these costs, which he finds here again under his `key`."""
+        if key not in self._known:
+            self._known[key] = make()
+        made: T = self._known[key]
+        return made
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a profile file."""
@@ -263,6 +264,15 @@ class Costs:
             return cls(int(given["num_layers"]), **ones, **many, context=context, **some, copies=copies)  # type: ignore[arg-type]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
+
+
+def _drafting(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """How many rows draft a token at first, and for how many steps; then fewer of them, and so on."""
+    before = 0
+    for ended, length in enumerate(sorted(lengths)):
+        if length > before:
+            yield len(lengths) - ended, length - before
+            before = length
 
 
 def _plain(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:

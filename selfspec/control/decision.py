@@ -11,9 +11,10 @@ import numpy as np
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS
 from selfspec.control.parts import WHOLE, Part, choose
+from selfspec.control.pieces import MOST
 from selfspec.control.plan import SecondChoices, SurvivalStop
 from selfspec.control.tracker import Floats
-from selfspec.control.worth import MOST, Worth
+from selfspec.control.worth import Worth
 
 HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
 OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact

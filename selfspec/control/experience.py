@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.costs import Costs
+from selfspec.control.fading import Passed
 from selfspec.control.pace import Pace
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds
 from selfspec.control.seconds import SecondRates
@@ -36,7 +37,8 @@ class Experience:
     def __init__(self, costs: Costs, prior: Any, has_seconds: bool) -> None:
         self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
         self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
-        self._trust = Trust()  # in forecasts of rounds that layers drafted in
+        self._passed = Passed()
+        self._trust = Trust(self._passed)  # in forecasts of rounds that layers drafted in
         self._pace = Pace(costs, (prior or {}).get("pace"))
         self._recorded: list[_Recorded] = []
         self._num_idle = 0
@@ -121,7 +123,7 @@ class Experience:
         self._tracker.pass_time(emitted / rows + num_idle)
         if self._second_rates is not None:
             self._second_rates.pass_time(emitted / rows)
-        self._trust.pass_time(emitted / rows + num_idle)
+        self._passed.tokens += emitted / rows + num_idle
         if exit_layer:
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 MOST = 1e9  # weight of an observation beyond which all counts are divided by it
-HALF_LIVES = 20  # after which nothing is left
+HALF_LIVES = 64.0  # after which nothing is left
+
+
+class Passed:
+    """Time, in tokens emitted per row: told once a round, to all that fade by it."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
 
 
 class Fading:
@@ -11,22 +18,19 @@ class Fading:
 
     Args:
         half_life: emitted tokens per row after which an observation counts half.
+        passed: what tells the time; default: its own.
     """
 
-    def __init__(self, half_life: float) -> None:
-        self._half_life = half_life
-        self._weight = 1.0  # of an observation now
-        self._age = 0.0  # tokens emitted per row since that was last so
-
-    def pass_time(self, tokens: float) -> None:
-        """Let older observations fade by `tokens` emitted tokens per row."""
-        self._age += tokens
-        if self._age > HALF_LIVES * self._half_life:
-            self._fade()
+    def __init__(self, half_life: float, passed: Passed | None = None) -> None:
+        self._half_life, self.passed = half_life, Passed() if passed is None else passed
+        self._weight, self._at = 1.0, self.passed.tokens  # of an observation, and when that was last so
 
     def _fade(self) -> None:
-        self._weight *= 2 ** (self._age / self._half_life)
-        self._age = 0.0
+        now = self.passed.tokens
+        if now == self._at:
+            return
+        self._weight *= 2 ** min((now - self._at) / self._half_life, HALF_LIVES)
+        self._at = now
         if self._weight > MOST:
             self._divide(self._weight)
             self._weight = 1.0

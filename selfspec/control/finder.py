@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from selfspec.control.growth import Grown, Ranks, grow
+from selfspec.control.fading import Passed
+from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.matches import MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
 from selfspec.control.reading import FEW
@@ -25,12 +26,13 @@ class Finder:
     """
 
     def __init__(self, most: int | None = None, drafts: Sequence[str] = DEFAULT_DRAFTS) -> None:
-        self.matches, self.stored, self.ranks = Matches(), Matches(), Ranks()
+        self._passed = passed = Passed()
+        self.matches, self.stored, self.ranks = Matches(passed), Matches(passed), Ranks(passed)
         self._looks_up, self.recycles = "lookup" in drafts, "recycle" in drafts
         self.branches = "tree" in drafts or self.recycles
         self._is_tree = "tree" in drafts
         self._most = MOST_FOUND if most is None else min(most, MOST_FOUND)
-        self._trusts = [Trust() for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
+        self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
         self.chains: list[list[float]] = []
@@ -39,18 +41,22 @@ class Finder:
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
         branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
-        longest = max([row.match for row in rows])
+        matches = [row.match for row in rows]
+        longest = max(matches)
         if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
             self.chains = [[]] * len(rows)
             return None
         seconds = worth.lookups()
         # A token less likely than this lowers the rate of any round of a batch that is worth it.
         least = 0.0 if is_small else usual * worth.least_lookup
-        self.chains = chains = [self.chances(row, least) for row in rows]
+        self.chains = chains = [self.chances(row, match, least) for row, match in zip(rows, matches, strict=True)]
         self._trust = self._trusts[bisect_right(STRENGTHS, longest)]
         if not self._could_pay(chains, seconds, usual, branches):
             return None
-        grown = [self._grow(row, chances) if branches else None for row, chances in zip(rows, chains, strict=True)]
+        least = (
+            max(LEAST, usual * worth.least_lookup / self._trust.ratio) if branches else 1.0
+        )  # no round has less likely
+        grown = [self._grow(row, one, least) if branches else None for row, one in zip(rows, chains, strict=True)]
         offers = [
             chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
             for row, chances, one in zip(rows, chains, grown, strict=True)
@@ -73,15 +79,15 @@ class Finder:
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
 
-    def chances(self, row: RowState, least: float = 0.0) -> list[float]:
+    def chances(self, row: RowState, match: int, least: float = 0.0) -> list[float]:
         """Of the chain of a row to be right as far as each token; those less likely than `least` are left out."""
         guesses = row.guesses
-        if guesses is None or not self._looks_up or guesses.match == 0:
+        if guesses is None or not self._looks_up or match == 0:
             return []
         most = min(self._most, row.room - 1)
         if not guesses.is_stored:
-            return self.matches.survivals(guesses.match, row.request_id, least)[:most]
-        chances = self.stored.survivals(guesses.match, row.request_id, least)[:most]
+            return self.matches.survivals(match, row.request_id, least)[:most]
+        chances = self.stored.survivals(match, row.request_id, least)[:most]
         return chances[: len(guesses.chain(len(chances)))]  # a document may end before
 
     def _could_pay(
@@ -97,12 +103,18 @@ class Finder:
         likely = self.ranks.likeliest(self._is_tree)
         return likely > 0 and ratio * sum([1 / (1 - min(max(first, likely), SURE)) for first in firsts]) > enough
 
-    def _grow(self, row: RowState, chances: Sequence[float]) -> Grown | None:
-        """A tree or chain for a row; None where the chain alone will do."""
+    def _grow(self, row: RowState, chances: Sequence[float], least: float) -> Grown | None:
+        """A tree or chain for a row; None where the chain alone will do, since the others are less likely than `least`.
+
+        Unless candidates are recalled, there are none but for the next token.
+        """
         if row.guesses is None:
             return None
-        if not row.guesses.recalls and not row.guesses.first_candidates()[1]:
-            return None
+        if not row.guesses.recalls:
+            if chances and (1 - chances[0]) * self.ranks.beside < least:
+                return None
+            if not row.guesses.first_candidates()[1]:
+                return None
         grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
         return grown if len(grown.chances) > len(chances) else None
 
@@ -119,12 +131,9 @@ class Finder:
             if looked.ranks:
                 self.ranks.add(looked.ranks)
         alive = [outcome.request_id for outcome in outcomes]
+        self.matches.keep_rows(alive)
+        self.stored.keep_rows(alive)
         tokens = emitted / max(1, len(outcomes))
-        for kind in (self.matches, self.stored):
-            kind.keep_rows(alive)
-            kind.pass_time(tokens)
-        self.ranks.pass_time(tokens)
-        for trust in self._trusts:
-            trust.pass_time(tokens)
+        self._passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))

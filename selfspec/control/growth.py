@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-from selfspec.control.fading import Fading
+from selfspec.control.fading import Fading, Passed
 from selfspec.control.plan import Guesses, TokenTree
 
 NUM_RANKS = 8  # candidates told apart by their rank
@@ -23,12 +23,13 @@ MOST_NODES = 32  # beside the chain
 class Ranks(Fading):
     """How often the candidate of each rank is right, by kind, where there is no chain and where the chain is wrong."""
 
-    def __init__(self) -> None:
-        super().__init__(HALF_LIFE)
+    def __init__(self, passed: Passed | None = None) -> None:
+        super().__init__(HALF_LIFE, passed)
         self._hits = [[0.0] * NUM_RANKS for _ in range(2 * NUM_KINDS)]
         self._seen = [0.0] * (2 * NUM_KINDS)
         self._rates: list[list[float]] | None = None
         self._likeliest = 0.0, 0.0  # see `likeliest`
+        self._beside = 0.0  # see `beside`
 
     def _divide(self, by: float) -> None:
         self._hits = [[count / by for count in line] for line in self._hits]
@@ -57,6 +58,7 @@ class Ranks(Fading):
                 self._rates.append([*accumulate(rates, min)])
             lines = self._rates[::2]
             self._likeliest = max([line[0] for line in lines]), max([sum(line) for line in lines])
+            self._beside = max([line[0] for line in self._rates[1::2]])
         return self._rates
 
     def likeliest(self, is_tree: bool) -> float:
@@ -64,6 +66,13 @@ class Ranks(Fading):
         if self._rates is None:
             _ = self.rates
         return self._likeliest[is_tree]
+
+    @property
+    def beside(self) -> float:
+        """How often a candidate is right where the chain is wrong, at most."""
+        if self._rates is None:
+            _ = self.rates
+        return self._beside
 
 
 class Grown(NamedTuple):

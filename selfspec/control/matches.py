@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from selfspec.control.fading import Fading
+from selfspec.control.fading import Fading, Passed
 from selfspec.control.plan import Looked
 
 MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
@@ -36,13 +36,13 @@ class _Row:
 
     hits: list[float] = field(default_factory=lambda: [0.0] * len(FIRST))
     seen: list[float] = field(default_factory=lambda: [0.0] * len(FIRST))
-    clock: float = 0.0  # when they were last faded
+    at: float = 0.0  # when they were last faded
 
-    def fade(self, clock: float) -> None:
-        if clock > self.clock:
-            share = 0.5 ** ((clock - self.clock) / ROW_HALF_LIFE)
+    def fade(self, now: float) -> None:
+        if now > self.at:
+            share = 0.5 ** ((now - self.at) / ROW_HALF_LIFE)
             self.hits, self.seen = [share * n for n in self.hits], [share * n for n in self.seen]
-            self.clock = clock
+            self.at = now
 
 
 class Matches(Fading):
@@ -53,19 +53,13 @@ class Matches(Fading):
     itself came to lately corrects both: one row goes round in circles while another only seems to.
     """
 
-    def __init__(self) -> None:
-        super().__init__(HALF_LIFE)
+    def __init__(self, passed: Passed | None = None) -> None:
+        super().__init__(HALF_LIFE, passed)
         bins = len(FIRST)
         self._hits = [[0.0] * MOST_FOUND for _ in range(bins)]
         self._seen = [[0.0] * MOST_FOUND for _ in range(bins)]
         self._pooled_hits, self._pooled_seen = [0.0] * bins, [0.0] * bins
         self._rows: dict[int, _Row] = {}
-        self._clock = 0.0  # tokens emitted per row
-
-    def pass_time(self, tokens: float) -> None:
-        """Let older observations fade by `tokens` emitted tokens per row."""
-        self._clock += tokens
-        super().pass_time(tokens)
 
     def _divide(self, by: float) -> None:
         for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
@@ -83,18 +77,24 @@ class Matches(Fading):
         own = self._rows.get(request_id)
         if own is None:
             own = self._rows[request_id] = _Row()
-        own.fade(self._clock)
-        row, last = bin_of(match), len(_POOLS) - 1
-        hits, seen = self._hits[row], self._seen[row]
-        for at in range(min(right + 1, looked.num_compared, MOST_FOUND)):
-            pool = _POOLS[min(match + at, last)]
-            if at < right:
-                hits[at] += weight
-                self._pooled_hits[pool] += weight
-                own.hits[pool] += 1
-            seen[at] += weight
-            self._pooled_seen[pool] += weight
-            own.seen[pool] += 1
+        own.fade(self.passed.tokens)
+        first = bin_of(match)
+        hits, seen = self._hits[first], self._seen[first]
+        judged = min(right + 1, looked.num_compared, MOST_FOUND)
+        right = min(right, judged)
+        hits[:right] = [count + weight for count in hits[:right]]
+        seen[:judged] = [count + weight for count in seen[:judged]]
+        at = 0
+        for pool in range(first, len(FIRST)):
+            end = _end_of(pool, match)
+            came, had = max(0, min(right, end) - at), min(judged, end) - at
+            self._pooled_hits[pool] += came * weight
+            self._pooled_seen[pool] += had * weight
+            own.hits[pool] += came
+            own.seen[pool] += had
+            if judged <= end:
+                break
+            at = end
 
     def survivals(self, match: int, request_id: int = 0, least: float = LEAST) -> list[float]:
         """How likely a row's draft is right as far as each of its tokens, after a match of this length.
@@ -105,7 +105,7 @@ class Matches(Fading):
         least = max(least, LEAST)
         own = self._rows.get(request_id)
         if own is not None:
-            own.fade(self._clock)
+            own.fade(self.passed.tokens)
         self._fade()
         weight, now = self._weight, bin_of(match)
         first, more = FIRST_WEIGHT * weight, POOL_WEIGHT * weight
@@ -113,14 +113,13 @@ class Matches(Fading):
         out: list[float] = []
         survival, at = 1.0, 0
         for pool in range(now, len(FIRST)):
-            end = MOST_FOUND if pool == len(MATCH_EDGES) else min(MOST_FOUND, MATCH_EDGES[pool] - match)
+            end = _end_of(pool, match)
             pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
             pooled *= more
+            came, of = (0.0, 0.0) if own is None else (own.hits[pool], own.seen[pool])
+            of += ROW_WEIGHT
             for hit, had in zip(hits[at:end], seen[at:end], strict=True):
-                chance = (hit + pooled) / (had + more)
-                if own is not None:
-                    chance = (own.hits[pool] + ROW_WEIGHT * chance) / (own.seen[pool] + ROW_WEIGHT)
-                survival *= chance
+                survival *= (came + ROW_WEIGHT * (hit + pooled) / (had + more)) / of
                 if survival < least:
                     return out
                 out.append(survival)
@@ -160,6 +159,11 @@ def _choose_one(chances: Sequence[float], seconds: Sequence[float]) -> tuple[int
         if tokens > best * seconds[i]:
             best, count = tokens / seconds[i], i
     return count, best
+
+
+def _end_of(pool: int, match: int) -> int:
+    """Tokens of a draft after such a match until its tokens are those of the next pool."""
+    return MOST_FOUND if pool == len(MATCH_EDGES) else min(MOST_FOUND, MATCH_EDGES[pool] - match)
 
 
 def bin_of(match: int) -> int:

@@ -9,7 +9,7 @@ picks another one (FR-Spec, arXiv 2502.14856). How often that is can be seen wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -110,18 +110,18 @@ def choose(
         now: a part and a layer, which stay in use unless others promise `stay` times as much.
         favour: `[L - 1]`, by what each layer's promise is multiplied beside the others'.
     """
-    found: dict[tuple[int | None, int | None], Choice] = {}
-    best: dict[Any, float] = {}
-    for part in parts:
-        worth.draft_by(part.share, part.bits is not None)
-        rates, drafted = worth.rates(right if part.coverage == 1 else right * part.coverage, share)
-        found[part.way] = Choice(part, 0, rates, drafted)
-        promised = (np.maximum.reduce(rates, 1) * favour).tolist()
-        best.update({(part.way, e): promised[e - 1] for e in layers if e <= (part.deepest or len(promised))})
-    way, exit_layer = max(best, key=best.__getitem__)
-    before = now[0].way, now[1]
-    if now[1] is not None and best[way, exit_layer] < stay * best.get(before, 0.0):
-        way, exit_layer = before
-    chosen = found[way]
-    worth.draft_by(chosen.part.share, chosen.part.bits is not None)
-    return chosen._replace(exit_layer=exit_layer)
+    ways = [(part.share, part.bits is not None) for part in parts]
+    coverages = [part.coverage for part in parts]
+    rates, drafted = worth.rates(right, share, ways, coverages if min(coverages) < 1 else ())
+    promised = (np.maximum.reduce(rates, 2) * favour).tolist()
+    best, at, exit_layer, before = -1.0, 0, 0, (-1, 0)
+    for i, (part, by_layer) in enumerate(zip(parts, promised, strict=True)):
+        for layer in layers:
+            if by_layer[layer - 1] > best and layer <= (part.deepest or layer):
+                best, at, exit_layer = by_layer[layer - 1], i, layer
+        if part.way == now[0].way and now[1] is not None:
+            before = i, now[1]
+    if before[0] >= 0 and best < stay * promised[before[0]][before[1] - 1]:
+        at, exit_layer = before
+    worth.draft_by(*ways[at])
+    return Choice(parts[at], exit_layer, rates[at], drafted)

@@ -199,7 +199,9 @@ class Seconds:
 
     def lap(self, stage: str) -> None:
         """All time since the last lap went to this stage."""
-        self.laps([(stage, 0.0)])
+        now = self.now()
+        self.add(stage, now - self._last)
+        self._last = now
 
     def laps(self, parts: Sequence[tuple[str, float]]) -> None:
         """It went to these, one after another; what they leave of it, to the first."""

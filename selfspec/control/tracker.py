@@ -9,6 +9,8 @@ Counts over many texts are kept beside them, for the trackers of later texts to 
 
 from __future__ import annotations
 
+import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -32,16 +34,17 @@ EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves 
 # Most observations per layer that a saved prior counts for, and that are saved again with what comes.
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
-_RATES = -1 / np.array((RECENT, LASTING, OVERALL))  # by which the three counts fade, in powers of two per token
+MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
+MOST_LATER = 4096  # observations that wait to be counted over all texts
 _bounds = np.array(CONFIDENCE_EDGES)
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
-_WEIGHTS = np.array((LASTING_WEIGHT, CURVE_WEIGHT))[:, None, None]
-_SHARE_WEIGHTS = np.array(SHARE_WEIGHTS)[:, None, None]
+# Observations that the next wider view is worth: beside recent and lasting ones, [2, rates or shares, 1, 1].
+_WEIGHTS = np.array(((LASTING_WEIGHT, SHARE_WEIGHTS[0]), (CURVE_WEIGHT, SHARE_WEIGHTS[1])))[:, :, None, None]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
 _PRECISION = 1 / np.array(CURVE_VARIANCE)[:, None]
-_RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))
+_RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))[:, None]
 
 
 class Tracker:
@@ -53,31 +56,53 @@ class Tracker:
 
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
-        self._counts = np.zeros((len(_RATES), *self._shape))
-        self.recent, self.lasting, self.overall = self._counts  # the last: what later trackers may start from
-        self._firsts = np.arange(len(_RATES))[:, None] * self.recent.size  # where they begin in `_counts`
+        # Recent and lasting counts, [2, 2, L - 1, NUM_BINS], and the same memory for single ones: those are touched
+        # here and there between two rounds, arrays once per estimate.
+        self._cells = array("d", bytes(2 * 8 * math.prod(self._shape)))
+        self._counts = np.frombuffer(self._cells).reshape(2, *self._shape)
+        self._weights = 1.0, 1.0  # of an observation now
+        self._age = 0.0  # tokens emitted per row since they were last faded
+        self._overall = np.zeros(self._shape)
+        self._later: list[int] = []  # what is not counted there yet, and `_clock` then
+        self._later_at: list[float] = []
+        self._clock = self._overall_at = 0.0  # tokens emitted per row, ever, and when `_overall` was last faded
         self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # of offset and slope, [2, L - 1]
         self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
-        self._expected, self._asked = self._curves(), 0
-        self._cells: list[int] = []  # of observations not counted yet, in each of the counts; and `_age` then
-        self._ages: list[float] = []
+        self._wider = np.full(self._shape, SHARE_WEIGHTS[1] / NUM_BINS)  # of rates and of shares, with its weight
+        self._asked = 0
+        self._draw_curves()
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
-        self._age = 0.0  # tokens emitted per row since the counts were last faded
         if prior is not None:
-            self.lasting[:], self.overall[:] = (
-                read_prior(prior, num_layers, most) for most in (PRIOR_SIZE, OVERALL_SIZE)
-            )
+            self._counts[1] = read_prior(prior, num_layers)
+            self._overall += read_prior(prior, num_layers, OVERALL_SIZE)
             for _ in range(8):
                 self._fit()
+
+    @property
+    def recent(self) -> Floats:
+        """`[2, L - 1, NUM_BINS]`: hits and misses of the last tokens."""
+        self._settle()
+        return self._counts[0]
+
+    @property
+    def lasting(self) -> Floats:
+        """The same of more of them."""
+        self._settle()
+        return self._counts[1]
+
+    @property
+    def overall(self) -> Floats:
+        """The same over many texts, for later trackers to start from."""
+        self._count_later()
+        return self._overall
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
         line = (layer - 1) * NUM_BINS
-        miss = line + self._shape[1] * NUM_BINS
-        for hit, confidence in zip(hits, confidences, strict=True):
-            self._cells.append((line if hit else miss) + bisect_right(CONFIDENCE_EDGES, confidence))
-        self._ages += [self._age] * len(hits)
+        lines = line + self._shape[1] * NUM_BINS, line  # of misses, and of hits
+        pairs = zip(hits, confidences, strict=True)
+        self._count([lines[hit] + bisect_right(CONFIDENCE_EDGES, confidence) for hit, confidence in pairs])
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -88,23 +113,41 @@ class Tracker:
             lines = self._lines[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
         cells = np.searchsorted(_bounds, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
         cells += np.where(shadow.hits, lines, lines + self._shape[1] * NUM_BINS)
-        self._cells += cells.reshape(-1).tolist()
-        self._ages += [self._age] * cells.size
+        self._count(cells.reshape(-1).tolist())
+
+    def _count(self, cells: Sequence[int]) -> None:
+        """An observation each, by where it is counted among the recent ones."""
+        counts, lasting, (by_recent, by_lasting) = self._cells, len(self._cells) // 2, self._weights
+        for cell in cells:
+            counts[cell] += by_recent
+            counts[cell + lasting] += by_lasting
+        self._later += cells
+        self._later_at += [self._clock] * len(cells)
+        if len(self._later) > MOST_LATER:
+            self._count_later()
+
+    def _count_later(self) -> None:
+        if not self._later:
+            return
+        weights = np.exp2((np.array(self._later_at) - self._clock) / OVERALL)
+        self._overall *= 2 ** ((self._overall_at - self._clock) / OVERALL)
+        self._overall += np.bincount(self._later, weights, self._overall.size).reshape(self._shape)
+        self._later, self._later_at, self._overall_at = [], [], self._clock
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
+        self._clock += tokens
         self._age += tokens
+        if self._age > MOST_AGE:
+            self._settle()
+        self._weights = 2 ** (self._age / RECENT), 2 ** (self._age / LASTING)
 
     def _settle(self) -> None:
-        """Fade the counts and add what is new, once per estimate: rounds are many, and most need none."""
+        """Fade recent and lasting counts, so that an observation now counts for 1."""
         if self._age:
-            self._counts *= np.exp2(self._age * _RATES)[:, None, None, None]
-        if self._cells:
-            weights = np.exp2(_RATES[:, None] * (self._age - np.array(self._ages)))
-            at = (self._firsts + np.array(self._cells)).reshape(-1)
-            self._counts += np.bincount(at, weights.reshape(-1), self._counts.size).reshape(self._counts.shape)
-            self._cells, self._ages = [], []
-        self._age = 0.0
+            self._counts[0] *= 2 ** (-self._age / RECENT)
+            self._counts[1] *= 2 ** (-self._age / LASTING)
+            self._age, self._weights = 0.0, (1.0, 1.0)
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
@@ -112,17 +155,23 @@ class Tracker:
         self._asked += 1
         if self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0:
             self._fit()
-        hits, both = self._counts[:2, 0], self._counts[:2, 0] + self._counts[:2, 1]  # [recent or lasting, L - 1, bins]
-        seen, totals = both + _WEIGHTS, np.add.reduce(both, 2, keepdims=True) + _SHARE_WEIGHTS
-        right = (hits[1] + CURVE_WEIGHT * self._expected) / seen[1]
-        right = (hits[0] + LASTING_WEIGHT * right) / seen[0]
-        share = (both[1] + SHARE_WEIGHTS[1] / NUM_BINS) / totals[1]
-        share = (both[0] + SHARE_WEIGHTS[0] * share) / totals[0]
+        # [recent or lasting, rates or shares, L - 1, bins]: what is counted, and out of how many
+        counted, of = np.empty((2, 2, *self._shape))
+        hits, misses = self._counts[:, 0], self._counts[:, 1]
+        counted[:, 0] = hits
+        seen = np.add(hits, misses, out=counted[:, 1])
+        of[:, 0] = seen
+        of[:, 1] = np.add.reduce(seen, 2, keepdims=True)
+        of += _WEIGHTS
+        found = (counted[1] + self._wider) / of[1]
+        found *= _WEIGHTS[0]
+        found += counted[0]
+        found /= of[0]
+        right, share = found
         return np.maximum.accumulate(right, 1), share
 
     def mean_confidences(self, layer: int) -> tuple[float, float]:
         """Mean confidence of a layer's lasting hits and of its misses, to the width of a bin; NaN where none."""
-        self._settle()
         counts = self.lasting[:, layer - 1]
         totals = counts.sum(1)
         hit, miss = (float(c @ _centres / t) if t > 0 else float("nan") for c, t in zip(counts, totals, strict=True))
@@ -130,23 +179,29 @@ class Tracker:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later tracker from."""
-        self._settle()
         hits, misses = (counts.round(2).tolist() for counts in self.overall)
         return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses}
 
-    def _curves(self) -> Floats:
+    def _draw_curves(self) -> None:
         offset, slope = self._curve[:, :, None]
-        return 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
+        self._expected = 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
+        np.multiply(CURVE_WEIGHT, self._expected, out=self._wider[0])
 
     def _fit(self) -> None:
         """One Newton step of every layer's curve; the next one follows at a later estimate."""
-        seen, expected = self.lasting[0] + self.lasting[1], self._expected
-        hoped = seen * expected
-        gradient = ((self.lasting[0] - hoped) @ _POWERS[:, :2]).T - (self._curve - self._mean) * _PRECISION
-        a, b, d = ((hoped - hoped * expected) @ _POWERS + _RIDGE).T
-        step = np.stack((d * gradient[0] - b * gradient[1], a * gradient[1] - b * gradient[0])) / (a * d - b * b)
-        self._curve += np.clip(step, -1.5, 1.5)
-        self._expected = self._curves()
+        hits, misses = self._counts[1]
+        expected, sums = self._expected, np.empty(self._shape)
+        hoped = (hits + misses) * expected
+        np.subtract(hits, hoped, out=sums[0])
+        np.subtract(hoped, hoped * expected, out=sums[1])
+        slopes, bends = (sums @ _POWERS).transpose(0, 2, 1)  # [3, L - 1] each; of the first, the last is not used
+        first, second = slopes[:2] - (self._curve - self._mean) * _PRECISION
+        a, b, d = bends + _RIDGE
+        step = np.empty(self._curve.shape)
+        step[0], step[1] = d * first - b * second, a * second - b * first
+        step /= a * d - b * b
+        self._curve += np.minimum(np.maximum(step, -1.5), 1.5)
+        self._draw_curves()
 
 
 def read_prior(given: Any, num_layers: int, most: float = PRIOR_SIZE) -> Floats:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-BELIEVED, HALF_LIFE = (
-    20.0,
-    60.0,
-)  # tokens a forecast is believed for beside what came true; after which that counts half
+from selfspec.control.fading import Fading, Passed
+
+BELIEVED = 20.0  # tokens that a forecast is believed for beside what came true
+HALF_LIFE = 60.0  # after which that counts half
 
 
-class Trust:
+class Trust(Fading):
     """Tokens that came, and that were forecast, per row; older ones fade."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed: Passed | None = None) -> None:
+        super().__init__(HALF_LIFE, passed)
         self._came = self._forecast = 0.0
-        self._age = 0.0  # tokens emitted since they were last faded
 
     @property
     def ratio(self) -> float:
         self._fade()
-        return (self._came + BELIEVED) / (self._forecast + BELIEVED)
-
-    def pass_time(self, tokens: float) -> None:
-        self._age += tokens
+        believed = BELIEVED * self._weight
+        return (self._came + believed) / (self._forecast + believed)
 
     def add(self, came: float, forecast: float) -> None:
         self._fade()
-        self._came += came
-        self._forecast += forecast
+        self._came += came * self._weight
+        self._forecast += forecast * self._weight
 
-    def _fade(self) -> None:
-        if self._age and (self._came or self._forecast):
-            fade = 0.5 ** (self._age / HALF_LIFE)
-            self._came, self._forecast = fade * self._came, fade * self._forecast
-        self._age = 0.0
+    def _divide(self, by: float) -> None:
+        self._came, self._forecast = self._came / by, self._forecast / by

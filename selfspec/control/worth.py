@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
-from selfspec.control.matches import MOST_FOUND
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Pieces, coefficients
 from selfspec.control.tracker import Floats
 
-MOST = 18  # longest draft considered
-MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once
-LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end
 _LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
-
-
-@dataclass
-class Priced:
-    """Rounds that layers draft in, in one way of drafting.
-
-    Attributes:
-        step: `[L - 1, 1]`: seconds of one more drafted token per row, without its verification.
-        begin: `[L - 1, 1]`: what the round's first early pass takes beside, and the one that feeds the last token.
-        verify: `[L - 1, MOST + 1]`: everything else of a round, by drafted tokens per row.
-    """
-
-    step: Floats
-    begin: Floats
-    verify: Floats
-
-    @cached_property
-    def rounds(self) -> Floats:
-        """`[L - 1, MOST]`: rounds of drafts of every length."""
-        return self.step * _LENGTHS + self.begin + self.verify[:, 1:]
-
-    @cached_property
-    def limits(self) -> Floats:
-        """`[L - 1]`: tokens per second and row by an exit layer that is always right; no draft promises more."""
-        return np.maximum.reduce((1 + _LENGTHS) / self.rounds, 1)
+Ints = NDArray[np.signedinteger[Any]]
+Way = tuple[float, bool]  # of drafting: over which share of the vocabulary, and whether by copies
+WHOLE: Way = (1.0, False)
 
 
 class Worth:
@@ -52,36 +27,21 @@ class Worth:
     One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, and at most for a number
     of tokens, each independently of those before it; it stops after the first token below. Several rows are taken to
     stop together, after a number of tokens.
+
+    Args:
+        copies: whether they may draft, where there are costs of them.
     """
 
-    def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT) -> None:
-        exits = np.arange(1, costs.num_layers)
+    def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT, copies: bool = True) -> None:
         self.num_rows, self._costs = num_rows, costs
-        self._has_copies = costs.copies is not None
-        # By whether copies draft: [L - 1, 1] of each
-        self._early = [_passes(costs, num_rows, False, copies) for copies in (False, True)]
-        self._first = [_passes(costs, num_rows, True, copies) for copies in (False, True)]
-        self._step_heads = costs.head(num_rows), (costs.copies or costs).head(num_rows)
-        self.step_pick = costs.pick(num_rows)
-        tokens = [num_rows * width for width in range(1, MOST + 2)]
-        one_layer = np.array([costs.verify(costs.num_layers - 1, num_rows, n) for n in tokens])
-        self._above = (costs.num_layers - exits)[:, None]  # [L - 1, 1]: layers that verify
-        self._below = exits[:, None]
-        self.pick = np.array([costs.pick(n) for n in tokens])
-        self.rest = costs.rest(num_rows)
-        heads = np.array([costs.head(n) for n in tokens])
-        late = heads + self.rest  # without layers and picks
-        # [L - 1, MOST + 1]; and [MOST + 1]: copies are verified by all layers
-        self._late = self._above * one_layer + late, costs.num_layers * one_layer + late
-        self.plain = costs.stages(None, (0,) * num_rows)
-        self._plain = sum(self.plain.values())
-        self._lookup_tables: tuple[Floats, Floats, Floats] | None = None  # see `_price_lookups`
-        self._lines = np.arange(costs.num_layers - 1)[:, None] * (MOST + 1)  # where they begin in `_verify`
+        self._has_copies = copies and costs.copies is not None
+        self._pieces = Pieces.of(costs, num_rows)
         self._wider: dict[int, list[float]] = {}  # what `guesses` knows of exit layers
         self._pick, self._passes, self._deciding = 1.0, (1.0, 1.0), 0.0
-        self._part, self._copies = 1.0, False
+        self._way = WHOLE
         self._slower = 1.0  # rounds by lookup
         self._lookups: list[float] | None = None
+        self._least_lookup: float | None = None
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -100,7 +60,7 @@ class Worth:
             lookups: how much longer rounds by lookup take than plain ones, beside what the table says of both.
         """
         if abs(lookups / self._slower - 1) >= NOTICEABLE / 5:
-            self._slower, self._lookups = lookups, None
+            self._slower, self._lookups, self._least_lookup = lookups, None, None
         near = abs(deciding - self._deciding) < NOTICEABLE * self.plain_seconds
         ratios = zip((pick, *passes), (self._pick, *self._passes), strict=True)
         if near and all(abs(new / old - 1) < NOTICEABLE for new, old in ratios):
@@ -111,117 +71,123 @@ class Worth:
 
     def draft_by(self, share: float, copies: bool = False) -> None:
         """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller, or by copies."""
-        if (share, copies) != (self._part, self._copies):
-            self._part, self._copies = share, copies
+        if (share, copies) != self._way:
+            self._way, self._line_for = (share, copies), 0
             self._wider.clear()
 
     def _price(self) -> None:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
-        self.plain_seconds = self._plain + self._costs.num_layers * self._more + (self._pick - 1) * self.plain["pick"]
-        self._lookups = None
-        self._known: dict[tuple[float, bool], Priced] = {}
+        pieces, num_layers = self._pieces, self._costs.num_layers
+        self.plain_seconds = pieces.plain_seconds + num_layers * self._more + (self._pick - 1) * pieces.plain["pick"]
+        self._lookups = self._least_lookup = None
+        self._known: dict[tuple[Way, ...], tuple[Floats, Ints]] = {}
+        self._by_way: dict[Way, Floats] = {}
+        self._line: list[float] = []  # of the exit layer that follows; 0: none
+        self._line_for = 0
 
-    @property
-    def _now(self) -> Priced:
-        """In the way of drafting that is taken on."""
-        return self._priced(self._part, self._copies)
+    def _priced(self, ways: tuple[Way, ...]) -> tuple[Floats, Ints]:
+        """`[ways, L - 1, WIDTH]`: seconds as in `Pieces.table`; and `[ways, L - 1, 1]`: where its `ROUNDS` begin."""
+        if ways not in self._known:
+            seconds = np.empty((len(ways), (self._costs.num_layers - 1) * WIDTH))
+            for line, (share, copies) in zip(seconds, ways, strict=True):
+                by = coefficients(self._pick, self._passes[copies], share, self._more, self._deciding)
+                np.dot(by, self._pieces.table(copies), out=line)
+            begins = np.arange(ROUNDS, seconds.size, WIDTH).reshape(len(ways), -1, 1)
+            priced = seconds.reshape(len(ways), -1, WIDTH)
+            self._known[ways] = priced, begins
+            self._by_way |= zip(ways, priced, strict=True)
+        return self._known[ways]
 
-    def _priced(self, share: float, copies: bool) -> Priced:
-        """The last drafted token runs through early layers too, without a head; copies need not, nor do others run."""
-        known = self._known.get((share, copies))
-        if known is None:
-            read, verifying = self._below * self._more, self._costs.num_layers if copies else self._above
-            verify = self._late[copies] + verifying * self._more + (self._pick * self.pick + self._deciding)
-            passes, early, first = self._passes[copies], self._early[copies] + read, self._first[copies] + read
-            step = passes * early + share * (self._step_heads[copies] + self._pick * self.step_pick)
-            begin = passes * (first - early if copies else first)
-            verify = np.broadcast_to(verify, (len(step), MOST + 1)) if copies else verify
-            known = self._known[share, copies] = Priced(step, begin, verify)
-        return known
+    def rates(
+        self, right: Floats, share: Floats, ways: Sequence[Way] = (WHOLE,), coverages: Sequence[float] = ()
+    ) -> tuple[Floats, Floats]:
+        """(tokens per second of all rows `[ways, L - 1, stops]`, drafted tokens per row `[L - 1, stops]`).
 
-    def rates(self, right: Floats, share: Floats) -> tuple[Floats, Floats]:
-        """(tokens per second of all rows, drafted tokens per row), `[L - 1, ways to stop]`.
-
-        Of one row, the ways are to stop below each bin or after some number of tokens, whichever comes first, since
+        Of one row, the stops are to end below each bin or after some number of tokens, whichever comes first, since
         some models are as sure of every token; of several, after each number of tokens.
+
+        Args:
+            coverages: of each way, by what `right` is multiplied; none: by 1.
         """
+        seconds, begins = self._priced(tuple(ways))
+        likely = np.empty((1 + (len(coverages) or 1), *share.shape))
+        likely[0] = share
+        np.multiply(right, share, out=likely[1])
+        if coverages:
+            likely[1:] = likely[1] * np.array(coverages)[:, None, None]
         if self.num_rows > 1:
-            acceptance = (right * share).sum(1, keepdims=True)
-            kept = 1 + (acceptance**_LENGTHS).cumsum(1)
-            return self.num_rows * kept / self._now.rounds, np.broadcast_to(_LENGTHS, kept.shape)
-        above = np.empty((2, *share.shape))
-        above[0] = share
-        np.multiply(right, share, out=above[1])
+            acceptance = np.add.reduce(likely[1:], 2, keepdims=True)
+            kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
+            drafted = np.empty(kept.shape[1:])
+            drafted[:] = _LENGTHS
+            return self.num_rows * kept / seconds[:, :, ROUNDS + 1 :], drafted
         # P(a token lies above the bound), P(it does, and is right)
-        above = np.minimum(np.add.accumulate(above[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
-        expected = (1 - above[..., None] ** _CAPS) / (1 - above[..., None])
-        drafted, kept = expected.reshape(2, len(share), -1)
-        low = np.minimum(drafted.astype(np.int64), MOST - 1)
-        now = self._now
-        at, verify = low + self._lines, now.verify.reshape(-1)
-        verifying = verify.take(at)
-        verifying += (drafted - low) * (verify.take(at + 1) - verifying)
-        return (1 + above[1][:, :1] * kept) / (drafted * now.step + now.begin + verifying), drafted
+        above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
+        expected = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(len(above), len(share), -1)
+        drafted, kept = expected[0], expected[1:]
+        low = drafted.astype(np.int64)  # below `MOST`
+        at, flat = low + begins, seconds.reshape(-1)
+        rounds = flat.take(at)
+        rounds += (drafted - low) * (flat.take(at + 1) - rounds)
+        return (1 + above[1:, :, :1] * kept) / rounds, drafted
 
     def limits(self) -> Floats:
         """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
-        limits = self._priced(1.0 if self._copies else self._part, False).limits
+        share, by_copies = self._way
+        limits = self._limits((1.0 if by_copies else share, False))
         if self._has_copies:
-            half, copied = deepest_copy(self._costs.num_layers), self._priced(self._part, True).limits
-            limits = np.concatenate((np.maximum(limits[:half], copied[:half]), limits[half:]))
+            half = deepest_copy(self._costs.num_layers)
+            limits[:half] = np.maximum(limits[:half], self._limits((share, True))[:half])
         return self.num_rows * limits
+
+    def _limits(self, way: Way) -> Floats:
+        [seconds], _ = self._priced((way,))
+        return np.maximum.reduce((1 + _LENGTHS) / seconds[:, ROUNDS + 1 :], 1)
+
+    def _of(self, exit_layer: int) -> list[float]:
+        """Seconds of one exit layer, as in `Pieces.table`, in the way of drafting that is taken on."""
+        if self._line_for != exit_layer:
+            if self._way not in self._by_way:
+                self._priced((self._way,))
+            self._line, self._line_for = self._by_way[self._way][exit_layer - 1].tolist(), exit_layer
+        return self._line
 
     def lookups(self) -> list[float]:
         """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
-        if self._lookups is None:
-            self._lookups = self._price_lookups()
-        return self._lookups
+        known = self._lookups
+        if known is None:
+            fixed, picks, _ = self._pieces.lookups
+            seconds = fixed + self._pick * picks + (self._costs.num_layers * self._more + self._deciding)
+            known = self._lookups = [self.plain_seconds, *(self._slower * seconds).tolist()]
+        return known
 
     @property
     def least_lookup(self) -> float:
         """Seconds of a token drafted by lookup where one is cheapest."""
-        fixed, picks = self._lookup_prices()[2]
-        return self._slower * float((np.diff(fixed + self._pick * picks) / np.diff(LOOKUP_GRID)).min()) / self.num_rows
-
-    def _lookup_prices(self) -> tuple[Floats, Floats, Floats]:
-        """Of rounds by lookup, by drafted tokens in all: what does not change, and picks; and both on the grid."""
-        if self._lookup_tables is None:
-            rows, costs = self.num_rows, self._costs
-            tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
-            ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
-            layers = max(1.0, ragged) * np.array([costs.verify(0, rows, n) for n in tokens])
-            rest = np.array([costs.head(n) for n in tokens]) + self.rest + rows * LOOKUP_SECONDS
-            grid = np.stack((layers + rest, np.array([costs.pick(n) for n in tokens])))
-            drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
-            fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
-            self._lookup_tables = fixed, picks, grid
-        return self._lookup_tables
-
-    def _price_lookups(self) -> list[float]:
-        fixed, picks, _ = self._lookup_prices()
-        seconds = fixed + self._pick * picks + (self._costs.num_layers * self._more + self._deciding)
-        return [self.plain_seconds, *(self._slower * seconds).tolist()]
+        if self._least_lookup is None:
+            grid = self._pieces.lookups[2]
+            each = (grid[0] + self._pick * grid[1]).tolist()
+            steps = zip(each, each[1:], LOOKUP_GRID, LOOKUP_GRID[1:], strict=False)
+            self._least_lookup = self._slower * min((b - a) / (m - n) for a, b, n, m in steps) / self.num_rows
+        return self._least_lookup
 
     def rounds(self, exit_layer: int) -> list[float]:
         """Seconds of rounds in which every row drafts 0..MOST tokens."""
-        line, now = exit_layer - 1, self._now
-        return [float(now.begin[line, 0] + now.verify[line, 0]), *now.rounds[line].tolist()]
+        return self._of(exit_layer)[ROUNDS:]
 
     def one_more(self, exit_layer: int, drafted: float) -> float:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""
-        line, at, now = exit_layer - 1, min(int(drafted), MOST - 2), self._now
-        wider = (now.verify[line, at + 2] - now.verify[line, at]) / 2
-        return float(now.step[line, 0] + wider) / self.num_rows
+        at, line = ROUNDS + min(int(drafted), MOST - 2), self._of(exit_layer)
+        return (line[at + 2] - line[at]) / 2 / self.num_rows
 
     def beside(self, exit_layer: int, drafted: float) -> tuple[float, float]:
         """Seconds that drafting tokens beside the others adds to a round of about `drafted` per row: at all, and each.
 
         The last pass becomes wider, and verification.
         """
-        line, costs, rows, verify = exit_layer - 1, self._costs, self.num_rows, self._now.verify
-        at = min(int(drafted), MOST - 2)
-        wider = float(verify[line, at + 2] - verify[line, at]) / (2 * rows)
-        if self._copies:  # which need not read what is verified
+        costs, rows = self._costs, self.num_rows
+        wider = self.one_more(exit_layer, drafted) - self._of(exit_layer)[STEP] / rows  # verification, for each
+        if self._way[1]:  # copies need not read what is verified
             return 0.0, wider
         narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n) for n in (0, 1, 5))
         each = self._passes[False] * (many - some) / 4
@@ -233,12 +199,12 @@ class Worth:
         Args:
             chances: that the exit picks the first guess, the first two, ...; falling.
         """
-        if self._copies:
+        if self._way[1]:
             return 0
         wider = self._wider.get(exit_layer)
         if wider is None:
             wider = self._wider[exit_layer] = self._widths(exit_layer)
-        step = float(self._now.step[exit_layer - 1, 0])
+        step = self._of(exit_layer)[STEP]
         best, count, saved = 0.0, 0, 0.0
         for n, (chance, more) in enumerate(zip(chances, wider, strict=False), 1):
             saved += chance * step
@@ -249,19 +215,15 @@ class Worth:
     def _widths(self, exit_layer: int) -> list[float]:
         """Seconds that 1, 2, .. `MOST_GUESSES` guesses add to an early pass of a single row."""
         costs, wider = self._costs, []
-        narrow = costs.early_pass(exit_layer, 1)
+        narrow, rows = costs.early_pass(exit_layer, 1), self.num_rows
         for n in range(1, MOST_GUESSES + 1):
-            picking = costs.head(1 + n) - self._step_heads[False] + self._pick * (costs.pick(1 + n) - self.step_pick)
-            wider.append(self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._part * picking)
+            picking = costs.head(1 + n) - costs.head(rows) + self._pick * (costs.pick(1 + n) - costs.pick(rows))
+            wider.append(
+                self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._way[0] * picking
+            )
         return wider
 
 
 def deepest_copy(num_layers: int) -> int:
     """The deepest exit that copies draft for: more of them would take memory for nothing, so late does not pay."""
     return max(1, num_layers // 2)
-
-
-def _passes(costs: Costs, num_rows: int, first: bool, copies: bool) -> Floats:
-    """`[L - 1, 1]`: early passes by exit layer."""
-    exits = range(1, costs.num_layers)
-    return np.array([[costs.early_pass(e, num_rows, first=first, copies=copies)] for e in exits])

@@ -26,15 +26,10 @@ def check_request(request: Request, stack: Stack, has_tokenizer: bool) -> None:
         )
 
 
-def check_plan(plan: Plan, room: Sequence[int], num_layers: int) -> None:
-    """ValueError unless a model of so many layers can follow the plan.
-
-    Args:
-        room: tokens that every row may still emit: a draft beyond it would be written into pages that are not the
-            row's.
-    """
+def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
+    """ValueError unless a model of so many layers can follow the plan, as long as rows have room for it."""
     if plan.shadow is not None:
-        _check_shadow(plan.shadow, plan.exit_layer, len(room), num_layers)
+        _check_shadow(plan.shadow, plan.exit_layer, num_rows, num_layers)
     if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
         raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
     if plan.draft_vocab is not None:
@@ -45,13 +40,25 @@ def check_plan(plan: Plan, room: Sequence[int], num_layers: int) -> None:
         return
     if plan.trees is not None:
         check_trees(plan)
-    last, given = num_layers - 1, list(plan.draft_lengths)
-    if any(type(length) is not int for length in given):
-        given = [whole("a plan's draft length", length) for length in given]
+    last = num_layers - 1
+    for length in plan.draft_lengths:
+        whole("a plan's draft length", length)
     if not LOOKUP <= plan.exit_layer <= last:
         raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
-    if len(given) != len(room) or not all(0 <= n < most for n, most in zip(given, room, strict=True)):
-        raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {[*room]}, got {given}")
+
+
+def check_room(plan: Plan, room: Sequence[int]) -> None:
+    """ValueError unless every row has room for its draft: beyond it, pages are not the row's.
+
+    Args:
+        room: tokens that every row may still emit.
+    """
+    given = plan.draft_lengths
+    if plan.exit_layer is None or (
+        len(given) == len(room) and all(0 <= n < most for n, most in zip(given, room, strict=True))
+    ):
+        return
+    raise ValueError(f"a plan's draft_lengths must be one per row, each below its room {[*room]}, got {[*given]}")
 
 
 def _check_shadow(shadow: ShadowPlan, exit_layer: int | None, num_rows: int, num_layers: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from selfspec.control.plan import Looked, Plan, Policy, Seconds
 from selfspec.decoding.afterwards import Teach
-from selfspec.decoding.checks import check_plan, check_request
+from selfspec.decoding.checks import check_plan, check_request, check_room
 from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
@@ -113,6 +113,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
+        self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
 
     @property
     def num_waiting(self) -> int:
@@ -174,7 +175,7 @@ class Engine:
         asked = [getattr(self.policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
         reads_lookup, reads_ranks, recycles = asked
         plan = self.policy.plan([row.told(reads_lookup) for row in ready])
-        check_plan(plan, [row.room for row in ready], self.stack.num_layers)
+        self._check(plan, [row.room for row in ready])
         seconds.lap("control")
         outcomes = []
         try:
@@ -238,6 +239,12 @@ class Engine:
 
     def _prefill(self) -> None:
         prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
+
+    def _check(self, plan: Plan, room: Sequence[int]) -> None:
+        if plan is not self._checked[0] or len(room) != self._checked[1]:  # many rounds have the same one
+            check_plan(plan, len(room), self.stack.num_layers)
+            self._checked = plan, len(room)
+        check_room(plan, room)
 
     def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
         """Whether an exit's draft was refused for a token that the plan's part of the vocabulary does not hold."""

@@ -48,6 +48,8 @@ class Guesser:
     @property
     def match(self) -> int:
         """How many of the row's last tokens the chain follows, 0 where there is none."""
+        if self._datastore is None:
+            return self.lookup.match
         return self._stored_match() if self.is_stored else self.lookup.match
 
     @property

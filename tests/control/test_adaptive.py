@@ -14,9 +14,10 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import favour_of
 from selfspec.control.parts import WHOLE, choose
+from selfspec.control.pieces import MOST
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
 from selfspec.control.tracker import Tracker
-from selfspec.control.worth import CAPS, MOST, Worth
+from selfspec.control.worth import CAPS, Worth
 from tests.eval.replays import made_up_costs, trace_of
 
 LAYERS = 8
@@ -136,7 +137,7 @@ def test_of_layers_that_promise_as_much_the_one_near_a_quarter_of_the_depth_is_l
     costs = made_up_costs(LAYERS)
     worth = Worth(costs, 1)
     right, share = np.full((LAYERS - 1, NUM_BINS), 0.7), np.full((LAYERS - 1, NUM_BINS), 1 / NUM_BINS)
-    promised = worth.rates(right, share)[0].max(1)
+    promised = worth.rates(right, share)[0][0].max(1)
     even, favour = promised.max() / promised, favour_of(LAYERS)
     for beside, expected in ((even, {0, 1, 2, 3, 4, 5, 6}), (even * favour, {1})):
         chosen = choose([WHOLE], range(1, LAYERS), worth, right, share, (WHOLE, None), 1.0, beside)
@@ -153,7 +154,7 @@ def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, r
     limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
     assert worth.limits()[layer - 1] == pytest.approx(limit)
     right = np.ones((LAYERS - 1, NUM_BINS))
-    assert worth.rates(right, right / NUM_BINS)[0][layer - 1].max() <= 1.001 * limit
+    assert worth.rates(right, right / NUM_BINS)[0][0, layer - 1].max() <= 1.001 * limit
 
 
 @pytest.mark.parametrize("reading", [0.0, -1.0, float("nan")])
@@ -202,7 +203,7 @@ def test_the_worth_of_a_way_to_stop_is_what_adding_up_all_drafts_gives(seed, bin
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
     costs, line = made_up_costs(LAYERS), exit_layer - 1
-    rates, drafted = Worth(costs, 1).rates(right, share)
+    [rates], drafted = Worth(costs, 1).rates(right, share)
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     chance, expected, kept = 1.0, 0.0, 0.0
     for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.pieces import Pieces
 from selfspec.control.table import Table
 
 seconds = st.floats(0, 1, allow_nan=False)
@@ -173,6 +174,14 @@ def test_shadow_picks_cost_a_shortlist_or_the_whole_head():
     assert costs.shadow(2, 4) == costs.short(8)
     assert costs.shadow(2, 4, exact=True) == pytest.approx(costs.head(8) + costs.pick(8))
     assert costs.seed(2, 4) == pytest.approx(costs.head(4) + costs.short(8))
+
+
+def test_what_is_made_of_costs_is_made_once_and_not_of_others():
+    costs = some_costs()
+    pieces = Pieces.of(costs, 2)
+    assert Pieces.of(costs, 2) is pieces and Pieces.of(costs, 1) is not pieces
+    assert pieces.plain_seconds == pytest.approx(costs.plain_round(2))
+    assert Pieces.of(costs.with_head(2.0), 2).plain_seconds == pytest.approx(costs.with_head(2.0).plain_round(2))
 
 
 def test_another_head_is_counted_in_layers_and_changes_nothing_else():

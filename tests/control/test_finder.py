@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.finder import Finder
 from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState
+from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees
 from tests.control.rounds import Free, found
@@ -106,6 +108,28 @@ def test_beside_a_chain_that_is_often_wrong_what_else_may_come_is_drafted():
     plan = plan_of(finder, (found(2, first=[3, 4]), 100))
     [tree] = plan.trees
     assert 3 in tree.tokens and tree.parents[tree.tokens.index(3)] == 0 and tree.tokens[0] == 5
+
+
+class AsksAlways(Finder):
+    def _grow(self, row, chances, least):
+        return super()._grow(row, chances, 0.0)
+
+
+def test_branches_that_are_not_looked_for_would_not_have_been_drafted():
+    have_branches, costs = set(), made_up_costs(LAYERS)
+    each = 0.05 * costs.plain_round(1)  # a token's picks: not every likely branch is worth it
+    worth = Worth(replace(costs, pick=Table.of({n: n * each for n in (1, 256)}), _known={}), 1)
+    for right, rank, usual in product(range(9), range(3), (0.5, 1.0, 1.5, 2.0, 3.0)):
+        plans = []
+        for finder in (Finder(), AsksAlways()):
+            tell(finder, *[Looked(2, 9, 9 * (n < right)) for n in range(8)], Looked(2, 9, 0, ranks=((2, True, rank),)))
+            row = RowState(0, 50, 100, found(2, first=[3, 4]))
+            plans.append(finder.plan([row], worth, usual / worth.plain_seconds))
+        plan, always = plans
+        assert plan == always
+        if plan is not None:
+            have_branches.add(plan.trees[0].parents != tuple(range(plan.draft_lengths[0])))
+    assert have_branches == {True, False}
 
 
 @pytest.mark.parametrize("own_is_right", [True, False])

@@ -157,7 +157,7 @@ def test_rates_are_chances_and_fall(seen):
     ranks = Ranks()
     for kind, is_beside, rank, tokens in seen:
         ranks.add([(kind, is_beside, rank)])
-        ranks.pass_time(tokens)
+        ranks.passed.tokens += tokens
     for line in ranks.rates:
         assert line == sorted(line, reverse=True) and all(0 <= rate <= 1 for rate in line)
 
@@ -168,7 +168,7 @@ def test_older_ranks_fade():
         ranks.add([(0, False, 0)])
     assert ranks.rates[0][0] > 0.9
     for _ in range(40):
-        ranks.pass_time(300.0)
+        ranks.passed.tokens += 300.0
     for _ in range(20):
         ranks.add([(0, False, NUM_RANKS)])
     assert ranks.rates[0][0] < 0.1

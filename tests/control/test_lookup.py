@@ -14,9 +14,10 @@ from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.matches import MOST_FOUND, Matches, bin_of, choose
+from selfspec.control.pieces import LOOKUP_GRID, MOST_PACKED
 from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, RowState, Seconds
 from selfspec.control.policies import make_policy
-from selfspec.control.worth import LOOKUP_GRID, MOST_PACKED, Worth
+from selfspec.control.worth import Worth
 from tests.control.rounds import found
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs, trace_of
@@ -63,7 +64,7 @@ def test_the_chances_along_a_draft_fall_and_are_chances(seen, match):
     matches = Matches()
     for looked, tokens in seen:
         matches.add(looked)
-        matches.pass_time(tokens)
+        matches.passed.tokens += tokens
     chances = matches.survivals(match)
     assert all(0 < later <= sooner <= 1 for sooner, later in zip([1.0, *chances], chances, strict=False))
 
@@ -94,7 +95,7 @@ def test_older_observations_fade():
     for _ in range(50):
         matches.add(Looked(3, 9, 9))
     for _ in range(30):
-        matches.pass_time(300.0)
+        matches.passed.tokens += 300.0
     for _ in range(3):
         matches.add(Looked(3, 9, 0), 1)
     assert matches.survivals(3)[0] < 0.35

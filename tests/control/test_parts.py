@@ -10,10 +10,11 @@ import pytest
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Copies
 from selfspec.control.parts import WHOLE, Part, Parts, choose
+from selfspec.control.pieces import MOST
 from selfspec.control.plan import DEFAULT_DRAFTS, RowOutcome, RowState, Seconds
 from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
-from selfspec.control.worth import MOST, Worth
+from selfspec.control.worth import Worth
 from tests.eval.replays import made_up_costs
 
 LAYERS, VOCAB = 8, 131072
@@ -150,8 +151,8 @@ def test_drafting_over_all_of_it_again_prices_drafts_as_before():
     costs = made_up_costs(LAYERS, head=DEAR)
     right, share = np.full((LAYERS - 1, 12), 0.8), np.full((LAYERS - 1, 12), 1 / 12)
     worth, fresh = Worth(costs, 1), Worth(costs, 1)
+    part = worth.rates(right, share, [(0.125, False)])[0]
     worth.draft_by(0.125)
-    part = worth.rates(right, share)[0]
     worth.draft_by(1.0)
     assert np.array_equal(worth.rates(right, share)[0], fresh.rates(right, share)[0])
     assert (part > fresh.rates(right, share)[0]).all()

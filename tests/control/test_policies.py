@@ -107,6 +107,11 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, senten
         decode(tiny("llama"), make_prompts([4, 4]), Once(plan), max_new_tokens=5)
 
 
+def test_a_plan_that_was_fit_once_is_refused_where_rows_have_less_room_since():
+    with pytest.raises(ValueError, match=r"each below its room \[[123]\], got \[3\]"):
+        decode(tiny("llama"), make_prompts([4]), Once(Plan(2, (3,))), max_new_tokens=5)
+
+
 def test_a_plan_without_an_exit_needs_no_lengths():
     [prompt] = make_prompts([4])
     [done] = decode(tiny("llama"), [prompt], Once(Plan(None, ())), max_new_tokens=5)

@@ -28,9 +28,7 @@ def test_watching_changes_no_token_and_counts_every_layer_at_every_position(opti
     assert tokens == [
         c.tokens for c in target.generate(make_prompts((9, 5)), policy="plain", max_new_tokens=20, **options)
     ]
-    seen = watch.tracker.overall.sum((0, 2))
-    watch.tracker.estimates()
-    assert seen.tolist() == [0.0] * 3 and (watch.tracker.overall.sum((0, 2)) > 0.9 * 40).all()
+    assert (watch.tracker.overall.sum((0, 2)) > 0.9 * 40).all()
 
 
 def test_the_layer_before_the_last_is_right_more_often_where_the_last_does_nothing():
