@@ -53,9 +53,8 @@ class Finder:
         self._trust = self._trusts[bisect_right(STRENGTHS, longest)]
         if not self._could_pay(chains, seconds, usual, branches):
             return None
-        least = (
-            max(LEAST, usual * worth.least_lookup / self._trust.ratio) if branches else 1.0
-        )  # no round has less likely
+        # No tree or chain that is worth a round has a token less likely than this.
+        least = max(LEAST, usual * worth.least_lookup / self._trust.ratio) if branches else 1.0
         grown = [self._grow(row, one, least) if branches else None for row, one in zip(rows, chains, strict=True)]
         offers = [
             chances if one is None else [one.chances[node] for node in one.order][: min(self._most, row.room - 1)]
