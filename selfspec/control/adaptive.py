@@ -41,6 +41,7 @@ from selfspec.control.worth import Worth
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
+FEWER = 0.75  # of the rows that a decision was made for: fewer than that are decided for anew
 LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 
@@ -78,6 +79,7 @@ class Adaptive:
         self._round = 0
         self._next = 0  # the round of the next decision
         self._batch = 0
+        self._decided_for = 0  # rows
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
         self._decision = Decision()
@@ -144,7 +146,10 @@ class Adaptive:
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._round += 1
         self._joining = 0
-        if self._round >= self._next or len(rows) != self._batch:
+        if len(rows) != self._batch:
+            self._batch = len(rows)
+            self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
+        if self._round >= self._next or not FEWER * self._decided_for <= len(rows) <= self._decided_for:
             self._decide(rows)
         self._context = max([row.content_length for row in rows])
         if self._block:
@@ -214,9 +219,7 @@ class Adaptive:
         self._made = None
         num_rows, longest = len(rows), max([row.content_length for row in rows])
         pace = self._experience.pace
-        if num_rows != self._batch:
-            self._batch = num_rows
-            self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
+        self._decided_for = num_rows
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         worth.price(pace.pick, (pace.passes[0], pace.passes[1]), pace.deciding, pace.kinds.ratio(BY_LOOKUP, num_rows))
         self._next = self._round + IDLE_ROUNDS
@@ -227,7 +230,8 @@ class Adaptive:
         self._decision = decision = decide(self._decision, worth, parts, self._allowed, self._experience, self._favour)
         self._promising = None
         if decision.exit_layer is not None:
-            self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * (1 + num_rows // 8)
+            rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
+            self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * rarer
             self._experience.expect(decision.rate, decision.rounds[: self.most + 1])
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):

@@ -10,7 +10,7 @@ from selfspec.control.table import Table
 
 LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
 TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
-REST = 2e-5  # seconds of bookkeeping per round and row, until real rounds say better
+REST = 6e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
 
 
 class Readings:
