@@ -187,7 +187,7 @@ def _joined(known: Costs, more: Costs) -> Costs:
     first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
     plain, head, pick = both("plain"), both("head"), both("pick")
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
-    joined = replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late, _known={})
+    joined = replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late)
     copies = known.copies or more.copies
     if known.copies is not None and more.copies is not None:
         ours, theirs = known.copies, more.copies

@@ -41,7 +41,6 @@ from selfspec.control.worth import Worth
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
-FEWER = 0.75  # of the rows that a decision was made for: fewer than that are decided for anew
 LOOK_EVERY = 4  # rounds between looks at the clock
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 
@@ -79,7 +78,7 @@ class Adaptive:
         self._round = 0
         self._next = 0  # the round of the next decision
         self._batch = 0
-        self._decided_for = 0  # rows
+        self._processes = False  # whether any row has processors
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
         self._decision = Decision()
@@ -100,6 +99,7 @@ class Adaptive:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
         self._vocabulary = vocabulary
         self._parts = Parts(self.costs, vocabulary, self._has_copies)
+        self._next, self._made, self._promising = self._round, None, None
 
     def tell_copies(self, has_copies: bool) -> None:
         """Drafts may be written by copies of the layers in 8 bits; until this is told they may not."""
@@ -146,10 +146,9 @@ class Adaptive:
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._round += 1
         self._joining = 0
-        if len(rows) != self._batch:
-            self._batch = len(rows)
-            self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
-        if self._round >= self._next or not FEWER * self._decided_for <= len(rows) <= self._decided_for:
+        processes = any(row.has_processors for row in rows)
+        if self._round >= self._next or len(rows) != self._batch or processes != self._processes:
+            self._processes = processes
             self._decide(rows)
         self._context = max([row.content_length for row in rows])
         if self._block:
@@ -219,14 +218,16 @@ class Adaptive:
         self._made = None
         num_rows, longest = len(rows), max([row.content_length for row in rows])
         pace = self._experience.pace
-        self._decided_for = num_rows
+        if num_rows != self._batch:
+            self._batch = num_rows
+            self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         worth.price(pace.pick, (pace.passes[0], pace.passes[1]), pace.deciding, pace.kinds.ratio(BY_LOOKUP, num_rows))
         self._next = self._round + IDLE_ROUNDS
         if not self._allowed:
             self._decision = Decision(num_rows / worth.plain_seconds)
             return
-        parts = self._parts.now(any(row.has_processors for row in rows))
+        parts = self._parts.now(self._processes)
         self._decision = decision = decide(self._decision, worth, parts, self._allowed, self._experience, self._favour)
         self._promising = None
         if decision.exit_layer is not None:

@@ -73,7 +73,7 @@ class Costs:
     wide: Table | None = None
     ragged: Table | None = None
     copies: Copies | None = None
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """One token for every row by the whole model."""
@@ -181,8 +181,8 @@ class Costs:
     ) -> tuple[float, float, float]:
         """The same by copies in 8 bits, which need not read the last drafted token."""
         draft = head = pick = 0.0
-        for live, steps in _drafting(lengths):
-            first = draft == 0
+        for i, (live, steps) in enumerate(_drafting(lengths)):
+            first = i == 0
             draft += (steps - first) * self.early_pass(exit_layer, live, context, copies=True)
             draft += first * self.early_pass(exit_layer, live, context, True, True)
             head, pick = head + steps * copies.head(live), pick + steps * self.pick(live)
@@ -220,7 +220,7 @@ class Costs:
         copies = self.copies
         if copies is not None:
             copies = replace(copies, head=copies.head.scaled(head(1) / max(self.head(1), 1e-12)))
-        return replace(self, head=head, copies=copies, _known={})
+        return replace(self, head=head, copies=copies)
 
     def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, kind: str) -> float:
         """Linear in the number of rows between the two measured ones around it."""

@@ -86,10 +86,9 @@ class Parts:
 
 def _has_dear_head(costs: Costs, way: Part) -> bool:
     """Whether its head takes longer than a layer."""
-    copies = way.bits is not None
-    return (costs.copies if copies and costs.copies is not None else costs).head(1) > costs.early_pass(
-        1, 1, copies=copies
-    )
+    by_copies = way.bits is not None
+    drafting = costs.copies if by_copies and costs.copies is not None else costs
+    return drafting.head(1) > costs.early_pass(1, 1, copies=by_copies)
 
 
 def choose(

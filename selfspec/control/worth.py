@@ -132,7 +132,10 @@ class Worth:
         return (1 + above[1:, :, :1] * kept) / rounds, drafted
 
     def limits(self) -> Floats:
-        """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more."""
+        """`[L - 1]`: tokens per second of all rows by an exit layer that is always right; no draft promises more.
+
+        Of drafts over the part of the vocabulary that is taken on now, by the layers or by copies.
+        """
         share, by_copies = self._way
         limits = self._limits((1.0 if by_copies else share, False))
         if self._has_copies:

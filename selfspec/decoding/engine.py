@@ -183,7 +183,8 @@ class Engine:
             verdicts = decode_round(
                 self.stack, self.cache, ready, plan, seconds, teach, self._picker, recycles, whole=True
             )
-            left_out = [self._is_left_out(plan, verdict) for verdict in verdicts]
+            over_part = self._is_over_part(plan, ready)
+            left_out = [over_part and self._is_left_out(plan, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
             if reads_lookup:
                 looks = [row.looked(v.block, reads_ranks) for row, v in zip(ready, verdicts, strict=True)]
@@ -246,12 +247,17 @@ class Engine:
             self._checked = plan, len(room)
         check_room(plan, room)
 
-    def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
-        """Whether an exit's draft was refused for a token that the plan's part of the vocabulary does not hold."""
+    def _is_over_part(self, plan: Plan, rows: Sequence[Row]) -> bool:
+        """Whether drafts are picked among a part of the vocabulary."""
         if plan.draft_vocab is None or not plan.exit_layer or not self.stack.has_draft_heads:
             return False
+        return plan.draft_vocab < self.stack.vocab_size and not any(row.request.logits_processor for row in rows)
+
+    def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
+        """Whether a draft was refused for a token that the plan's part of the vocabulary does not hold."""
         if verdict.num_right == (verdict.chain or len(verdict.drafted)):
             return False
+        assert plan.draft_vocab is not None
         return verdict.block[verdict.num_right] not in self.stack.frequencies.part(plan.draft_vocab).members
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:

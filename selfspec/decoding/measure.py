@@ -135,6 +135,8 @@ class _Clock:
         start = self.now()
         self.plain(1, self.base, "plain")
         self.thin = self.stack.agreed(within is not None and (self.now() - start) * MANY_FORWARDS > within)
+        if self.stack.has_copies and self.steps == STEPS:
+            self.copied(1, max(1, self.stack.num_layers // 2))  # which makes all of the copies
         probes, turn = list(self.probes()), (True,) if self.thin else (False, True, True)
         for repeat in range(repeats):
             late = repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
@@ -160,7 +162,6 @@ class _Clock:
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
             if self.stack.has_copies and self.steps == STEPS:
                 early = [e for e in few if e <= max(1, layers // 2)]
-                self.copied(rows, early[-1])  # which makes all of the copies
                 yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
             if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
                 yield partial(self.ragged, rows)

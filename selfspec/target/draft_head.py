@@ -37,7 +37,7 @@ class Part:
     Attributes:
         tokens: int64, ascending.
         members: the same.
-        version: the ranks'.
+        version: how often it was ranked anew.
     """
 
     def __init__(
@@ -56,13 +56,16 @@ class Part:
             self._written = 0.5 ** (1 / HALF_LIFE) * self._written + 1
             self._held = 0.5 ** (1 / HALF_LIFE) * self._held + (token in self.members)
 
-    def renewed(self, tokens: Tensor, version: int) -> Part:
+    def renewed(self, tokens: Tensor) -> Part:
         """The same of later ranks."""
-        return Part(tokens, version, self.coverage, self._written)
+        return Part(tokens, self.version + 1, self.coverage, self._written)
 
 
 class Frequencies:
-    """How often tokens were seen in prompts and outputs; counted when somebody asks, which is seldom."""
+    """How often tokens were seen in prompts and outputs; counted when somebody asks, which is seldom.
+
+    A part is ranked anew from time to time, as long as it misses some of what is written. Threads may share it.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -71,45 +74,38 @@ class Frequencies:
         self._counts: Counter[int] = Counter()
         self._seen = self._ranked = 0
         self._parts: dict[int, Part] = {}
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Grows when it is time to rank anew."""
-        self._settle()
-        return self._version
+        self._lock = threading.RLock()
 
     def add(self, tokens: Iterable[int], written: bool = False) -> None:
         """Count tokens of a prompt, or those that the model has `written`."""
-        self._new.append((list(tokens), written))
-        self._num_new += len(self._new[-1][0])
-        if self._num_new >= MOST_NEW:
-            self._settle()
+        with self._lock:
+            self._new.append((list(tokens), written))
+            self._num_new += len(self._new[-1][0])
+            if self._num_new >= MOST_NEW:
+                self._settle()
 
     def _settle(self) -> None:
         """Count what is new as it came: which tokens are the most frequent changes in between."""
         new, self._new, self._num_new = self._new, [], 0
         for tokens, written in new:
-            for size in self._parts if written else ():
-                self._part(size).count(tokens)
+            for part in self._parts.values() if written else ():
+                part.count(tokens)
             self._counts.update(tokens)
             self._seen += len(tokens)
-            due = self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4)
-            if due and any(part.coverage < ENOUGH for part in self._parts.values()):
-                self._ranked, self._version = self._seen, self._version + 1
+            if self._seen - self._ranked >= max(AT_LEAST, self._ranked // 4):
+                self._ranked = self._seen
+                for size, part in self._parts.items():
+                    if part.coverage < ENOUGH:
+                        self._parts[size] = part.renewed(self._top(size))
 
     def part(self, size: int) -> Part:
-        """The `size` most frequent tokens by the ranks of this version; the same until the next."""
-        self._settle()
-        return self._part(size)
-
-    def _part(self, size: int) -> Part:
-        known = self._parts.get(size)
-        if known is None or known.version != self._version:
-            tokens = self._top(size)
-            known = Part(tokens, self._version) if known is None else known.renewed(tokens, self._version)
-            self._parts[size] = known
-        return known
+        """The `size` most frequent tokens as they were ranked last; the same until they are ranked anew."""
+        with self._lock:
+            self._settle()
+            if size not in self._parts:
+                self._ranked = self._seen
+                self._parts[size] = Part(self._top(size), 0)
+            return self._parts[size]
 
     def coverage(self, size: int) -> float:
         """How many of the lately written tokens were among the `size` most frequent before they were written."""
@@ -117,8 +113,9 @@ class Frequencies:
 
     def top(self, size: int) -> Tensor:
         """The most frequent tokens, int64 `[size]`, ascending; those never seen by their ids."""
-        self._settle()
-        return self._top(size)
+        with self._lock:
+            self._settle()
+            return self._top(size)
 
     def _top(self, size: int) -> Tensor:
         seen = sorted(self._counts, key=lambda token: (-self._counts[token], token))[:size]
@@ -132,7 +129,7 @@ class Subset(NamedTuple):
 
     tokens: Tensor  # int64 [size], ascending
     linear: Linear  # copies
-    made_of: tuple[int, int]  # the ranks' version and the head's, when it was made
+    made_of: tuple[int, int]  # the part's version and the head's, when it was made
     made: dict[type[Packed], Packed]  # what the compiled body reads, as far as it was asked for
 
     def packed(self, kind: type[Packed]) -> Packed:
@@ -164,9 +161,10 @@ class DraftHead(nn.Module):
         """The most frequent tokens as ranked now, with the head's weights as they are now."""
         linear, known = self._linear[0], self._subsets.get(size)
         edits = 0 if linear.weight.is_inference() else linear.weight._version
-        made_of = (frequencies.version, edits)
+        part = frequencies.part(size)
+        made_of = (part.version, edits)
         if known is None or known.made_of != made_of:
-            tokens = frequencies.part(size).tokens.to(linear.weight.device)
+            tokens = part.tokens.to(linear.weight.device)
             with torch.inference_mode(False), torch.no_grad():
                 bias = linear._parameters["bias"]
                 rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])

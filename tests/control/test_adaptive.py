@@ -239,7 +239,7 @@ def test_a_prior_of_the_same_model_is_where_it_starts():
 
 def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_says():
     costs = made_up_costs(LAYERS)
-    dear = replace(costs, early={rows: table.scaled(1.8) for rows, table in costs.early.items()}, _known={})
+    dear = replace(costs, early={rows: table.scaled(1.8) for rows, table in costs.early.items()})
     wrong, right = (
         sum(replay([trace], Adaptive(told), dear).seconds for trace in traces(0.8)) for told in (costs, dear)
     )
@@ -249,7 +249,7 @@ def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_sa
 @given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), st.integers(1, 900))
 def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows, context):
     costs = made_up_costs(LAYERS)
-    costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()}, _known={})
+    costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()})
     worth = Worth(costs, rows)
     worth.move(context)
     expected = costs.round(exit_layer, [drafted] * rows, context)

@@ -120,7 +120,7 @@ def test_what_is_drafted_beside_a_row_goes_with_its_last_token(rows, exit_layer,
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 7), st.floats(0, 5000), st.booleans())
 def test_a_round_is_the_sum_of_its_parts(lengths, exit_layer, context, has_first):
     costs, rows = some_costs(), len(lengths)
-    costs = replace(costs, first={1: line(3.0, 1.0), 4: line(5.0, 2.0)} if has_first else {}, _known={})
+    costs = replace(costs, first={1: line(3.0, 1.0), 4: line(5.0, 2.0)} if has_first else {})
     stages = costs.stages(exit_layer, lengths, context)
     assert costs.round(exit_layer, lengths, context) == pytest.approx(sum(stages.values()))
     live = [sum(length >= step for length in lengths) for step in range(max(lengths) + 1)]
@@ -156,7 +156,7 @@ def test_more_of_anything_never_costs_less(rows, length, exit_layer, context):
 
 
 def test_a_rounds_first_pass_has_a_price_of_its_own():
-    costs = replace(some_costs(), first={1: line(1.7, 1.0)}, _known={})
+    costs = replace(some_costs(), first={1: line(1.7, 1.0)})
     assert costs.round(2, (2,)) == pytest.approx(some_costs().round(2, (2,)) + 0.7)
     assert costs.early_pass(2, 1) == 2.0 and costs.early_pass(2, 1, first=True) == 2.7
 

@@ -118,7 +118,7 @@ class AsksAlways(Finder):
 def test_branches_that_are_not_looked_for_would_not_have_been_drafted():
     have_branches, costs = set(), made_up_costs(LAYERS)
     each = 0.05 * costs.plain_round(1)  # a token's picks: not every likely branch is worth it
-    worth = Worth(replace(costs, pick=Table.of({n: n * each for n in (1, 256)}), _known={}), 1)
+    worth = Worth(replace(costs, pick=Table.of({n: n * each for n in (1, 256)})), 1)
     for right, rank, usual in product(range(9), range(3), (0.5, 1.0, 1.5, 2.0, 3.0)):
         plans = []
         for finder in (Finder(), AsksAlways()):

@@ -88,7 +88,7 @@ def test_what_was_learned_is_kept_for_the_same_table_alone():
     pass_blocks(kinds, 20, drafted=1.3)
     state = json.loads(json.dumps(kinds.state()))
     assert Kinds(ANY_TABLE, state).ratio(BY_LAYERS, 1) == pytest.approx(kinds.ratio(BY_LAYERS, 1))
-    other = replace(ANY_TABLE, plain=ANY_TABLE.plain.scaled(2.0), _known={})
+    other = replace(ANY_TABLE, plain=ANY_TABLE.plain.scaled(2.0))
     assert Kinds(other, state).ratio(BY_LAYERS, 1) == 1
 
 
@@ -119,7 +119,7 @@ def colder(costs, slower):
     """The machine as it is where rounds that draft take so many times as long as its table says."""
     many = {name: {r: t.scaled(slower) for r, t in getattr(costs, name).items()} for name in ("early", "late")}
     few = Table.of({1: 0.0, 64: 0.0})
-    return replace(costs, **many, rest=few, _known={})
+    return replace(costs, **many, rest=few)
 
 
 def seconds_of(acceptance, told, real):

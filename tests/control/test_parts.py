@@ -139,7 +139,7 @@ def test_the_part_in_use_stays_until_another_promises_enough_more(used):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_worth_and_costs_agree_on_rounds_that_draft_over_a_part(share, rows):
     costs = made_up_costs(LAYERS, head=DEAR)
-    costs = replace(costs, pick=costs.pick.scaled(20), _known={})
+    costs = replace(costs, pick=costs.pick.scaled(20))
     worth = Worth(costs, rows)
     worth.draft_by(share)
     for drafted in (1, 5, MOST):
@@ -162,7 +162,7 @@ def test_drafting_over_all_of_it_again_prices_drafts_as_before():
 def test_the_clock_is_compared_with_what_a_smaller_head_should_take():
     """Heads take as long for few tokens as for one, picks not: told of the whole head, it would think picks slow."""
     costs = made_up_costs(LAYERS, head=2e-2)
-    costs = replace(costs, pick=Table.of({n: 1e-4 * n for n in (1, 64)}), _known={})
+    costs = replace(costs, pick=Table.of({n: 1e-4 * n for n in (1, 64)}))
     policy = Adaptive(costs, good_layers(), exit_layers=[2], drafts=["exit"])
     policy.tell_vocabulary(Text(s16384=1.0))
     for _ in range(12):
@@ -178,7 +178,7 @@ def with_copies(costs, faster=4.0):
     first, early = (
         {rows: t.scaled(1 / faster) for rows, t in (m or costs.early).items()} for m in (costs.first, costs.early)
     )
-    return replace(costs, copies=Copies(first, early, costs.head.scaled(1 / faster)), _known={})
+    return replace(costs, copies=Copies(first, early, costs.head.scaled(1 / faster)))
 
 
 def drafting(faster=4.0, has_copies=True, drafts=DEFAULT_DRAFTS, **kinds):
@@ -249,3 +249,21 @@ def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
         policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**{**took, "draft": slow * took["draft"]}))
         seen.append(plan.draft_bits)
     assert seen[0] == 8 and seen[-1] is None
+
+
+def test_a_row_with_processors_is_noticed_whoever_left():
+    policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), drafts=["exit"])
+    policy.tell_vocabulary(Text(s16384=1.0, s32768=1.0))
+    rows = [RowState(i, 40, 100) for i in range(2)]
+    seen = [policy.plan([*rows[:1], row]).draft_vocab for row in (rows[1], RowState(2, 40, 100, has_processors=True))]
+    assert seen == [16384, None] and policy.plan(rows).draft_vocab == 16384
+
+
+def test_a_policy_that_serves_another_engine_decides_anew():
+    policy = Adaptive(with_copies(made_up_costs(LAYERS), 4.0), good_layers())
+    for has_copies in (True, False, True):
+        policy.tell_copies(has_copies)
+        for _ in range(80):
+            plan = policy.plan([RowState(0, 40, 100)])
+            policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(draft=1e-2, verify=1e-2, head=1e-3))
+            assert (plan.draft_bits == 8) == has_copies

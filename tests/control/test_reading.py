@@ -26,7 +26,7 @@ def costs_of(num_rows, ragged=1.0, slower=1.0):
     for name in ("early", "late"):
         costs = replace(costs, **{name: {r: t.scaled(slower) for r, t in getattr(costs, name).items()}})
     ones = {name: getattr(costs, name).scaled(slower) for name in ("plain", "head", "pick", "rest")}
-    return replace(costs, **ones, ragged=Table.of({2: ragged, num_rows: ragged}), _known={})
+    return replace(costs, **ones, ragged=Table.of({2: ragged, num_rows: ragged}))
 
 
 def rows_of(count, room=200, content=50):

@@ -83,7 +83,7 @@ def test_the_default_where_drafts_pay_samples_the_tokens_of_plain_decoding(famil
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_batch_in_which_some_rows_are_looked_up_equals_generate(family):
-    costs = replace(where_drafts_pay(), ragged=Table.of({2: 1.0, 8: 1.0}), _known={})
+    costs = replace(where_drafts_pay(), ragged=Table.of({2: 1.0, 8: 1.0}))
     prompts = [prompt * (1 + i % 2) for i, prompt in enumerate(make_prompts((9, 12, 5, 7, 3), seed=1))]
     policy = Watched(costs, drafts=("lookup",))
     check_equals_generate(tiny(family), prompts, policy, 40)

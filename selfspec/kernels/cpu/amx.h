@@ -186,7 +186,7 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
             const char* a = static_cast<const char*>(parts) + t / BATCH * 3 * rows * steps * 64;
             __asm__ volatile("" ::: "memory");  // compilers do not know that tiles are read from it
             if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p), steps, sums);
-            if (tiles == 1 && panels == 1) one_tile<false>(a, weights, nullptr, steps, sums);
+            if (tiles == 1 && panels == 1) one_tile<false>(a, weights, weights, steps, sums);
             if (tiles == 2) more_tiles<false>(a, weights, steps, sums);
             if (tiles == 3) more_tiles<true>(a, weights, steps, sums);
             for (int64_t r = 0; r < count; r++)
