@@ -42,6 +42,9 @@ REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, a
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
+# Where a batch's drafts promise less than enough, but more than this, they are tried for so many rounds and held
+# against the clock, once: tables of many tokens are measured in tight loops, and say least of long rounds.
+TRY, TRY_ROUNDS = 0.8, 4
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 
 
@@ -84,6 +87,8 @@ class Adaptive:
         self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._block = 0  # plain rounds still to come before drafts go on
+        self._trying = 0  # rounds still to come of drafts that are tried
+        self._tried: set[int] = set()  # bit lengths of batches' sizes
         self._may_copy, self._has_copies = "copies" in drafts, False
         self._vocabulary: Vocabulary | None = None
         self._parts = Parts(costs)  # ways of drafting
@@ -208,7 +213,9 @@ class Adaptive:
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._next = self._round  # something to decide upon
-        looks = tells or (self._round % LOOK_EVERY == 0 and self._plain_run != 1)
+        is_tried = self._trying > 0 and plan.exit_layer is not None
+        self._trying -= is_tried
+        looks = tells or is_tried or (self._round % LOOK_EVERY == 0 and self._plain_run != 1)
         looked = (self._context, self._parts.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._round < EARLY, seconds)
@@ -228,8 +235,15 @@ class Adaptive:
             self._decision = Decision(num_rows / worth.plain_seconds)
             return
         parts = self._parts.now(self._processes)
-        self._decision = decision = decide(self._decision, worth, parts, self._allowed, self._experience, self._favour)
+        how = worth, parts, self._allowed, self._experience, self._favour
+        decision, self._trying = decide(self._decision, *how), 0
         self._promising = None
+        if self._is_worth_a_try(decision, num_rows):
+            self._tried.add(num_rows.bit_length())
+            self._decision, self._next = decide(decision, *how, TRY), self._round + BLOCK + TRY_ROUNDS
+            self._block, self._trying = BLOCK, TRY_ROUNDS
+            return
+        self._decision = decision
         if decision.exit_layer is not None:
             rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
             self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * rarer
@@ -237,6 +251,12 @@ class Adaptive:
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):
                 self._block = BLOCK
+
+    def _is_worth_a_try(self, decision: Decision, num_rows: int) -> bool:
+        if decision.exit_layer is not None or decision.speedup < TRY or num_rows == 1:
+            return False
+        known = self._experience.pace.kinds.has_compared(BY_LAYERS, num_rows)
+        return not known and num_rows.bit_length() not in self._tried
 
     def _worth_of(self, num_rows: int, step: int) -> Worth:
         if self._worth is None or self._worth_for[0] != num_rows:

@@ -45,6 +45,7 @@ def decide(
     allowed: Sequence[int],
     experience: Experience,
     favour: Floats,
+    least: float | None = None,
 ) -> Decision:
     """The best of the `allowed` exit layers, and the chance of being all right below which a row's draft stops.
 
@@ -52,6 +53,7 @@ def decide(
         now: what holds until then.
         parts: of the vocabulary, to draft over.
         favour: see `favour_of`.
+        least: speedup that drafts must promise; default: `HANDICAP`, or `OFF` where something is drafted already.
     """
     num_rows, trust = worth.num_rows, experience.trust
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
@@ -63,7 +65,7 @@ def decide(
     rate = max(by_bound)
     trusted = trust * rate / slower
     speedup = trusted * worth.plain_seconds / num_rows
-    if speedup < (HANDICAP if now.exit_layer is None else OFF):
+    if speedup < ((HANDICAP if now.exit_layer is None else OFF) if least is None else least):
         return Decision(num_rows / worth.plain_seconds, speedup)
     right_then, share_then = right[line].tolist(), share[line].tolist()
     if part.coverage != 1:

@@ -68,6 +68,10 @@ class Kinds:
         known = self._of(num_rows.bit_length())[kind]
         return exp(known[0] * 0.5 ** ((self._round - known[2]) / FORGET))
 
+    def has_compared(self, kind: int, num_rows: int) -> bool:
+        """Whether the clock has told anything of a kind's rounds of about so many rows."""
+        return self._of(num_rows.bit_length())[kind][1] > 0
+
     def wants_plain(self, apart: float) -> bool:
         """Whether it is time for plain rounds, which should be so many rounds apart."""
         return self._round - self._last_plain >= max(LEAST_APART, apart)

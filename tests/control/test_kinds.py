@@ -160,3 +160,24 @@ def test_what_the_clock_told_is_where_a_later_policy_starts():
     assert ratios["1"][0][0] > 0.1
     again = Adaptive(costs, json.loads(json.dumps(policy.state())), drafts=("exit",))
     assert again.state()["pace"]["ratios"] == ratios
+
+
+def in_batch(acceptance, told, real, rows=4):
+    """(how many times as fast as plain decoding, share of the rounds that draft), of several rows at a time."""
+    run = replay(traces(acceptance, count=8, tokens=256), Adaptive(told, drafts=("exit",)), real, rows)
+    drafting = [round_.plan.exit_layer is not None for round_ in run.rounds]
+    return run.plain_seconds / run.seconds, sum(drafting) / len(drafting)
+
+
+def test_a_batch_tries_drafts_that_the_table_thinks_too_little_of():
+    costs = made_up_costs(LAYERS)
+    for slower in (1.35, 1.5):
+        speedup, drafting = in_batch(0.5, colder(costs, slower), colder(costs, 1.0))
+        assert speedup > 1.2 and drafting > 0.5
+
+
+def test_it_tries_them_once_and_at_little_cost_where_the_table_is_right():
+    costs = colder(made_up_costs(LAYERS), 1.5)
+    speedup, drafting = in_batch(0.4, costs, costs)
+    assert speedup > 0.99 and 0 < drafting < 0.06
+    assert in_batch(0.4, costs, costs, rows=1)[1] == 0, "a single row's table is taken at its word"
