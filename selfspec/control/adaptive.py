@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spread
+from selfspec.control.decision import HANDICAP, UNKNOWN, Decision, decide, favour_of, spread
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
 from selfspec.control.kinds import BLOCK, BY_LAYERS, BY_LOOKUP, rounds_apart
@@ -39,6 +39,7 @@ from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
 
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
+FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
@@ -172,7 +173,8 @@ class Adaptive:
         if exit_layer is None:
             shadow = self._shadow(None) if due else None
             return self._idle if shadow is None else Plan(None, self._idle.draft_lengths, shadow=shadow)
-        lengths = tuple([min(self.most, row.room - 1) for row in rows])
+        most = min(self.most, decision.most)
+        lengths = tuple([min(most, row.room - 1) for row in rows])
         if not any(lengths):
             return self._idle
         shadow = self._shadow(exit_layer) if due else None
@@ -246,7 +248,8 @@ class Adaptive:
         self._decision = decision
         if decision.exit_layer is not None:
             rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
-            self._next = self._round + (EARLY_REPLAN if self._round < EARLY else REPLAN) * rarer
+            soon = FIRST_REPLAN if decision.most == UNKNOWN else EARLY_REPLAN
+            self._next = self._round + (soon if self._round < EARLY else REPLAN) * rarer
             self._experience.expect(decision.rate, decision.rounds[: self.most + 1])
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):

@@ -22,6 +22,7 @@ STAY = 1.02  # what another exit layer must promise over the present one
 # How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
 FAVOUR, FAVOUR_WIDTH = 0.3, 0.5
 MOST_BESIDE = 8  # second choices drafted for a row
+UNKNOWN = 4  # tokens drafted at most by a layer of which as few picks were seen; of more, as many as those
 
 
 class Decision(NamedTuple):
@@ -36,6 +37,7 @@ class Decision(NamedTuple):
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # their seconds, by drafted tokens per row
     stop: SurvivalStop | None = None
     second_choices: SecondChoices | None = None
+    most: int = MOST  # tokens drafted per row
 
 
 def decide(
@@ -80,7 +82,10 @@ def decide(
         second = experience.second_rates.of(exit_layer)
         fixed, each = worth.beside(exit_layer, length)
         second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
-    return Decision(trusted, speedup, exit_layer, part, length, rate, worth.rounds(exit_layer), stop, second_choices)
+    # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
+    most = max(UNKNOWN, int(experience.tracker.lasting[:, line].sum()))
+    rounds = worth.rounds(exit_layer)
+    return Decision(trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most)
 
 
 def favour_of(num_layers: int) -> Floats:
