@@ -242,9 +242,7 @@ class Adaptive:
         self._promising = None
         if self._is_worth_a_try(decision, num_rows):
             self._tried.add(num_rows.bit_length())
-            self._decision, self._next = decide(decision, *how, TRY), self._round + BLOCK + TRY_ROUNDS
-            self._block, self._trying = BLOCK, TRY_ROUNDS
-            return
+            decision, self._trying = decide(decision, *how, TRY), TRY_ROUNDS
         self._decision = decision
         if decision.exit_layer is not None:
             rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
@@ -254,8 +252,11 @@ class Adaptive:
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):
                 self._block = BLOCK
+            if self._trying:
+                self._block, self._next = BLOCK, self._round + BLOCK + TRY_ROUNDS
 
     def _is_worth_a_try(self, decision: Decision, num_rows: int) -> bool:
+        """Whether a batch's drafts, which promise less than enough, are to be held against the clock."""
         if decision.exit_layer is not None or decision.speedup < TRY or num_rows == 1:
             return False
         known = self._experience.pace.kinds.has_compared(BY_LAYERS, num_rows)
