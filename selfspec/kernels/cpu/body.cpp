@@ -61,11 +61,28 @@ static int64_t turned_floats(int64_t n, int64_t in) {
     return (rounded > turned ? rounded : turned) + LINE;
 }
 
-// y from x, by all threads, with `turned_floats` of room: theirs together, or for one row each thread's own.
-static void share_product(const Product& p, After after, const float* x, int64_t n, float* turned, float* y) {
+// Panels [first, last) that a thread multiplies.
+struct Share {
+    int64_t first, last;
+};
+
+static Share share_of(const Product& p, After after) {
     int64_t panels = panels_of(p, after), thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+    return {panels * thread / threads, panels * (thread + 1) / threads};
+}
+
+static Stretch stretch_of(const Product& p, Share share) {
+    return {p.packed + share.first * panel_bytes(p), p.packed + share.last * panel_bytes(p)};
+}
+
+// y from x, by all threads, with `turned_floats` of room: theirs together, or for one row each thread's own. `next`:
+// the product after it, and what comes after that one; or null.
+static void share_product(const Product& p, After after, const float* x, int64_t n, float* turned, float* y,
+                          Ahead& ahead, const Product* next = nullptr, After after_next = STORE) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    auto [first, last] = share_of(p, after);
     turned = aligned(turned);
+    ahead.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP, share = n == 1 ? 1 : threads, own = n == 1 ? 0 : thread;
         take_apart(x, n, p.in, turned, steps * own / share, steps * (own + 1) / share);  // one row: sooner than waited
@@ -80,11 +97,11 @@ static void share_product(const Product& p, After after, const float* x, int64_t
 #pragma omp barrier
     }
     if (p.kind == AMX) {
-        product_of_parts(p, after, turned, n, y, first, last);
+        product_of_parts(p, after, turned, n, y, first, last, ahead);
     } else if (p.kind == INT8) {
-        product_of_bytes(p, after, turned, n, y, first, last);
+        product_of_bytes(p, after, turned, n, y, first, last, ahead);
     } else {
-        product(p, after, n > 1 ? turned : x, n, y, first, last);
+        product(p, after, n > 1 ? turned : x, n, y, first, last, ahead);
     }
 #pragma omp barrier
 }
@@ -171,22 +188,24 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
 #pragma omp parallel num_threads(num_threads)
     {
         float *own = scratch + omp_get_thread_num() * scratch_floats, *turned = n == 1 ? own : shared;
+        Ahead ahead;
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
+            const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, layer.norm, m.eps, m.hidden, h + t * m.hidden);
-            share_product(layer.qkv, STORE, h, n, turned, qkv);
+            share_product(layer.qkv, STORE, h, n, turned, qkv, ahead, &layer.o);
 #pragma omp for
             for (int64_t row = 0; row < call.num_rows; row++) {
                 Span span = span_of(call, row);
                 for (int64_t t = 0; t < span.count; t++) place(m, layer, call, span, t, qkv);
             }
             attend_all(m, layer, call, qkv, mixed, own);
-            share_product(layer.o, ADD, mixed, n, turned, x);
+            share_product(layer.o, ADD, mixed, n, turned, x, ahead, &layer.gate_up, SWIGLU);
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, layer.mlp_norm, m.mlp_eps, m.hidden, h + t * m.hidden);
-            share_product(layer.gate_up, SWIGLU, h, n, turned, inner);
-            share_product(layer.down, ADD, inner, n, turned, x);
+            share_product(layer.gate_up, SWIGLU, h, n, turned, inner, ahead, &layer.down);
+            share_product(layer.down, ADD, inner, n, turned, x, ahead, following);
             if (taps && taps[i]) {
 #pragma omp single
                 std::memcpy(taps[i], x, sizeof(float) * n * m.hidden);
@@ -210,7 +229,8 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * p->in, weight, eps, p->in, h + t * p->in);
         }
-        share_product(*p, STORE, weight ? h : x, n, turned, y);
+        Ahead ahead;
+        share_product(*p, STORE, weight ? h : x, n, turned, y, ahead);
         release_tiles();
     }
 }

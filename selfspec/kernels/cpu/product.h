@@ -7,6 +7,7 @@
 // turned first, [blocks][in][rows of the block], so that they are read in one stream too.
 #pragma once
 
+#include "ahead.h"
 #include "model.h"
 #include "vector.h"
 
@@ -17,17 +18,12 @@ enum Kind { FULL, HALF, AMX, INT8 };  // AMX: packed as HALF, and multiplied as 
 
 constexpr int64_t GROUP = 64; // inputs that weights of 8 bits are taken in at a time
 constexpr int64_t DEEP = 32;  // inputs that AMX takes in one step: what `depth` is a multiple of, filled up with zeros
-constexpr int AHEAD = 8192;   // bytes of weights asked for before they are needed: what this far hides memory's delay
 
 static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEEP; }
 
 static inline int64_t panel_bytes(const Product& p) {
     if (p.kind == INT8) return PANEL * ((p.in + GROUP - 1) / GROUP * GROUP);
     return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
-}
-
-static inline void ask_ahead(const char* weights, int bytes) {
-    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(weights + AHEAD + line);
 }
 
 template <int R>
@@ -44,7 +40,6 @@ template <int R>
 static inline void add_full(const float* x, int64_t in, const char* panel, Vec (&a)[R][2]) {
     for (int64_t k = 0; k < in; k++, panel += PANEL * 4, x += R) {
         Vec low = load(panel), high = load(panel + LANES * 4);
-        ask_ahead(panel, PANEL * 4);
         add<R>(x, low, high, a);
     }
 }
@@ -53,26 +48,31 @@ template <int R>
 static inline void add_halves(const float* x, int64_t in, const char* panel, Vec (&a)[R][2]) {
     for (int64_t k = 0; k < in; k += 2, panel += PANEL * 4, x += 2 * R) {
         Ints low = (Ints)load(panel), high = (Ints)load(panel + LANES * 4);
-        ask_ahead(panel, PANEL * 4);
         add<R>(x, (Vec)(low << 16), (Vec)(high << 16), a);
         if (k + 1 < in) add<R>(x + R, (Vec)(low & UPPER), (Vec)(high & UPPER), a);
     }
 }
 
+// R rows times a panel; `ahead` is told of every PORTION, if given.
 template <int R, Kind kind>
-static void tile(const float* x, int64_t in, const char* panel, const float* bias, Vec (&acc)[ROWS][2]) {
+static void tile(const float* x, int64_t in, const char* panel, const float* bias, Ahead* ahead, Vec (&acc)[ROWS][2]) {
+    constexpr int64_t inputs = PORTION / (PANEL * (kind == FULL ? 4 : 2));
     Vec a[R][2];
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) a[r][half] = bias ? load(bias + half * LANES) : Vec{};
-    if (kind == FULL) {
-        add_full<R>(x, in, panel, a);
-    } else {
-        add_halves<R>(x, in, panel, a);
+    for (int64_t k = 0; k < in; k += inputs, panel += PORTION, x += inputs * R) {
+        if (ahead) ahead->ask();
+        int64_t some = in - k < inputs ? in - k : inputs;
+        if (kind == FULL) {
+            add_full<R>(x, some, panel, a);
+        } else {
+            add_halves<R>(x, some, panel, a);
+        }
     }
     for (int r = 0; r < R; r++) acc[r][0] = a[r][0], acc[r][1] = a[r][1];
 }
 
-typedef void (*Tile)(const float*, int64_t, const char*, const float*, Vec (&)[ROWS][2]);
+typedef void (*Tile)(const float*, int64_t, const char*, const float*, Ahead*, Vec (&)[ROWS][2]);
 template <Kind k>
 static const Tile TILES[13] = {nullptr,    tile<1, k>, tile<2, k>, tile<3, k>,  tile<4, k>,  tile<5, k>, tile<6, k>,
 #if defined(__AVX512F__)
@@ -118,7 +118,8 @@ static void turn(const float* x, int64_t n, int64_t in, float* turned, int64_t f
 }
 
 // Panels [first, last) of y[n, out] from turned rows.
-static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last) {
+static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
+                    Ahead& ahead) {
     int64_t rows = block_rows(n);
     const Tile* tiles = p.kind == FULL ? TILES<FULL> : TILES<HALF>;
     for (int64_t panel = first; panel < last; panel++) {
@@ -127,7 +128,7 @@ static void product(const Product& p, After after, const float* x, int64_t n, fl
         for (int64_t r0 = 0; r0 < n; r0 += rows) {
             int64_t count = n - r0 < rows ? n - r0 : rows;
             Vec acc[ROWS][2];
-            tiles[count](x + r0 * p.in, p.in, weights, bias, acc);
+            tiles[count](x + r0 * p.in, p.in, weights, bias, r0 ? nullptr : &ahead, acc);
             for (int64_t r = 0; r < count; r++) finish(p, after, panel, acc[r][0], acc[r][1], y + (r0 + r) * p.out);
         }
     }
