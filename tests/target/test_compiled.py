@@ -17,7 +17,7 @@ from selfspec.api import Target
 from selfspec.errors import NoCompilerError
 from selfspec.kernels import compiler
 from selfspec.target import engines
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.engines import choose
 from selfspec.target.stack import Stack
@@ -135,18 +135,22 @@ def test_edited_weights_are_honoured(edit):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_several_threads_compute_the_same_bits(halves):
-    stack, tokens = compiled(halves=halves, **SHAPES["wide"])[0], torch.arange(20)
-    outputs = []
+@pytest.mark.parametrize("name", SHAPES)
+def test_several_threads_compute_the_same_bits(name, halves):
+    """Of long calls, which threads share, of short ones, which each makes ready alone, and of trees in a batch."""
+    stack, outputs = compiled(halves=halves, **SHAPES[name])[0], []
     try:
-        for count in (1, 2, 3):
+        for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
             with torch.inference_mode():
-                outputs.append(stack.logits(run(stack, [Span([0], 0, 20)], tokens, PagedCache(1, 64))))
+                pages = PagedCache(3, 256)
+                calls = [[Span([0], 0, 150), Span([1], 0, 20), Span([2], 0, 1)], [Span([1], 20, 1)]]
+                calls.append([Span([0], 150, 6, Tree((-1, 0, 0, 1, 0, 4))), Span([1], 21, 4), Span([2], 1, 3)])
+                hidden = [run(stack, spans, torch.arange(sum(s.length for s in spans)) % 90, pages) for spans in calls]
+                outputs.append([stack.logits(one) for one in hidden])
     finally:
         torch.set_num_threads(1)
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
 
 
 def test_engines_are_named_and_chosen():

@@ -34,20 +34,21 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t size) {
     }
 }
 
-// Norm and turn one token's queries and keys, and put its keys and values where they belong.
-static void place(const Model& m, const Layer& layer, const Call& call, const Span& row, int64_t token, float* qkv) {
+// Norm and turn one token's queries and keys of a key head, and put its keys and values where they belong.
+static void place(const Model& m, const Layer& layer, const Call& call, const Span& row, int64_t kv_head, int64_t token,
+                  float* qkv) {
     const Shape& s = m.shape;
-    int64_t d = s.head_dim, position = row.position + token;
+    int64_t d = s.head_dim, share = s.heads / s.kv_heads, position = row.position + token, bytes = sizeof(float) * d;
     float* one = qkv + (row.first + token) * (s.heads + 2 * s.kv_heads) * d;
-    for (int64_t head = 0; head < s.heads + s.kv_heads; head++) {
-        const float* weight = head < s.heads ? layer.q_norm : layer.k_norm;
-        if (weight) norm(one + head * d, weight, m.qk_eps, d, one + head * d);
-        rotate(one + head * d, call.cos + position * d, call.sin + position * d, d);
-    }
-    const float *key = one + s.heads * d, *value = key + s.kv_heads * d;
-    int64_t bytes = sizeof(float) * s.kv_heads * d;
-    std::memcpy(const_cast<float*>(slot(layer.keys, s, row, position, 0)), key, bytes);
-    std::memcpy(const_cast<float*>(slot(layer.values, s, row, position, 0)), value, bytes);
+    auto turn = [&](float* head, const float* weight) {
+        if (weight) norm(head, weight, m.qk_eps, d, head);
+        rotate(head, call.cos + position * d, call.sin + position * d, d);
+    };
+    for (int64_t head = kv_head * share; head < (kv_head + 1) * share; head++) turn(one + head * d, layer.q_norm);
+    float *key = one + (s.heads + kv_head) * d, *value = key + s.kv_heads * d;
+    turn(key, layer.k_norm);
+    std::memcpy(const_cast<float*>(slot(layer.keys, s, row, position, kv_head)), key, bytes);
+    std::memcpy(const_cast<float*>(slot(layer.values, s, row, position, kv_head)), value, bytes);
 }
 
 constexpr int64_t LINE = 16;  // floats of a cache line
@@ -60,6 +61,14 @@ static int64_t turned_floats(int64_t n, int64_t in) {
     int64_t rounded = rounded_floats(n, in), turned = parts > n * in ? parts : n * in;
     return (rounded > turned ? rounded : turned) + LINE;
 }
+
+// What every thread had better make ready for itself than wait until each has done its share.
+constexpr int64_t FEW_FLOATS = 1 << 14;
+
+static bool is_little(int64_t n, int64_t in) { return n == 1 || turned_floats(n, in) <= FEW_FLOATS; }
+
+// Floats of a thread's own room for that.
+static int64_t own_floats(int64_t in) { return std::max(FEW_FLOATS, turned_floats(1, in)); }
 
 // Panels [first, last) that a thread multiplies.
 struct Share {
@@ -75,25 +84,30 @@ static Stretch stretch_of(const Product& p, Share share) {
     return {p.packed + share.first * panel_bytes(p), p.packed + share.last * panel_bytes(p)};
 }
 
-// y from x, by all threads, with `turned_floats` of room: theirs together, or for one row each thread's own. `next`:
-// the product after it, and what comes after that one; or null.
-static void share_product(const Product& p, After after, const float* x, int64_t n, float* turned, float* y,
+// Room for tokens as products read them: all threads' together, and each thread's own.
+struct Room {
+    float *shared, *own;
+};
+
+// y from x, by all threads. `next`: the product after it, and what comes after that one; or null.
+static void share_product(const Product& p, After after, const float* x, int64_t n, const Room& room, float* y,
                           Ahead& ahead, const Product* next = nullptr, After after_next = STORE) {
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    bool alone = is_little(n, p.in);
+    int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
-    turned = aligned(turned);
+    float* turned = aligned(alone ? room.own : room.shared);
     ahead.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
-        int64_t steps = depth_of(p.in) / DEEP, share = n == 1 ? 1 : threads, own = n == 1 ? 0 : thread;
-        take_apart(x, n, p.in, turned, steps * own / share, steps * (own + 1) / share);  // one row: sooner than waited
+        int64_t steps = depth_of(p.in) / DEEP;
+        take_apart(x, n, p.in, turned, steps * thread / threads, steps * (thread + 1) / threads);
     } else if (p.kind == INT8) {
-        int64_t own = n == 1 ? 0 : thread, share = n == 1 ? 1 : threads, each = rounded_floats(1, p.in);
-        int64_t first_token = n * own / share, last_token = n * (own + 1) / share;
+        int64_t each = rounded_floats(1, p.in);
+        int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
         for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, turned + t * each);
     } else if (n > 1) {
         turn(x, n, p.in, turned, p.in * thread / threads, p.in * (thread + 1) / threads);
     }
-    if (n > 1) {
+    if (!alone) {
 #pragma omp barrier
     }
     if (p.kind == AMX) {
@@ -118,29 +132,55 @@ struct Task {  // what `attend` does at a time
     int64_t head, block, asked;
 };
 
+// What this thread attends to, one after another.
+template <typename Of>
+static void for_own_tasks(const Shape& s, const Call& call, Of of) {
+    int64_t share = s.heads / s.kv_heads, count = 0;
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (int64_t row = 0; row < call.num_rows; row++) {
+        Span span = span_of(call, row);
+        int64_t blocks = (span.count * share + LANES - 1) / LANES;
+        for (int64_t block = 0; block < blocks; block++)
+            for (int64_t head = 0; head < s.kv_heads; head++, count++)
+                if (count % threads == thread) of(Task{span, head, block, 0});
+    }
+}
+
+// Put the tokens of this thread's tasks where they belong; where others attend to them too, wait for all threads.
+static void place_all(const Model& m, const Layer& layer, const Call& call, float* qkv) {
+    const Shape& s = m.shape;
+    bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head is always the same thread's
+    if (!are_own && !call.roots) {
+        int64_t most = 0;
+        for (int64_t row = 0; row < call.num_rows; row++) most = std::max(most, call.firsts[row + 1] - call.firsts[row]);
+        are_own = most * s.heads / s.kv_heads <= LANES;  // and each row's head is a single task
+    }
+    for_own_tasks(s, call, [&](const Task& task) {
+        for (int64_t t = 0; !task.block && t < task.row.count; t++) place(m, layer, call, task.row, task.head, t, qkv);
+    });
+    if (!are_own) {
+#pragma omp barrier
+    }
+}
+
 static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,
                        float* scratch) {
     const Shape& s = m.shape;
-    int64_t share = s.heads / s.kv_heads, count = 0, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t share = s.heads / s.kv_heads, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     Task task{{}, -1, 0, 0};
     auto run = [&](const Next& next) {
         attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked, int(layer.window),
                m.scale, next, out, scratch);
     };
-    for (int64_t row = 0; row < call.num_rows; row++) {
-        Span span = span_of(call, row);
-        int64_t blocks = (span.count * share + LANES - 1) / LANES;
-        for (int64_t block = 0; block < blocks; block++)
-            for (int64_t head = 0; head < s.kv_heads; head++, count++) {
-                if (count % threads != thread) continue;
-                int64_t position = span.position + block * LANES / share, low = lowest(position, layer.window);
-                int64_t known = task.head < 0 ? 0 : together_until(s, span, low, position + 1) - low;
-                if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;
-                if (task.head >= 0) run({slot(layer.keys, s, span, low, head), known});
-                task = {span, head, block, known};
-            }
-    }
+    for_own_tasks(s, call, [&](const Task& following) {
+        const Span& span = following.row;
+        int64_t position = span.position + following.block * LANES / share, low = lowest(position, layer.window);
+        int64_t known = task.head < 0 ? 0 : together_until(s, span, low, position + 1) - low;
+        if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;
+        if (task.head >= 0) run({slot(layer.keys, s, span, low, following.head), known});
+        task = following;
+        task.asked = known;
+    });
     if (task.head >= 0) run({});
 #pragma omp barrier
 }
@@ -160,12 +200,11 @@ int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens) {
 }
 
 int64_t selfspec_scratch_floats(const Model* m, int64_t longest) {
-    int64_t attention = attention_scratch(m->shape, longest), row = turned_floats(1, widest(*m));
-    return attention > row ? attention : row;
+    return std::max(attention_scratch(m->shape, longest), 2 * own_floats(widest(*m)));
 }
 
 int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads) {
-    return n * p->in + turned_floats(n, p->in) * (n == 1 ? num_threads : 1);
+    return n * p->in + turned_floats(n, p->in) + num_threads * own_floats(p->in);
 }
 
 // x [num_tokens, hidden] becomes what hidden states `from` are after the layers, normed if `last` is given; `from` are
@@ -187,25 +226,30 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     }
 #pragma omp parallel num_threads(num_threads)
     {
-        float *own = scratch + omp_get_thread_num() * scratch_floats, *turned = n == 1 ? own : shared;
+        float *own = scratch + omp_get_thread_num() * scratch_floats;
+        const Room room{shared, own};
+        bool alone = is_little(n, m.hidden);
+        float* normed = alone ? own + own_floats(widest(m)) : h;
+        auto norm_all = [&](const float* weight, float eps) {
+            if (alone) {
+                for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, weight, eps, m.hidden, normed + t * m.hidden);
+                return;
+            }
+#pragma omp for
+            for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, weight, eps, m.hidden, h + t * m.hidden);
+        };
         Ahead ahead;
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
-#pragma omp for
-            for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, layer.norm, m.eps, m.hidden, h + t * m.hidden);
-            share_product(layer.qkv, STORE, h, n, turned, qkv, ahead, &layer.o);
-#pragma omp for
-            for (int64_t row = 0; row < call.num_rows; row++) {
-                Span span = span_of(call, row);
-                for (int64_t t = 0; t < span.count; t++) place(m, layer, call, span, t, qkv);
-            }
+            norm_all(layer.norm, m.eps);
+            share_product(layer.qkv, STORE, normed, n, room, qkv, ahead, &layer.o);
+            place_all(m, layer, call, qkv);
             attend_all(m, layer, call, qkv, mixed, own);
-            share_product(layer.o, ADD, mixed, n, turned, x, ahead, &layer.gate_up, SWIGLU);
-#pragma omp for
-            for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, layer.mlp_norm, m.mlp_eps, m.hidden, h + t * m.hidden);
-            share_product(layer.gate_up, SWIGLU, h, n, turned, inner, ahead, &layer.down);
-            share_product(layer.down, ADD, inner, n, turned, x, ahead, following);
+            share_product(layer.o, ADD, mixed, n, room, x, ahead, &layer.gate_up, SWIGLU);
+            norm_all(layer.mlp_norm, m.mlp_eps);
+            share_product(layer.gate_up, SWIGLU, normed, n, room, inner, ahead, &layer.down);
+            share_product(layer.down, ADD, inner, n, room, x, ahead, following);
             if (taps && taps[i]) {
 #pragma omp single
                 std::memcpy(taps[i], x, sizeof(float) * n * m.hidden);
@@ -224,13 +268,14 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
                      int64_t num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
-        float* turned = h + n * p->in + (n == 1 ? omp_get_thread_num() * turned_floats(1, p->in) : 0);
+        float* shared = h + n * p->in;
+        const Room room{shared, shared + turned_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in)};
         if (weight) {
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * p->in, weight, eps, p->in, h + t * p->in);
         }
         Ahead ahead;
-        share_product(*p, STORE, weight ? h : x, n, turned, y, ahead);
+        share_product(*p, STORE, weight ? h : x, n, room, y, ahead);
         release_tiles();
     }
 }
