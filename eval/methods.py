@@ -7,6 +7,7 @@ every method writes exactly `max_new_tokens` and their times can be compared.
 from __future__ import annotations
 
 import copy
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Endless(Target):
 
     def __init__(self, target: Target, with_text: bool = False) -> None:
         vars(self).update(vars(target))
+        self.remembered = copy.copy(target.remembered)  # what it sees is its own
         if not with_text:
             self.tokenizer = None
 

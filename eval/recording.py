@@ -170,4 +170,5 @@ class _Recorder:
 
 def prior_of(target: Target) -> Any:
     """Statistics stored with a model that its policies can start from; None: there are none."""
-    return target.stored_prior if is_prior(target.stored_prior, target.stack.num_layers) else None
+    stored = target.remembered.stored_prior
+    return stored if is_prior(stored, target.stack.num_layers) else None

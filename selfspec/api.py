@@ -10,12 +10,8 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from selfspec import profile
-from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.led import Led
 from selfspec.control.plan import Policy
-from selfspec.control.tracker import is_prior
 from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.request import Completion, Options, Prompts, make_requests
 from selfspec.decoding.results import Round
@@ -23,6 +19,7 @@ from selfspec.device.runner import install
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import whole
 from selfspec.learn import Learner
+from selfspec.remembered import Remembered
 from selfspec.target.engines import check_engine, choose
 from selfspec.target.exact import ExactStack
 from selfspec.target.exit_heads import ExitHeads
@@ -93,8 +90,6 @@ class Target:
             self._engine = "views"
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
-        self.stored_prior: Any = None
-        """Acceptance statistics that came with the model's files, see `selfspec.profile.stored_prior`."""
         self._exit_heads = exit_heads
         self._open()
 
@@ -109,8 +104,6 @@ class Target:
             install(self.stack)
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
-        self._prior: dict[str, Any] | None = None
-        self._looked = False  # for a prior that earlier programs kept
 
     @property
     def exit_heads(self) -> ExitHeads | None:
@@ -133,9 +126,8 @@ class Target:
         self._exit_heads = heads
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
-        self._prior, self._looked = None, False
-        self.stored_prior = None
-        self._costs: dict[bool, Costs] = {}  # of exact mode, and of the ordinary one
+        self.remembered = Remembered(stack)
+        """What rounds cost here, and how often its layers are right; forgotten with the exit heads."""
 
     @property
     def engine(self) -> str:
@@ -194,10 +186,7 @@ class Target:
             ValueError: a batch size below 1, or a model of a single layer.
         """
         batch_size = whole("batch_size", batch_size, 1)
-        known = self._costs.get(exact)
-        if known is None or not profile.covers(known, batch_size):
-            known = self._costs[exact] = profile.costs_of(self.exact_stack if exact else self.stack, batch_size)
-        return known
+        return self.remembered.costs(self.exact_stack if exact else self.stack, batch_size, exact)
 
     @property
     def _generation_config(self) -> Any:
@@ -297,25 +286,18 @@ class Target:
 
     def remember(self, engine: Engine) -> None:
         """Take what an engine's policy saw of this model's acceptance as where the next one starts."""
-        policy = engine.policy.inner if isinstance(engine.policy, Led) else engine.policy
-        if isinstance(policy, Adaptive):
-            self._prior = policy.state()
+        self.remembered.take(engine.policy)
 
     @property
     def prior(self) -> dict[str, Any] | None:
         """Acceptance statistics of earlier calls, or of earlier programs that kept theirs, or those that came with the
         model; None when there are none."""
-        if self._prior is None and not self._looked:
-            self._looked = True
-            found = (profile.read_prior(self.stack), self.stored_prior)
-            self._prior = next((one for one in found if is_prior(one, self.stack.num_layers)), None)
-        return self._prior
+        return self.remembered.prior
 
     @prior.setter
     def prior(self, prior: dict[str, Any] | None) -> None:
-        self._prior = prior
+        self.remembered.prior = prior
 
     def save_prior(self) -> None:
         """Keep the acceptance statistics of this target's calls for later programs, in the user's cache folder."""
-        if self._prior is not None:
-            profile.save_prior(self.stack, self._prior)
+        self.remembered.save()

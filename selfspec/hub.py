@@ -66,10 +66,15 @@ def load(
             or exit heads of a model of another shape.
     """
     check_engine(engine)
-    heads = _exit_heads(model, exit_heads)
+    heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
+    if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
+        heads = ExitHeads.load(exit_heads)
     opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter, quantize=quantize)
+    if exit_heads is None and (own := file_beside(model, exit_heads_file)) is not None:
+        heads = ExitHeads.load(own)
     target = Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
-    target.stored_prior = None if isinstance(model, nn.Module) else profile.stored_prior(folder_of(model), target.stack)
+    if (stored := file_beside(model, profile.STORED)) is not None:
+        target.remembered.stored_prior = profile.stored_prior(stored, target.stack)
     return target
 
 
@@ -78,16 +83,19 @@ def folder_of(model: str | Path) -> Path:
     return DEMO if str(model) == "demo" else Path(model).expanduser()
 
 
-def _exit_heads(model: str | Path | nn.Module, given: str | Path | ExitHeads | None) -> ExitHeads | None:
-    """The exit heads that were asked for, else those beside the model's weights in a folder."""
-    if isinstance(given, ExitHeads):
-        return given
-    if given is not None:
-        return None if str(given) == "none" else ExitHeads.load(given)
+def file_beside(model: str | Path | nn.Module, name: str) -> Path | None:
+    """A file beside a model's weights, in its folder or in its repository on the hub; None where there is none."""
     if isinstance(model, nn.Module):
         return None
     folder = folder_of(model)
-    return ExitHeads.load(folder) if (folder / exit_heads_file).is_file() else None
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(str(model), name))
+    except (OSError, ValueError):  # no such file, nobody answers, or no hub id
+        return None
 
 
 def open_model(

@@ -134,10 +134,10 @@ def read_prior(stack: Stack) -> dict[str, Any] | None:
     return None
 
 
-def stored_prior(folder: Path, stack: Stack) -> Any:
-    """The acceptance statistics that lie beside a model's weights; None where there are none, or of other weights."""
+def stored_prior(path: Path, stack: Stack) -> Any:
+    """The acceptance statistics in a file beside a model's weights; None where there are none, or of other weights."""
     try:
-        given = json.loads((folder / STORED).read_bytes(), parse_constant=_refuse)
+        given = json.loads(path.read_bytes(), parse_constant=_refuse)
         return given["prior"] if given["of"] == _stored_of(stack) else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None

@@ -31,15 +31,16 @@ class Bare(Endless):
     def __init__(self, target: Target, eos: frozenset[int], cost_repeats: int = 0) -> None:
         super().__init__(target)
         self._eos, self.cost_repeats = eos, cost_repeats
-        self._prior, self._looked = None, True
-        self._costs = None
+        self._measured: Costs | None = None
+        self.prior = None
 
     def costs(self, batch_size: int = 1) -> Costs:
         """Seconds of the pieces of a round, measured once for all methods of the run."""
-        if self._costs is None:
-            repeats = self.cost_repeats
-            self._costs = measure(self.stack, repeats=repeats, within=None) if repeats else super().costs(batch_size)
-        return self._costs
+        if not self.cost_repeats:
+            return super().costs(batch_size)
+        if self._measured is None:
+            self._measured = measure(self.stack, repeats=self.cost_repeats, within=None)
+        return self._measured
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

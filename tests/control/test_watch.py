@@ -83,7 +83,7 @@ def test_statistics_of_another_depth_are_passed_over(folder):
 
 
 def test_the_embedded_model_has_them():
-    assert load("demo").stored_prior is not None
+    assert load("demo").remembered.stored_prior is not None
 
 
 def test_other_exit_heads_are_not_what_the_statistics_are_of(folder):

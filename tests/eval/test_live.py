@@ -124,9 +124,9 @@ def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(scene
 
 def test_adaptive_starts_from_what_is_stored_with_the_model(scene, monkeypatch):
     known = dict.fromkeys(("hits", "misses"), [[3.0] * NUM_BINS] * (scene.costs.num_layers - 1))
-    monkeypatch.setattr(scene.target, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
+    monkeypatch.setattr(scene.target.remembered, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
     assert way_of(scene, "adaptive").make().tracker.lasting.sum() > 0
-    monkeypatch.setattr(scene.target, "stored_prior", {"of": "another model"})
+    monkeypatch.setattr(scene.target.remembered, "stored_prior", {"of": "another model"})
     assert way_of(scene, "adaptive").make().tracker.lasting.sum() == 0
 
 
