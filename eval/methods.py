@@ -7,7 +7,6 @@ every method writes exactly `max_new_tokens` and their times can be compared.
 from __future__ import annotations
 
 import copy
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`Remembered`: what is known of a model beside its weights: what rounds cost here, and how often its layers are right."""
+"""`Remembered`: what is known of a model beside its weights: what rounds cost here, how often its layers are right."""
 
 from __future__ import annotations
 

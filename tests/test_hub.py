@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -18,7 +19,6 @@ from selfspec import hub, profile
 from selfspec.control.tracker import Tracker
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
-from tests.models import build
 
 model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
 
@@ -177,19 +177,20 @@ def test_without_peft_one_sentence_says_what_to_install(model_folder, adapter_fo
         selfspec.load(model_folder, adapter=adapter_folder)
 
 
-def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(tmp_path):
+def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(model_folder, tmp_path):
     name, commit = "models--org--tiny", "0" * 40
     folder = tmp_path / "hub" / name / "snapshots" / commit
-    build("llama").save_pretrained(folder)
+    shutil.copytree(model_folder, folder)
     target = selfspec.load(folder)
     ExitHeads([1], target.stack.config.hidden_size, 2).save(folder)
     profile.store_prior(folder, selfspec.load(folder).stack, Tracker(target.stack.num_layers).state())
     (folder.parent.parent / "refs").mkdir()
     (folder.parent.parent / "refs" / "main").write_text(commit)
     code = (
-        "import selfspec; t = selfspec.load('org/tiny'); print(t.exit_heads.layers, t.remembered.stored_prior is not None)"
+        "import selfspec; target = selfspec.load('org/tiny');"
+        "print(target.exit_heads.layers, target.remembered.stored_prior is not None)"
     )
     own = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     own.pop("HF_HUB_CACHE", None)
     done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "[1] True"), done.stderr
+    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "(1,) True"), done.stderr
