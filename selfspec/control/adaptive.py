@@ -47,6 +47,7 @@ LOOK_EVERY = 4  # rounds between looks at the clock
 # against the clock, once: tables of many tokens are measured in tight loops, and say least of long rounds.
 TRY, TRY_ROUNDS = 0.8, 4
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
+SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
 
 class Adaptive:
@@ -153,9 +154,12 @@ class Adaptive:
         self._round += 1
         self._joining = 0
         processes = any(row.has_processors for row in rows)
-        if self._round >= self._next or len(rows) != self._batch or processes != self._processes:
+        is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
+        if self._round >= self._next or is_other:
             self._processes = processes
             self._decide(rows)
+        if len(rows) != len(self._idle.draft_lengths):
+            self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
         self._context = max([row.content_length for row in rows])
         if self._block:
             self._block -= 1
@@ -171,13 +175,13 @@ class Adaptive:
         if exit_layer is None and not due and self._round % CLOCK_EVERY:
             return self._idle
         if exit_layer is None:
-            shadow = self._shadow(None) if due else None
+            shadow = self._shadow(None, len(rows)) if due else None
             return self._idle if shadow is None else Plan(None, self._idle.draft_lengths, shadow=shadow)
         most = min(self.most, decision.most)
         lengths = tuple([min(most, row.room - 1) for row in rows])
         if not any(lengths):
             return self._idle
-        shadow = self._shadow(exit_layer) if due else None
+        shadow = self._shadow(exit_layer, len(rows)) if due else None
         guesses = 0
         if read and self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
             guesses = self._worth.guesses(exit_layer, self._finder.chains[0])
@@ -227,11 +231,10 @@ class Adaptive:
         self._made = None
         num_rows, longest = len(rows), max([row.content_length for row in rows])
         pace = self._experience.pace
-        if num_rows != self._batch:
-            self._batch = num_rows
-            self._idle = Plan(None, (0,) * num_rows, speedup=1.0)
+        self._batch = num_rows
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
-        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), pace.deciding, pace.kinds.ratio(BY_LOOKUP, num_rows))
+        lookups = pace.kinds.ratio(BY_LOOKUP, num_rows)
+        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), pace.deciding_of(num_rows), lookups)
         self._next = self._round + IDLE_ROUNDS
         if not self._allowed:
             self._decision = Decision(num_rows / worth.plain_seconds)
@@ -248,7 +251,7 @@ class Adaptive:
             rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
             soon = FIRST_REPLAN if decision.most == UNKNOWN else EARLY_REPLAN
             self._next = self._round + (soon if self._round < EARLY else REPLAN) * rarer
-            self._experience.expect(decision.rate, decision.rounds[: self.most + 1])
+            self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1])
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):
                 self._block = BLOCK
@@ -277,10 +280,10 @@ class Adaptive:
         could = (worth.limits() >= least).tolist()
         return [layer for layer in self._allowed if could[layer - 1]]
 
-    def _shadow(self, exit_layer: int | None) -> ShadowPlan | None:
+    def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
         """At all layers that could pay; only called when earlier rounds have paid for it."""
         if self._promising is None:
             assert self._worth is not None
             self._promising = self._could_pay(self._worth, max(HANDICAP, self._decision.speedup))
         emitted = 1 if exit_layer is None else 1 + math.ceil(self._decision.length)
-        return self._looks.plan(self._promising, exit_layer, self._batch, emitted)
+        return self._looks.plan(self._promising, exit_layer, num_rows, emitted)

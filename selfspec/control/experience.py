@@ -67,10 +67,10 @@ class Experience:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later one from."""
-        return self.tracker.state() | {"pace": self._pace.kinds.state()}
+        return self.tracker.state() | {"pace": self._pace.state()}
 
     def expect(self, rate: float, rounds: Sequence[float]) -> None:
-        """Rounds that layers draft in are from now on forecast to bring so many tokens per second, of all rows.
+        """Rounds that layers draft in are from now on forecast to bring so many tokens per second and row.
 
         Args:
             rounds: their seconds, by drafted tokens per row.
@@ -127,7 +127,7 @@ class Experience:
         if exit_layer:
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
-            self._trust.add(emitted / rows, self._rate * took / rows)
+            self._trust.add(emitted / rows, self._rate * took)
         self._pace.pass_round(decided, num_idle)
         if looked is not None:
             context, share = looked

@@ -33,6 +33,9 @@ class Kinds:
 
     Args:
         prior: what `state` of an earlier one returned; anything else, or that of another table, is passed over.
+
+    Attributes:
+        has_prior: whether it was not.
     """
 
     def __init__(self, costs: Costs, prior: Any = None) -> None:
@@ -43,7 +46,7 @@ class Kinds:
         self._size = 0
         self._round = 0
         self._last_plain = 0  # the round of the last plain look
-        self._read(prior)
+        self.has_prior = self._read(prior)
 
     def pass_rounds(self, count: int) -> None:
         self._round += count
@@ -102,10 +105,11 @@ class Kinds:
         value += max(GAIN, 1 / (known[1] + 2)) * step
         known[:] = min(max(value, -MOST), MOST), known[1] + 1, self._round
 
-    def _read(self, prior: Any) -> None:
+    def _read(self, prior: Any) -> bool:
+        """Start where an earlier one of the same table was; whether it is one."""
         try:
             if list(prior["table"]) != self._table:
-                return  # of another machine, or measured anew
+                return False  # of another machine, or measured anew
             ratios = {
                 int(size): [
                     [0.0] * 3,
@@ -114,10 +118,12 @@ class Kinds:
                 for size, of in prior["ratios"].items()
             }
             last = int(prior["last_plain"])
-            if all(len(of) == 3 and all(isfinite(n) for ratio in of for n in ratio) for of in ratios.values()):
-                self._ratios, self._last_plain = ratios, last
+            if any(len(of) != 3 or not all(isfinite(n) for ratio in of for n in ratio) for of in ratios.values()):
+                return False
+            self._ratios, self._last_plain = ratios, last
+            return True
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            return
+            return False
 
 
 def rounds_apart(speedup: float, plain_rounds: float) -> float:

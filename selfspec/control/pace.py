@@ -23,17 +23,26 @@ class Pace:
     Attributes:
         pick: how much longer picks take than in the table of costs.
         passes: and early passes, and those of copies, beside the verifications of the same rounds.
-        deciding: seconds that deciding takes in a round that drafts.
+        deciding: seconds that deciding takes in a round that drafts, by bit length of the number of rows.
         kinds: how much longer rounds that draft take than plain ones.
     """
 
     def __init__(self, costs: Costs, prior: Any = None) -> None:
         self._costs, self.kinds = costs, Kinds(costs, prior)
         self.pick, self.passes = 1.0, [1.0, 1.0]
-        self.deciding = 0.0
+        self.deciding = _read_deciding(prior) if self.kinds.has_prior else {}
         self._most_deciding: dict[int, float] = {}  # by rows
         self._has_drafted = False
         self._decided: list[float] = []  # seconds, of the rounds since the last look at the clock
+
+    def deciding_of(self, num_rows: int) -> float:
+        """Seconds that deciding takes in a round of so many rows; of the nearest number of them that is known."""
+        size = num_rows.bit_length()
+        return self.deciding[min(self.deciding, key=lambda known: abs(known - size))] if self.deciding else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers to start a later one from."""
+        return self.kinds.state() | {"deciding": {str(size): seconds for size, seconds in self.deciding.items()}}
 
     def pass_round(self, decided: float, num_idle: int = 0) -> None:
         """Count the seconds that deciding took in a round, and the rounds before it that nothing was said of."""
@@ -57,7 +66,8 @@ class Pace:
             most = self._most_deciding.get(num_rows)
             if most is None:
                 most = self._most_deciding[num_rows] = MOST_DECIDING * self._costs.plain_round(num_rows)
-            self.deciding += DECIDING_STEP * (min(decided / pace, most) - self.deciding)
+            known = self.deciding_of(num_rows)
+            self.deciding[num_rows.bit_length()] = known + DECIDING_STEP * (min(decided / pace, most) - known)
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
             self.passes[copies] += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self.passes[copies])
@@ -65,3 +75,12 @@ class Pace:
         priced = self.passes[copies] * expected["draft"] + expected["verify"] + expected["head"] + expected["rest"]
         took = layers + seconds.pick + seconds.rest  # what other layers would have picked is not in the price
         self.kinds.look(kind, num_rows, priced + self.pick * expected["pick"], took)
+
+
+def _read_deciding(prior: Any) -> dict[int, float]:
+    """What `Pace.state` told of it; nothing where that is something else."""
+    try:
+        known = {int(size): float(seconds) for size, seconds in prior["deciding"].items()}
+        return known if all(0 <= seconds < float("inf") for seconds in known.values()) else {}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}

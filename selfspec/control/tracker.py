@@ -78,6 +78,7 @@ class Tracker:
             self._overall += read_prior(prior, num_layers, OVERALL_SIZE)
             for _ in range(8):
                 self._fit()
+            self._asked = EARLY_FITS[-1]
 
     @property
     def recent(self) -> Floats:

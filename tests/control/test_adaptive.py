@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.replay import replay
+from selfspec.control import adaptive
 from selfspec.control.adaptive import FIRST_REPLAN, Adaptive
-from selfspec.control.decision import UNKNOWN, favour_of
+from selfspec.control.decision import UNKNOWN, decide, favour_of
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
@@ -87,6 +89,19 @@ def test_an_exit_layer_and_a_longest_draft_can_be_given():
     rounds = replay([trace], Adaptive(costs, exit_layers=[3], most=5), costs).rounds
     assert {round_.plan.exit_layer for round_ in rounds} <= {3, None}
     assert max(row.num_drafted for round_ in rounds for row in round_.rows) == 5
+
+
+def test_a_few_rows_that_leave_need_no_decision_of_their_own(monkeypatch):
+    decided = []
+    monkeypatch.setattr(adaptive, "decide", lambda *given: decided.append(given) or decide(*given))
+    costs = made_up_costs(LAYERS, rows=(1, 4, 16))
+    policy = Adaptive(costs)
+    counts = []
+    for num_rows in (8, 7, 6, 7, 5, 1, 2):
+        plan = policy.plan([RowState(i, 40, 100) for i in range(num_rows)])
+        assert len(plan.draft_lengths) == num_rows
+        counts.append(len(decided))
+    assert [now > before for before, now in itertools.pairwise(counts)] == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])

@@ -14,6 +14,8 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
 from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, PLAIN, Kinds, rounds_apart
+from selfspec.control.pace import Pace
+from selfspec.control.plan import Seconds
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
 
@@ -160,6 +162,26 @@ def test_what_the_clock_told_is_where_a_later_policy_starts():
     assert ratios["1"][0][0] > 0.1
     again = Adaptive(costs, json.loads(json.dumps(policy.state())), drafts=("exit",))
     assert again.state()["pace"]["ratios"] == ratios
+
+
+@given(st.dictionaries(st.sampled_from([1, 2, 5, 32]), st.floats(1e-6, 1e-3), max_size=3))
+def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
+    pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    assert pace.deciding_of(3) == 0
+    for num_rows, seconds in taken.items():
+        for _ in range(30):
+            pace.pass_round(seconds)
+            pace.look(1, num_rows, at, Seconds(**at), False)
+    state = json.loads(json.dumps(pace.state()))
+    again = Pace(ANY_TABLE, state)
+    assert again.deciding == pace.deciding and all(
+        again.deciding_of(n) == pytest.approx(min(t, ANY_TABLE.plain_round(n)), rel=0.01) for n, t in taken.items()
+    )
+    if taken:
+        assert min(again.deciding.values()) <= again.deciding_of(1000) <= max(again.deciding.values())
+    for other in ({}, {"1": -1.0}, {"1": math.inf}, {"x": 1.0}, [1.0], None):
+        assert Pace(ANY_TABLE, {**state, "deciding": other}).deciding == {}
+    assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).deciding == {}
 
 
 def in_batch(acceptance, told, real, rows=4):
