@@ -166,7 +166,7 @@ class Adaptive:
             return self._idle
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
-            read = self._reading.begin(rows, self._worth, self._decision.usual)
+            read = self._reading.begin(rows, self._worth, self._decision.usual, self._worth.deciding)
             found = self._finder.plan(read, self._worth, self._decision.usual) if read else None
             if found is not None:
                 return found

@@ -72,8 +72,9 @@ class Kinds:
         return exp(known[0] * 0.5 ** ((self._round - known[2]) / FORGET))
 
     def has_compared(self, kind: int, num_rows: int) -> bool:
-        """Whether the clock has told anything of a kind's rounds of about so many rows."""
-        return self._of(num_rows.bit_length())[kind][1] > 0
+        """Whether the clock has told anything of a kind's rounds of about so many rows, half to twice as many."""
+        size = num_rows.bit_length()
+        return any(abs(known - size) <= 1 and of[kind][1] > 0 for known, of in self._ratios.items())
 
     def wants_plain(self, apart: float) -> bool:
         """Whether it is time for plain rounds, which should be so many rounds apart."""

@@ -42,15 +42,20 @@ class Reading:
         """Whether so many rows may be looked up."""
         return self._is_on and (num_rows <= FEW or self._is_priced)
 
-    def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
+    def begin(
+        self, rows: Sequence[RowState], worth: Worth, usual: float, decided: float = 0.0
+    ) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
 
         Args:
             usual: tokens per second of all rows without.
+            decided: seconds that deciding took in earlier rounds of so many rows, lookups among it.
         """
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
             self._asking = asking_seconds(len(rows))
+            if len(rows) > FEW:  # most of it is lookups then, and the clock knows this machine
+                self._asking = max(self._asking, decided / len(rows))
         if self._ahead < 0:
             self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._ahead
