@@ -69,11 +69,11 @@ def load(
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
     if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
         heads = ExitHeads.load(exit_heads)
-    opened, tokenizer = open_model(model, tokenizer, dtype=dtype, device=device, adapter=adapter, quantize=quantize)
-    if exit_heads is None and (own := file_beside(model, exit_heads_file)) is not None:
+    opened, tokenizer, local_only = _open(model, tokenizer, dtype, device, adapter, quantize)
+    if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
         heads = ExitHeads.load(own)
     target = Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
-    if (stored := file_beside(model, profile.STORED)) is not None:
+    if (stored := file_beside(model, profile.STORED, local_only)) is not None:
         target.remembered.stored_prior = profile.stored_prior(stored, target.stack)
     return target
 
@@ -83,8 +83,12 @@ def folder_of(model: str | Path) -> Path:
     return DEMO if str(model) == "demo" else Path(model).expanduser()
 
 
-def file_beside(model: str | Path | nn.Module, name: str) -> Path | None:
-    """A file beside a model's weights, in its folder or in its repository on the hub; None where there is none."""
+def file_beside(model: str | Path | nn.Module, name: str, local_only: bool) -> Path | None:
+    """A file beside a model's weights, in its folder or in its repository on the hub; None where there is none.
+
+    Args:
+        local_only: ask for what was downloaded before alone.
+    """
     if isinstance(model, nn.Module):
         return None
     folder = folder_of(model)
@@ -93,8 +97,8 @@ def file_beside(model: str | Path | nn.Module, name: str) -> Path | None:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(str(model), name))
-    except (OSError, ValueError):  # no such file, nobody answers, or no hub id
+        return Path(huggingface_hub.hf_hub_download(str(model), name, local_files_only=local_only))
+    except Exception:  # mostly no such file; whatever it is, the model was opened without it
         return None
 
 
@@ -108,13 +112,25 @@ def open_model(
     quantize: str | None = None,
 ) -> tuple[nn.Module, Any]:
     """The model and its tokenizer, before anybody asks whether it can be split. Arguments and errors as for `load`."""
+    return _open(model, tokenizer, dtype, device, adapter, quantize)[:2]
+
+
+def _open(
+    model: str | Path | nn.Module,
+    tokenizer: Any,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    adapter: str | Path | None,
+    quantize: str | None,
+) -> tuple[nn.Module, Any, bool]:
+    """The same, and whether only files on this machine were asked for."""
     if isinstance(model, nn.Module):
         for name, value in (("dtype", dtype), ("device", device), ("adapter", adapter), ("quantize", quantize)):
             if value is not None:
                 raise ValueError(
                     f"{name} is for a model given by name; a model object is used as it is, so change it first"
                 )
-        return model, tokenizer
+        return model, tokenizer, True
     from selfspec import checkpoint  # transformers' loading code, not needed for a model object
 
     place = _device(device)
@@ -131,7 +147,7 @@ def open_model(
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
     opened = opened.to(place)
-    return (opened if quantize is None else rounded(opened, quantize)), tokenizer
+    return (opened if quantize is None else rounded(opened, quantize)), tokenizer, local_only
 
 
 def open_tokenizer(model: str | Path) -> Any:

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 import selfspec
 from selfspec import hub, profile
 from selfspec.control.tracker import Tracker
+from selfspec.target.exit_heads import FILE as EXIT_HEADS
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
 
@@ -192,5 +193,24 @@ def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(mo
     )
     own = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     own.pop("HF_HUB_CACHE", None)
-    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "(1,) True"), done.stderr
+    for found in ("(1,) True", "None False"):
+        done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
+        code = code.replace("heads.layers", "heads")
+        assert (done.returncode, done.stdout.split("\n")[0]) == (0, found), done.stderr
+        for name in (profile.STORED, EXIT_HEADS):
+            (folder / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("local_only", [True, False])
+def test_the_hub_is_asked_for_a_file_only_where_it_answered_and_may_fail_in_any_way(monkeypatch, local_only):
+    asked = []
+
+    def refuse(name, file, *, local_files_only):
+        asked.append((name, file, local_files_only))
+        raise RuntimeError("a proxy said no")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    assert hub.file_beside("org/name", "some.json", local_only) is None
+    assert asked == [("org/name", "some.json", local_only)]
+    assert hub.file_beside(torch.nn.Identity(), "some.json", local_only) is None
+    assert len(asked) == 1

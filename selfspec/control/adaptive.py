@@ -166,8 +166,8 @@ class Adaptive:
             return self._idle
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
-            read = self._reading.begin(rows, self._worth, self._decision.usual, self._worth.deciding)
-            found = self._finder.plan(read, self._worth, self._decision.usual) if read else None
+            read = self._reading.begin(rows, self._worth, self._decision.usual)
+            found = self._finder.plan(read, self._worth, self._usual(len(rows))) if read else None
             if found is not None:
                 return found
         decision, due = self._decision, self._looks.are_due
@@ -209,7 +209,7 @@ class Adaptive:
             if self._reading.is_on(self._batch):
                 self._finder.observe(plan, outcomes)
             if self._worth is not None:
-                self._reading.count(plan, outcomes, self._worth, self._decision.usual, self._decision.rounds)
+                self._reading.count(plan, outcomes, self._worth, self._usual(len(outcomes)), self._decision.rounds)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.
         tells = 1 < self._plain_run <= BLOCK
@@ -233,8 +233,9 @@ class Adaptive:
         pace = self._experience.pace
         self._batch = num_rows
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
-        lookups = pace.kinds.ratio(BY_LOOKUP, num_rows)
-        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), pace.deciding_of(num_rows), lookups)
+        lookups, deciding = pace.kinds.ratio(BY_LOOKUP, num_rows), pace.deciding_of(num_rows)
+        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), deciding, lookups)
+        self._reading.price(num_rows, deciding)
         self._next = self._round + IDLE_ROUNDS
         if not self._allowed:
             self._decision = Decision(num_rows / worth.plain_seconds)
@@ -257,6 +258,10 @@ class Adaptive:
                 self._block = BLOCK
             if self._trying:
                 self._block, self._next = BLOCK, self._round + BLOCK + TRY_ROUNDS
+
+    def _usual(self, num_rows: int) -> float:
+        """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""
+        return self._decision.usual * num_rows / self._batch
 
     def _is_worth_a_try(self, decision: Decision, num_rows: int) -> bool:
         """Whether a batch's drafts, which promise less than enough, are to be held against the clock."""

@@ -68,8 +68,7 @@ class Kinds:
 
     def ratio(self, kind: int, num_rows: int) -> float:
         """By how much longer rounds of a kind take than plain ones do, beside what the table says of both."""
-        known = self._of(num_rows.bit_length())[kind]
-        return exp(known[0] * 0.5 ** ((self._round - known[2]) / FORGET))
+        return exp(self._value(kind, num_rows.bit_length()))
 
     def has_compared(self, kind: int, num_rows: int) -> bool:
         """Whether the clock has told anything of a kind's rounds of about so many rows, half to twice as many."""
@@ -85,13 +84,13 @@ class Kinds:
         ratios = {str(size): [[r[0], r[1], r[2] - self._round] for r in of[1:]] for size, of in self._ratios.items()}
         return {"table": self._table, "ratios": ratios, "last_plain": self._last_plain - self._round}
 
-    def _of(self, size: int) -> list[Ratio]:
-        """Those of a size; at first, what is known of the nearest one."""
-        if size not in self._ratios:
-            sizes = sorted(self._ratios, key=lambda known: abs(known - size))
-            near = [ratio[0] for ratio in self._ratios[sizes[0]]] if sizes else [0.0] * 3
-            self._ratios[size] = [[value, 0.0, float(self._round)] for value in near]
-        return self._ratios[size]
+    def _value(self, kind: int, size: int) -> float:
+        """The logarithm now, of the nearest size of which something is known."""
+        known = [(abs(other - size), of[kind]) for other, of in self._ratios.items() if of[kind][1] > 0]
+        if not known:
+            return 0.0
+        value, _, at = min(known)[1]
+        return float(value * 0.5 ** ((self._round - at) / FORGET))
 
     def _compare(self, kind: int) -> None:
         since = self._round - NEAR
@@ -100,8 +99,8 @@ class Kinds:
         if min(len(plain), len(drafted)) < LEAST:
             return
         self._compared[kind] = self._last_plain
-        known = self._of(self._size)[kind]
-        value = known[0] * 0.5 ** ((self._round - known[2]) / FORGET)
+        known = self._ratios.setdefault(self._size, [[0.0] * 3 for _ in range(3)])[kind]
+        value = self._value(kind, self._size)
         step = min(max(median(drafted) - median(plain) - value, -MOST_STEP), MOST_STEP)
         value += max(GAIN, 1 / (known[1] + 2)) * step
         known[:] = min(max(value, -MOST), MOST), known[1] + 1, self._round

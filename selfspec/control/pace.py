@@ -12,6 +12,7 @@ from selfspec.control.plan import LOOKUP, Seconds
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
 DECIDING_STEP, MOST_DECIDING = 0.25, 1.0  # and of deciding; the most, in plain rounds
+KEPT_DECIDING = 0.75  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
 
 
 class Pace:
@@ -36,9 +37,8 @@ class Pace:
         self._decided: list[float] = []  # seconds, of the rounds since the last look at the clock
 
     def deciding_of(self, num_rows: int) -> float:
-        """Seconds that deciding takes in a round of so many rows; of the nearest number of them that is known."""
-        size = num_rows.bit_length()
-        return self.deciding[min(self.deciding, key=lambda known: abs(known - size))] if self.deciding else 0.0
+        """Seconds that deciding takes in a round of so many rows; else of fewer, which drafts soon correct."""
+        return self.deciding[max(known)] if (known := [n for n in self.deciding if n <= num_rows.bit_length()]) else 0.0
 
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later one from."""
@@ -81,6 +81,8 @@ def _read_deciding(prior: Any) -> dict[int, float]:
     """What `Pace.state` told of it; nothing where that is something else."""
     try:
         known = {int(size): float(seconds) for size, seconds in prior["deciding"].items()}
-        return known if all(0 <= seconds < float("inf") for seconds in known.values()) else {}
+        if not all(0 <= seconds < float("inf") for seconds in known.values()):
+            return {}
+        return {size: KEPT_DECIDING * seconds for size, seconds in known.items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return {}

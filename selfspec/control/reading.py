@@ -35,27 +35,31 @@ class Reading:
         self._num_rows = 0
         self._can_pay = False
         self._balance, self._ahead = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
-        self._asking = asking_seconds(0)  # of one row, of as many as there are
+        self._decided, self._asking = 0.0, asking_seconds(0)  # see `price`; of one row, of as many as there are
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
         return self._is_on and (num_rows <= FEW or self._is_priced)
 
-    def begin(
-        self, rows: Sequence[RowState], worth: Worth, usual: float, decided: float = 0.0
-    ) -> Sequence[RowState]:
+    def price(self, num_rows: int, decided: float) -> None:
+        """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
+
+        Args:
+            decided: seconds, by the clock.
+        """
+        self._decided = decided if num_rows > FEW else 0.0
+        self._asking = max(asking_seconds(num_rows), self._decided / num_rows)
+
+    def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
 
         Args:
             usual: tokens per second of all rows without.
-            decided: seconds that deciding took in earlier rounds of so many rows, lookups among it.
         """
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
-            self._asking = asking_seconds(len(rows))
-            if len(rows) > FEW:  # most of it is lookups then, and the clock knows this machine
-                self._asking = max(self._asking, decided / len(rows))
+            self._asking = max(asking_seconds(len(rows)), self._decided / len(rows))
         if self._ahead < 0:
             self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._ahead
@@ -94,6 +98,7 @@ class Reading:
         elif plan.exit_layer == LOOKUP:
             seconds = worth.lookups()
             took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
+            took = max(worth.plain_seconds, took - self._decided)  # which was paid for when it began
             came = sum([outcome.num_emitted for outcome in outcomes])
             self.pass_round(worth.num_rows, took, came / usual - took)
         else:

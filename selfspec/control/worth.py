@@ -69,11 +69,6 @@ class Worth:
         self._price()
         self._wider.clear()
 
-    @property
-    def deciding(self) -> float:
-        """Seconds that deciding is taken to take in every round that drafts."""
-        return self._deciding
-
     def draft_by(self, share: float, copies: bool = False) -> None:
         """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller, or by copies."""
         if (share, copies) != self._way:

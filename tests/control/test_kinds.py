@@ -14,7 +14,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
 from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, PLAIN, Kinds, rounds_apart
-from selfspec.control.pace import Pace
+from selfspec.control.pace import KEPT_DECIDING, Pace
 from selfspec.control.plan import Seconds
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
@@ -39,6 +39,15 @@ def test_it_finds_how_much_longer_rounds_of_each_kind_take():
     assert kinds.ratio(BY_LOOKUP, 1) == 1
     pass_blocks(kinds, 20, drafted=1.2, plain=1.5, kind=BY_LOOKUP)
     assert kinds.ratio(BY_LOOKUP, 1) == pytest.approx(0.8, abs=0.01)
+
+
+def test_a_size_of_which_nothing_is_known_has_the_ratio_of_the_nearest_one():
+    kinds = Kinds(ANY_TABLE)
+    assert kinds.ratio(BY_LAYERS, 8) == 1 and not kinds.has_compared(BY_LAYERS, 8)
+    pass_blocks(kinds, 20, drafted=0.8, rows=4)
+    assert kinds.ratio(BY_LAYERS, 8) == kinds.ratio(BY_LAYERS, 4) == pytest.approx(0.8, abs=0.01)
+    assert kinds.has_compared(BY_LAYERS, 8) and not kinds.has_compared(BY_LAYERS, 32)
+    assert kinds.ratio(BY_LOOKUP, 8) == 1
 
 
 def test_what_slows_all_rounds_alike_changes_nothing():
@@ -174,11 +183,12 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
             pace.look(1, num_rows, at, Seconds(**at), False)
     state = json.loads(json.dumps(pace.state()))
     again = Pace(ANY_TABLE, state)
-    assert again.deciding == pace.deciding and all(
-        again.deciding_of(n) == pytest.approx(min(t, ANY_TABLE.plain_round(n)), rel=0.01) for n, t in taken.items()
-    )
-    if taken:
-        assert min(again.deciding.values()) <= again.deciding_of(1000) <= max(again.deciding.values())
+    assert again.deciding == {size: KEPT_DECIDING * known for size, known in pace.deciding.items()}
+    for num_rows, seconds in taken.items():
+        assert pace.deciding_of(num_rows) == pytest.approx(min(seconds, ANY_TABLE.plain_round(num_rows)), rel=0.01)
+    if taken:  # what fewer rows took is known of more, never the other way round
+        assert pace.deciding_of(1000) == pace.deciding_of(max(taken)) > 0
+        assert min(taken) == 1 or pace.deciding_of(1) == 0
     for other in ({}, {"1": -1.0}, {"1": math.inf}, {"x": 1.0}, [1.0], None):
         assert Pace(ANY_TABLE, {**state, "deciding": other}).deciding == {}
     assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).deciding == {}

@@ -38,11 +38,6 @@ static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Room for the head's product of up to so many rows.
-static int64_t head_floats(const Product* head, int64_t rows, int64_t num_threads) {
-    return std::max(selfspec_linear_floats(head, rows, num_threads), selfspec_linear_floats(head, 1, num_threads));
-}
-
 // Rows that draft on after a step; `sure` are theirs.
 static std::vector<int64_t> going_on(const Drafting& d, const std::vector<int64_t>& live, const float* sure,
                                      int64_t step, std::vector<double>& survival) {
@@ -86,7 +81,7 @@ int64_t selfspec_draft_floats(const Model* m, const Drafting* d, int64_t num_lay
                               int64_t longest, int64_t num_threads) {
     int64_t taps = d->taps ? num_layers : 0;
     return pick_floats(d->vocab) + d->num_rows * ((1 + taps) * m->hidden + d->vocab) +
-           head_floats(head, d->num_rows, num_threads) + selfspec_buffer_floats(m, d->num_rows) +
+           selfspec_linear_floats(head, d->num_rows, num_threads) + selfspec_buffer_floats(m, d->num_rows) +
            num_threads * selfspec_scratch_floats(m, longest);
 }
 
@@ -96,7 +91,7 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
     const Drafting& d = *drafting;
     int64_t size = m->hidden, rows = d.num_rows, scratch_floats = selfspec_scratch_floats(m, longest);
     float *logits = room + pick_floats(d.vocab), *x = logits + rows * d.vocab, *h = x + rows * size;
-    float *seen = h + head_floats(head, rows, num_threads), *buffers = seen + (d.taps ? num_layers * rows * size : 0);
+    float *seen = h + selfspec_linear_floats(head, rows, num_threads), *buffers = seen + (d.taps ? num_layers * rows * size : 0);
     float* scratch = buffers + selfspec_buffer_floats(m, rows);
     std::vector<int64_t> live, fed(rows), positions(rows), asked(rows), firsts(rows + 1), picks(rows), seconds(rows);
     std::vector<int64_t> pages(rows * d.row_pages), next(d.last, d.last + rows);

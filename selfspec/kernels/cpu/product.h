@@ -60,7 +60,8 @@ static void tile(const float* x, int64_t in, const char* panel, const float* bia
     Vec a[R][2];
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) a[r][half] = bias ? load(bias + half * LANES) : Vec{};
-    for (int64_t k = 0; k < in; k += inputs, panel += PORTION, x += inputs * R) {
+    int64_t k = 0;
+    for (; k < in; k += inputs, panel += PORTION, x += inputs * R) {
         if (ahead) ahead->ask();
         int64_t some = in - k < inputs ? in - k : inputs;
         if (kind == FULL) {
@@ -69,6 +70,7 @@ static void tile(const float* x, int64_t in, const char* panel, const float* bia
             add_halves<R>(x, some, panel, a);
         }
     }
+    for (; kind == HALF && ahead && k < depth_of(in); k += inputs) ahead->ask();
     for (int r = 0; r < R; r++) acc[r][0] = a[r][0], acc[r][1] = a[r][1];
 }
 
