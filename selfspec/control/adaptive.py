@@ -43,9 +43,9 @@ FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that dr
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
-# Where a batch's drafts promise less than enough, but more than this, they are tried for so many rounds and held
-# against the clock, once: tables of many tokens are measured in tight loops, and say least of long rounds.
-TRY, TRY_ROUNDS = 0.8, 4
+# A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
+# before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
+TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
@@ -264,8 +264,8 @@ class Adaptive:
         return self._decision.usual * num_rows / self._batch
 
     def _is_worth_a_try(self, decision: Decision, num_rows: int) -> bool:
-        """Whether a batch's drafts, which promise less than enough, are to be held against the clock."""
-        if decision.exit_layer is not None or decision.speedup < TRY or num_rows == 1:
+        """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""
+        if not TRY <= decision.speedup < SURE or num_rows == 1:
             return False
         known = self._experience.pace.kinds.has_compared(BY_LAYERS, num_rows)
         return not known and num_rows.bit_length() not in self._tried

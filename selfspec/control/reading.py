@@ -13,8 +13,7 @@ from selfspec.control.worth import Worth
 
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
 READ_SECONDS = 8e-6  # to take one token into a row's index
-ASK_SECONDS = 2.5e-5  # to ask for a row's guesses, and to set them beside what came
-BRANCH_SECONDS = 3.5e-5  # the same of branches
+ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
@@ -35,7 +34,7 @@ class Reading:
         self._num_rows = 0
         self._can_pay = False
         self._balance, self._ahead = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
-        self._decided, self._asking = 0.0, asking_seconds(0)  # see `price`; of one row, of as many as there are
+        self._decided, self._asking = 0.0, ASK_SECONDS  # see `price`; and of one row
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
 
     def is_on(self, num_rows: int) -> bool:
@@ -49,7 +48,7 @@ class Reading:
             decided: seconds, by the clock.
         """
         self._decided = decided if num_rows > FEW else 0.0
-        self._asking = max(asking_seconds(num_rows), self._decided / num_rows)
+        self._asking = max(ASK_SECONDS, self._decided / num_rows)
 
     def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
@@ -59,7 +58,7 @@ class Reading:
         """
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
-            self._asking = max(asking_seconds(len(rows)), self._decided / len(rows))
+            self._asking = max(ASK_SECONDS, self._decided / len(rows))
         if self._ahead < 0:
             self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._ahead
@@ -115,15 +114,10 @@ class Reading:
         self._balance = min(self._balance + SHARE * (seconds - paid) + saved, most)
 
 
-def asking_seconds(num_rows: int) -> float:
-    """What one of so many rows takes in a round."""
-    return ASK_SECONDS + (BRANCH_SECONDS if num_rows <= FEW else 0.0)
-
-
 def could_pay(worth: Worth, usual: float) -> bool:
     """Whether lookup would save more than it takes if half the rows had drafts of which nearly every token is right."""
     rows, seconds, tokens = worth.num_rows, worth.lookups(), float(worth.num_rows)
-    some, asking = rows // 2, asking_seconds(rows) * rows
+    some, asking = rows // 2, ASK_SECONDS * rows
     for n, chance in enumerate(HOPED, 1):
         tokens += some * chance
         drafted = some * n

@@ -178,7 +178,7 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
     pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
     assert pace.deciding_of(3) == 0
     for num_rows, seconds in taken.items():
-        for _ in range(30):
+        for _ in range(60):
             pace.pass_round(seconds)
             pace.look(1, num_rows, at, Seconds(**at), False)
     state = json.loads(json.dumps(pace.state()))

@@ -10,7 +10,7 @@ import pytest
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import LOOKUP, RowState
-from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, asking_seconds, could_pay
+from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
@@ -121,7 +121,7 @@ def test_a_round_that_saved_much_pays_for_one_that_lost_less():
         reading, worth, usual = account(1, slower=1e-2)
         reading.begin(rows_of(1), worth, usual)
         for saved in (200, -lost):
-            reading.pass_round(1, worth.plain_seconds, saved * asking_seconds(1))
+            reading.pass_round(1, worth.plain_seconds, saved * ASK_SECONDS)
         assert bool(reading.begin(rows_of(1, content=51), worth, usual)) == goes_on
 
 
