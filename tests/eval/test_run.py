@@ -13,7 +13,7 @@ import yaml
 from eval.run import records
 from eval.run.__main__ import main, report
 from eval.run.config import load_run_config
-from eval.run.ours import Ours
+from eval.run.ours import Bare, Ours
 from eval.run.questions import prompt_text
 from eval.run.session import Session
 from selfspec import load
@@ -148,6 +148,17 @@ def test_counts_of_layers_and_drafts_add_up(run, out):
     assert sum(fixed["stage_shares"].values()) == pytest.approx(1) and fixed["acceptance_by_position"][0]["joint"] > 0
     assert plain["acceptance_by_position"] is plain["draft_acceptance_rate"] is peer["stage_shares"] is None
     assert plain["acceptance_length"] == 1 and fixed["prefill_share"] > 0
+
+
+def test_the_users_own_table_of_costs_is_taken_where_none_is_to_be_measured(run, out, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    run("--methods", "plain", "adaptive", "--cost-repeats", "0")
+    assert "token for token" in (out / "report.md").read_text()
+    target = load(model)
+    bare = Bare(target, frozenset())
+    assert bare.costs() == target.costs()
+    bare.prior = {"of": "a run"}
+    assert target.prior is None
 
 
 def test_seeded_sampling_is_compared_across_our_own_methods_only(run, out):

@@ -78,11 +78,12 @@ static void take_apart(const float* x, int64_t n, int64_t in, void* parts, int64
 
 constexpr int64_t STEP = PANEL * DEEP * 2;  // bytes of a panel's weights for one step
 constexpr int64_t SUMS = 4 * LANES;         // outputs that a token's sums have room for: of one panel or two
-static_assert(STEP == 4 * PORTION, "both below ask four times a step");
+static_assert(STEP == 4 * PORTION, "both below fetch a portion four times a step");
 
 // One tile of tokens times a panel, or two of them, since sums wait for themselves.
 template <bool two>
-static inline void one_tile(const char* a, const char* left, const char* right, int64_t steps, float* sums, Ahead* ahead) {
+static inline void one_tile(const char* a, const char* left, const char* right, int64_t steps, float* sums,
+                            Prefetcher* prefetcher) {
     _tile_zero(0);
     _tile_zero(1);
     if (two) {
@@ -90,24 +91,24 @@ static inline void one_tile(const char* a, const char* left, const char* right, 
         _tile_zero(3);
     }
     int64_t tile = configured * 64;
-    auto ask = [&]() {  // for half a step
-        if (ahead) ahead->ask(), ahead->ask();
+    auto fetch = [&]() {  // half a step
+        if (prefetcher) prefetcher->advance(), prefetcher->advance();
     };
     for (int64_t step = 0; step < steps; step++, a += tile, left += STEP, right += STEP) {
         _tile_loadd(4, a, 64);
         _tile_loadd(7, left, 128);
         _tile_dpbf16ps(0, 4, 7);
-        ask();
+        fetch();
         _tile_loadd(7, left + 64, 128);
         _tile_dpbf16ps(1, 4, 7);
-        ask();
+        fetch();
         if (two) {
             _tile_loadd(7, right, 128);
             _tile_dpbf16ps(2, 4, 7);
-            ask();
+            fetch();
             _tile_loadd(7, right + 64, 128);
             _tile_dpbf16ps(3, 4, 7);
-            ask();
+            fetch();
         }
     }
     constexpr int64_t row = SUMS * 4;
@@ -124,7 +125,7 @@ constexpr int64_t SOON = 2 * STEP;  // bytes until weights are needed in the nea
 // Two or three tiles of tokens times one panel, which is read once. More than a few lines asked for between two
 // operations on tiles would wait for each other.
 template <bool three>
-static inline void more_tiles(const char* a, const char* panel, int64_t steps, float* sums, Ahead* ahead) {
+static inline void more_tiles(const char* a, const char* panel, int64_t steps, float* sums, Prefetcher* prefetcher) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -136,18 +137,18 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
     constexpr int64_t tile = TILE_ROWS * 64, row = SUMS * 4;
     const char *b = a + steps * tile, *c = b + steps * tile;
     for (int64_t step = 0; step < steps; step++, a += tile, b += tile, c += tile, panel += STEP) {
-        auto ask = [&](int64_t quarter) {
-            if (ahead) ahead->ask();
+        auto fetch = [&](int64_t quarter) {
+            if (prefetcher) prefetcher->advance();
             for (int64_t line = 0; line < PORTION; line += CACHE_LINE)
                 __builtin_prefetch(panel + SOON + quarter * PORTION + line);
         };
         _tile_loadd(7, panel, 128);
         _tile_loadd(6, a, 64);
         _tile_dpbf16ps(0, 6, 7);
-        ask(0);
+        fetch(0);
         _tile_loadd(6, b, 64);
         _tile_dpbf16ps(2, 6, 7);
-        ask(1);
+        fetch(1);
         if (three) {
             _tile_loadd(6, c, 64);
             _tile_dpbf16ps(4, 6, 7);
@@ -157,10 +158,10 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
             _tile_dpbf16ps(5, 6, 7);
             _tile_loadd(6, b, 64);
         }
-        ask(2);
+        fetch(2);
         _tile_dpbf16ps(3, 6, 7);
         _tile_loadd(6, a, 64);
-        ask(3);
+        fetch(3);
         _tile_dpbf16ps(1, 6, 7);
     }
     float *second = sums + TILE_ROWS * SUMS, *third = second + TILE_ROWS * SUMS;
@@ -176,9 +177,9 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
 
 // Panels [first, last) of y[n, out] from rows in parts.
 static void product_of_parts(const Product& p, After after, const void* parts, int64_t n, float* y, int64_t first,
-                             int64_t last, Ahead& ahead) {
+                             int64_t last, Prefetcher& prefetcher) {
     int64_t rows = tile_rows(n), steps = depth_of(p.in) / DEEP;
-    int64_t together = n <= FIT && panel_bytes(p) <= ASKED_BLOCK ? 2 : 1;  // more would lie beyond what was asked for
+    int64_t together = n <= FIT && panel_bytes(p) <= PREFETCH_BLOCK ? 2 : 1;  // more would lie beyond what was asked for
     alignas(64) float sums[3 * TILE_ROWS * SUMS];
     configure(rows);
     for (int64_t panel = first; panel < last; panel += together) {
@@ -188,7 +189,7 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
             int64_t count = n - t < BATCH ? n - t : BATCH, tiles = tiles_of(count);
             const char* a = static_cast<const char*>(parts) + t / BATCH * 3 * rows * steps * 64;
             __asm__ volatile("" ::: "memory");  // compilers do not know that tiles are read from it
-            Ahead* told = t ? nullptr : &ahead;
+            Prefetcher* told = t ? nullptr : &prefetcher;
             if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p), steps, sums, told);
             if (tiles == 1 && panels == 1) one_tile<false>(a, weights, weights, steps, sums, told);
             if (tiles == 2) more_tiles<false>(a, weights, steps, sums, told);
@@ -210,5 +211,5 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
 static bool allow_tiles() { return false; }
 static void release_tiles() {}
 static void take_apart(const float*, int64_t, int64_t, void*, int64_t, int64_t) {}
-static void product_of_parts(const Product&, After, const void*, int64_t, float*, int64_t, int64_t, Ahead&) {}
+static void product_of_parts(const Product&, After, const void*, int64_t, float*, int64_t, int64_t, Prefetcher&) {}
 #endif

@@ -51,7 +51,7 @@ static void place(const Model& m, const Layer& layer, const Call& call, const Sp
     std::memcpy(const_cast<float*>(slot(layer.values, s, row, position, kv_head)), value, bytes);
 }
 
-constexpr int64_t LINE = 16;  // floats of a cache line
+constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
 static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
 
@@ -89,14 +89,14 @@ struct Room {
     float *shared, *own;
 };
 
-// y from x, by all threads. `next`: the product after it, and what comes after that one; or null.
+// y from x, by all threads. `next`: the product after it, or null, and what becomes of its outputs.
 static void share_product(const Product& p, After after, const float* x, int64_t n, const Room& room, float* y,
-                          Ahead& ahead, const Product* next = nullptr, After after_next = STORE) {
+                          Prefetcher& prefetcher, const Product* next = nullptr, After after_next = STORE) {
     bool alone = is_little(n, p.in);
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
     float* turned = aligned(alone ? room.own : room.shared);
-    ahead.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
+    prefetcher.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, turned, steps * thread / threads, steps * (thread + 1) / threads);
@@ -111,11 +111,11 @@ static void share_product(const Product& p, After after, const float* x, int64_t
 #pragma omp barrier
     }
     if (p.kind == AMX) {
-        product_of_parts(p, after, turned, n, y, first, last, ahead);
+        product_of_parts(p, after, turned, n, y, first, last, prefetcher);
     } else if (p.kind == INT8) {
-        product_of_bytes(p, after, turned, n, y, first, last, ahead);
+        product_of_bytes(p, after, turned, n, y, first, last, prefetcher);
     } else {
-        product(p, after, n > 1 ? turned : x, n, y, first, last, ahead);
+        product(p, after, n > 1 ? turned : x, n, y, first, last, prefetcher);
     }
 #pragma omp barrier
 }
@@ -238,18 +238,18 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, weight, eps, m.hidden, h + t * m.hidden);
         };
-        Ahead ahead;
+        Prefetcher prefetcher;
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
             norm_all(layer.norm, m.eps);
-            share_product(layer.qkv, STORE, normed, n, room, qkv, ahead, &layer.o);
+            share_product(layer.qkv, STORE, normed, n, room, qkv, prefetcher, &layer.o);
             place_all(m, layer, call, qkv);
             attend_all(m, layer, call, qkv, mixed, own);
-            share_product(layer.o, ADD, mixed, n, room, x, ahead, &layer.gate_up, SWIGLU);
+            share_product(layer.o, ADD, mixed, n, room, x, prefetcher, &layer.gate_up, SWIGLU);
             norm_all(layer.mlp_norm, m.mlp_eps);
-            share_product(layer.gate_up, SWIGLU, normed, n, room, inner, ahead, &layer.down);
-            share_product(layer.down, ADD, inner, n, room, x, ahead, following);
+            share_product(layer.gate_up, SWIGLU, normed, n, room, inner, prefetcher, &layer.down);
+            share_product(layer.down, ADD, inner, n, room, x, prefetcher, following);
             if (taps && taps[i]) {
 #pragma omp single
                 std::memcpy(taps[i], x, sizeof(float) * n * m.hidden);
@@ -274,8 +274,8 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
 #pragma omp for
             for (int64_t t = 0; t < n; t++) norm(x + t * p->in, weight, eps, p->in, h + t * p->in);
         }
-        Ahead ahead;
-        share_product(*p, STORE, weight ? h : x, n, room, y, ahead);
+        Prefetcher prefetcher;
+        share_product(*p, STORE, weight ? h : x, n, room, y, prefetcher);
         release_tiles();
     }
 }

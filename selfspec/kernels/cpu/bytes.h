@@ -63,9 +63,9 @@ static inline Ints splat_word(const float* at) {
     return word - Ints{};
 }
 
-// R tokens, `stride` apart, times one panel; `ahead` is told of every PORTION, if given.
+// R tokens, `stride` apart, times one panel; `prefetcher` is told of every PORTION, if given.
 template <int R>
-static void tile_of_bytes(const float* x, int64_t stride, int64_t groups, const char* panel, Ahead* ahead,
+static void tile_of_bytes(const float* x, int64_t stride, int64_t groups, const char* panel, Prefetcher* prefetcher,
                           Vec (&total)[ABREAST][2]) {
     constexpr int64_t portion = PORTION / (PANEL * 4);  // inputs, by fours
     Vec sums[R][2] = {};
@@ -73,7 +73,7 @@ static void tile_of_bytes(const float* x, int64_t stride, int64_t groups, const 
         Ints whole[R][2];
         for (int r = 0; r < R; r++) whole[r][0] = whole[r][1] = splat_word(x + r * stride + GROUP / 4 + 1);
         for (int64_t k = 0; k < GROUP / 4; k++, panel += PANEL * 4) {
-            if (ahead && k % portion == 0) ahead->ask();
+            if (prefetcher && k % portion == 0) prefetcher->advance();
             Ints low = (Ints)load(panel), high = (Ints)load(panel + LANES * 4);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
@@ -93,8 +93,8 @@ static void tile_of_bytes(const float* x, int64_t stride, int64_t groups, const 
 
 // Panels [first, last) of y[n, out] from rounded tokens.
 static void product_of_bytes(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first,
-                             int64_t last, Ahead& ahead) {
-    typedef void (*Tile)(const float*, int64_t, int64_t, const char*, Ahead*, Vec(&)[ABREAST][2]);
+                             int64_t last, Prefetcher& prefetcher) {
+    typedef void (*Tile)(const float*, int64_t, int64_t, const char*, Prefetcher*, Vec(&)[ABREAST][2]);
     static const Tile tiles[] = {nullptr, tile_of_bytes<1>, tile_of_bytes<2>, tile_of_bytes<3>, tile_of_bytes<4>};
     int64_t groups = groups_of(p.in), stride = groups * GROUP_FLOATS;
     for (int64_t panel = first; panel < last; panel++) {
@@ -102,7 +102,7 @@ static void product_of_bytes(const Product& p, After after, const float* x, int6
         for (int64_t t = 0; t < n; t += ABREAST) {
             int64_t count = n - t < ABREAST ? n - t : ABREAST;
             Vec total[ABREAST][2];
-            tiles[count](x + t * stride, stride, groups, weights, t ? nullptr : &ahead, total);
+            tiles[count](x + t * stride, stride, groups, weights, t ? nullptr : &prefetcher, total);
             for (int64_t r = 0; r < count; r++) {
                 for (int half = 0; half < 2; half++) {
                     int64_t at = panel * PANEL + half * LANES;

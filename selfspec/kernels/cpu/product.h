@@ -7,7 +7,7 @@
 // turned first, [blocks][in][rows of the block], so that they are read in one stream too.
 #pragma once
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "model.h"
 #include "vector.h"
 
@@ -53,16 +53,17 @@ static inline void add_halves(const float* x, int64_t in, const char* panel, Vec
     }
 }
 
-// R rows times a panel; `ahead` is told of every PORTION, if given.
+// R rows times a panel; `prefetcher` is told of every PORTION, if given.
 template <int R, Kind kind>
-static void tile(const float* x, int64_t in, const char* panel, const float* bias, Ahead* ahead, Vec (&acc)[ROWS][2]) {
+static void tile(const float* x, int64_t in, const char* panel, const float* bias, Prefetcher* prefetcher,
+                 Vec (&acc)[ROWS][2]) {
     constexpr int64_t inputs = PORTION / (PANEL * (kind == FULL ? 4 : 2));
     Vec a[R][2];
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) a[r][half] = bias ? load(bias + half * LANES) : Vec{};
     int64_t k = 0;
     for (; k < in; k += inputs, panel += PORTION, x += inputs * R) {
-        if (ahead) ahead->ask();
+        if (prefetcher) prefetcher->advance();
         int64_t some = in - k < inputs ? in - k : inputs;
         if (kind == FULL) {
             add_full<R>(x, some, panel, a);
@@ -70,11 +71,11 @@ static void tile(const float* x, int64_t in, const char* panel, const float* bia
             add_halves<R>(x, some, panel, a);
         }
     }
-    for (; kind == HALF && ahead && k < depth_of(in); k += inputs) ahead->ask();
+    for (; kind == HALF && prefetcher && k < depth_of(in); k += inputs) prefetcher->advance();
     for (int r = 0; r < R; r++) acc[r][0] = a[r][0], acc[r][1] = a[r][1];
 }
 
-typedef void (*Tile)(const float*, int64_t, const char*, const float*, Ahead*, Vec (&)[ROWS][2]);
+typedef void (*Tile)(const float*, int64_t, const char*, const float*, Prefetcher*, Vec (&)[ROWS][2]);
 template <Kind k>
 static const Tile TILES[13] = {nullptr,    tile<1, k>, tile<2, k>, tile<3, k>,  tile<4, k>,  tile<5, k>, tile<6, k>,
 #if defined(__AVX512F__)
@@ -121,7 +122,7 @@ static void turn(const float* x, int64_t n, int64_t in, float* turned, int64_t f
 
 // Panels [first, last) of y[n, out] from turned rows.
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
-                    Ahead& ahead) {
+                    Prefetcher& prefetcher) {
     int64_t rows = block_rows(n);
     const Tile* tiles = p.kind == FULL ? TILES<FULL> : TILES<HALF>;
     for (int64_t panel = first; panel < last; panel++) {
@@ -130,7 +131,7 @@ static void product(const Product& p, After after, const float* x, int64_t n, fl
         for (int64_t r0 = 0; r0 < n; r0 += rows) {
             int64_t count = n - r0 < rows ? n - r0 : rows;
             Vec acc[ROWS][2];
-            tiles[count](x + r0 * p.in, p.in, weights, bias, r0 ? nullptr : &ahead, acc);
+            tiles[count](x + r0 * p.in, p.in, weights, bias, r0 ? nullptr : &prefetcher, acc);
             for (int64_t r = 0; r < count; r++) finish(p, after, panel, acc[r][0], acc[r][1], y + (r0 + r) * p.out);
         }
     }

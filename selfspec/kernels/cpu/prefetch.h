@@ -9,21 +9,21 @@
 #include <cstdint>
 
 constexpr int64_t STREAMS = 8, CACHE_LINE = 64, PORTION = STREAMS * CACHE_LINE;  // PORTION: bytes asked for at a time
-constexpr int64_t ASKED_BLOCK = STREAMS * 4096, DISTANCE = 2 * ASKED_BLOCK;
+constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = 2 * PREFETCH_BLOCK;
 
 struct Stretch {  // of memory that one thread reads
     const char *first, *last;
 };
 
 // Of one thread, from product to product.
-class Ahead {
+class Prefetcher {
     Stretch now = {}, later = {};  // what is being asked for, and what after that
     const char* block = nullptr;
     int64_t done = 0, apart = 0;  // bytes of each stream of the block so far; from one stream to the next
     bool is_early = false;        // what is being asked for is still to be read
 
     void enter(const char* at) {
-        int64_t size = now.last - at < ASKED_BLOCK ? now.last - at : ASKED_BLOCK;
+        int64_t size = now.last - at < PREFETCH_BLOCK ? now.last - at : PREFETCH_BLOCK;
         block = at, done = 0, apart = (size + PORTION - 1) / PORTION * CACHE_LINE;
     }
 
@@ -34,14 +34,14 @@ class Ahead {
         now = own, later = next, is_early = false;
         if (is_known) return;
         enter(own.first);
-        for (int64_t asked = 0; asked < DISTANCE; asked += PORTION) ask();
+        for (int64_t fetched = 0; fetched < DISTANCE; fetched += PORTION) advance();
     }
 
     // Another PORTION was read.
-    void ask() {
+    void advance() {
         if (done >= apart) {
-            if (now.last - block > ASKED_BLOCK) {
-                enter(block + ASKED_BLOCK);
+            if (now.last - block > PREFETCH_BLOCK) {
+                enter(block + PREFETCH_BLOCK);
             } else if (later.first != later.last) {
                 now = later, later = {}, is_early = true;
                 enter(now.first);
