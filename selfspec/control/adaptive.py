@@ -41,6 +41,7 @@ from selfspec.control.worth import Worth
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
 FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
+AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
@@ -88,6 +89,7 @@ class Adaptive:
         self._joining = 0  # prompts read since the last plan
         self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
+        self._ahead, self._was_ahead = 0, False  # see `plain_ahead`; and whether the last round was one of them
         self._block = 0  # plain rounds still to come before drafts go on
         self._trying = 0  # rounds still to come of drafts that are tried
         self._tried: set[int] = set()  # bit lengths of batches' sizes
@@ -132,6 +134,21 @@ class Adaptive:
         """Whether what verification thought likely is kept."""
         return self._finder is not None and self._finder.recycles and self._batch <= FEW
 
+    @property
+    def plain_ahead(self) -> int:
+        """Rounds after the one that was planned last that will be plain, unless rows join or leave."""
+        return self._ahead
+
+    def pass_plain(self, num_rounds: int, seconds: float) -> None:
+        """Count rounds of `plain_ahead` that nobody asked about.
+
+        Args:
+            seconds: of their forwards.
+        """
+        self._round += num_rounds
+        self._ahead = max(0, self._ahead - num_rounds)
+        self._count_plain(num_rounds, seconds)
+
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
         self._joining += 1
@@ -148,11 +165,16 @@ class Adaptive:
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self.tracker.add_shadow(shadow)
-        self._next = self._round
+        self._next, self._ahead = self._round, 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._round += 1
         self._joining = 0
+        self._was_ahead = self._ahead > 0 and len(rows) == len(self._idle.draft_lengths)
+        if self._was_ahead:
+            self._ahead -= 1
+            return self._idle
+        self._ahead = 0
         processes = any(row.has_processors for row in rows)
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
         if self._round >= self._next or is_other:
@@ -173,6 +195,9 @@ class Adaptive:
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer
         if exit_layer is None and not due and self._round % CLOCK_EVERY:
+            if self._plain_run > BLOCK and not (self.reads_lookup or self.recycles):
+                until_clock = CLOCK_EVERY - 1 - self._round % CLOCK_EVERY
+                self._ahead = max(0, min(AHEAD, until_clock, self._next - self._round - 1))
             return self._idle
         if exit_layer is None:
             shadow = self._shadow(None, len(rows)) if due else None
@@ -205,6 +230,9 @@ class Adaptive:
         return made
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        if self._was_ahead:
+            self._count_plain(1, seconds.verify)
+            return
         if self._finder is not None:
             if self._reading.is_on(self._batch):
                 self._finder.observe(plan, outcomes)
@@ -215,7 +243,7 @@ class Adaptive:
         tells = 1 < self._plain_run <= BLOCK
         if plan is self._idle and self._round % CLOCK_EVERY and not tells:  # common where a model should not draft
             self._experience.add_idle()
-            self._looks.pass_idle(seconds)
+            self._looks.pass_idle(seconds.verify)
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._next = self._round  # something to decide upon
@@ -225,6 +253,14 @@ class Adaptive:
         looked = (self._context, self._parts.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._round < EARLY, seconds)
+
+    def _count_plain(self, num_rounds: int, seconds: float) -> None:
+        """Count plain rounds ahead that came, in which nothing could be looked up."""
+        self._plain_run += num_rounds
+        if self._finder is not None and self._worth is not None:
+            self._reading.pass_round(self._batch, num_rounds * self._worth.plain_seconds, 0.0)
+        self._experience.add_idle(num_rounds)
+        self._looks.pass_idle(seconds)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops."""

@@ -78,9 +78,9 @@ class Experience:
         self._count()
         self._rate, self._rounds = rate, list(rounds)
 
-    def add_idle(self) -> None:
-        """A plain round that nothing but its token is to be said of."""
-        self._num_idle += 1
+    def add_idle(self, num_rounds: int = 1) -> None:
+        """Plain rounds that nothing but their tokens is to be said of."""
+        self._num_idle += num_rounds
 
     def add(
         self,

@@ -32,9 +32,9 @@ class Looks:
         """Whether earlier rounds have paid for one."""
         return self._credit >= 0
 
-    def pass_idle(self, seconds: Seconds) -> None:
-        """Lay by a share of the time of a round that could be one of many plain ones."""
-        self._credit += OFF_SHARE * max(0.0, seconds.verify)
+    def pass_idle(self, seconds: float) -> None:
+        """Lay by a share of what the forwards of plain rounds took, which could be many."""
+        self._credit += OFF_SHARE * max(0.0, seconds)
 
     def pass_round(self, num_rows: int | None, is_early: bool, seconds: Seconds) -> None:
         """Lay a share of the round's time by, and take out what looking took.

@@ -231,7 +231,9 @@ class Policy(Protocol):
     takes an index of every row; one whose `reads_ranks` is true, also where tokens stood among other candidates; and
     where `recycles` is true, what verification thought likely is kept for later. A policy may also have
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
-    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `tell_vocabulary` is
+    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `plain_ahead` need not be
+    asked about so many rounds after the one it planned last, while the rows are the same: they are plain, and before it
+    is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `tell_vocabulary` is
     handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one; one that has
     `tell_copies`, whether there are copies of the layers in 8 bits to draft by.
     """

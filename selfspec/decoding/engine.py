@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from selfspec.control.plan import Looked, Plan, Policy, Seconds
+from selfspec.control.plan import Looked, Plan, Policy, RowOutcome, Seconds
 from selfspec.decoding.afterwards import Teach
-from selfspec.decoding.checks import check_plan, check_request, check_room
+from selfspec.decoding.asking import Asking
+from selfspec.decoding.checks import check_request
 from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
@@ -102,6 +103,7 @@ class Engine:
             learn.follow(target.stack)
         self.learn = learn
         self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
+        self._asking = Asking(self.policy, self.stack.num_layers)
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
@@ -113,7 +115,6 @@ class Engine:
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
-        self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
 
     @property
     def num_waiting(self) -> int:
@@ -172,12 +173,11 @@ class Engine:
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
             return None
-        asked = [getattr(self.policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
-        reads_lookup, reads_ranks, recycles = asked
-        plan = self.policy.plan([row.told(reads_lookup) for row in ready])
-        self._check(plan, [row.room for row in ready])
+        asking = self._asking
+        plan, is_told = asking.plan(ready)
+        reads_lookup, reads_ranks, recycles = asking.reads_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
-        outcomes = []
+        outcomes: list[RowOutcome] = []
         try:
             teach = None if self.learn is None else self.learn.take
             verdicts = decode_round(
@@ -194,6 +194,8 @@ class Engine:
             for row, verdict, looked, is_out in zip(ready, verdicts, looks, left_out, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
+                if not is_told:
+                    continue
                 outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
                 is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
                 outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
@@ -204,8 +206,11 @@ class Engine:
             if any(row.finish_reason is not None for row in ready):
                 self.rows = [row for row in self.rows if row.finish_reason is None]
         seconds.lap("rest")
-        self.policy.observe(plan, outcomes, seconds)
-        seconds.lap("control")
+        if is_told:
+            asking.observe(plan, outcomes, seconds)
+            seconds.lap("control")
+        else:
+            asking.pass_plain(seconds)
         return plan
 
     def run(self) -> Iterator[Round]:
@@ -240,12 +245,6 @@ class Engine:
 
     def _prefill(self) -> None:
         prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
-
-    def _check(self, plan: Plan, room: Sequence[int]) -> None:
-        if plan is not self._checked[0] or len(room) != self._checked[1]:  # many rounds have the same one
-            check_plan(plan, len(room), self.stack.num_layers)
-            self._checked = plan, len(room)
-        check_room(plan, room)
 
     def _is_over_part(self, plan: Plan, rows: Sequence[Row]) -> bool:
         """Whether drafts are picked among a part of the vocabulary."""
