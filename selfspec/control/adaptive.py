@@ -41,7 +41,7 @@ from selfspec.control.worth import Worth
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
 FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
-AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better
+AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
@@ -122,7 +122,7 @@ class Adaptive:
     @property
     def reads_lookup(self) -> bool:
         """Whether rows may draft by lookup, as far as that pays, see `Reading`."""
-        return self._finder is not None and self._reading.is_on(self._batch)
+        return self._finder is not None and not self._ahead and self._reading.is_on(self._batch)
 
     @property
     def reads_ranks(self) -> bool:
@@ -190,14 +190,17 @@ class Adaptive:
         if self._finder is not None and self._worth is not None:
             read = self._reading.begin(rows, self._worth, self._decision.usual)
             found = self._finder.plan(read, self._worth, self._usual(len(rows))) if read else None
+            if read:
+                self._reading.note(found is not None)
             if found is not None:
                 return found
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer
         if exit_layer is None and not due and self._round % CLOCK_EVERY:
-            if self._plain_run > BLOCK and not (self.reads_lookup or self.recycles):
+            if self._plain_run > BLOCK and not self.recycles:
+                most = self._reading.pause if self.reads_lookup else AHEAD
                 until_clock = CLOCK_EVERY - 1 - self._round % CLOCK_EVERY
-                self._ahead = max(0, min(AHEAD, until_clock, self._next - self._round - 1))
+                self._ahead = max(0, min(most, until_clock, self._next - self._round - 1))
             return self._idle
         if exit_layer is None:
             shadow = self._shadow(None, len(rows)) if due else None

@@ -22,6 +22,9 @@ STAY = 1.02  # what another exit layer must promise over the present one
 # How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
 FAVOUR, FAVOUR_WIDTH = 0.3, 0.5
 MOST_BESIDE = 8  # second choices drafted for a row
+# Of a draft's expected length: a stop that would end one of middling tokens before that contradicts what it came from,
+# as it does where costs rise in steps, and the token after the last is far dearer than those before.
+TOO_SOON = 0.75
 UNKNOWN = 4  # tokens drafted at most by a layer of which as few picks were seen; of more, as many as those
 
 
@@ -76,14 +79,17 @@ def decide(
     acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
     calibration = tuple(right_then)
-    stop = SurvivalStop(calibration, value * worth.one_more(exit_layer, length))
+    least_likely, most = value * worth.one_more(exit_layer, length), MOST
+    if least_likely > acceptance ** (TOO_SOON * length):
+        least_likely, most = min(least_likely, value * worth.each(exit_layer, length)), max(1, math.ceil(length))
+    stop = SurvivalStop(calibration, least_likely)
     second_choices = None
     if experience.second_rates is not None:
         second = experience.second_rates.of(exit_layer)
         fixed, each = worth.beside(exit_layer, length)
         second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
     # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
-    most = max(UNKNOWN, int(experience.tracker.lasting[:, line].sum()))
+    most = min(most, max(UNKNOWN, int(experience.tracker.lasting[:, line].sum())))
     rounds = worth.rounds(exit_layer)
     return Decision(trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most)
 

@@ -14,6 +14,7 @@ from selfspec.control.worth import Worth
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
 READ_SECONDS = 8e-6  # to take one token into a row's index
 ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came
+PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
@@ -36,10 +37,20 @@ class Reading:
         self._balance, self._ahead = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
         self._decided, self._asking = 0.0, ASK_SECONDS  # see `price`; and of one row
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
+        self._vain = 0  # rounds in a row that nothing was drafted in
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
         return self._is_on and (num_rows <= FEW or self._is_priced)
+
+    def note(self, has_drafted: bool) -> None:
+        """Whether anything came of the rows' guesses in a round."""
+        self._vain = 0 if has_drafted else self._vain + 1
+
+    @property
+    def pause(self) -> int:
+        """Plain rounds to pass over before the next one that is asked about: the more, the longer it was in vain."""
+        return min(self._vain // PATIENCE, MOST_PAUSE)
 
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class Worth:
         self._lookups = self._least_lookup = None
         self._known: dict[tuple[Way, ...], tuple[Floats, Ints]] = {}
         self._by_way: dict[Way, Floats] = {}
+        self._known_limits: dict[Way, Floats] = {}
         self._line: list[float] = []  # of the exit layer that follows; 0: none
         self._line_for = 0
 
@@ -137,11 +139,14 @@ class Worth:
         Of drafts over the part of the vocabulary that is taken on now, by the layers or by copies.
         """
         share, by_copies = self._way
-        limits = self._limits((1.0 if by_copies else share, False))
-        if self._has_copies:
-            half = deepest_copy(self._costs.num_layers)
-            limits[:half] = np.maximum(limits[:half], self._limits((share, True))[:half])
-        return self.num_rows * limits
+        known = self._known_limits.get(self._way)
+        if known is None:
+            limits = self._limits((1.0 if by_copies else share, False))
+            if self._has_copies:
+                half = deepest_copy(self._costs.num_layers)
+                limits[:half] = np.maximum(limits[:half], self._limits((share, True))[:half])
+            known = self._known_limits[self._way] = self.num_rows * limits
+        return known
 
     def _limits(self, way: Way) -> Floats:
         [seconds], _ = self._priced((way,))
@@ -182,6 +187,11 @@ class Worth:
         """Seconds that one more drafted token per row adds, for each row, to a round of about `drafted` per row."""
         at, line = ROUNDS + min(int(drafted), MOST - 2), self._of(exit_layer)
         return (line[at + 2] - line[at]) / 2 / self.num_rows
+
+    def each(self, exit_layer: int, drafted: float) -> float:
+        """The same of each token in the mean, from the first to about the last one."""
+        count, line = min(MOST, max(1, math.ceil(drafted))), self._of(exit_layer)
+        return (line[ROUNDS + count] - line[ROUNDS]) / count / self.num_rows
 
     def beside(self, exit_layer: int, drafted: float) -> tuple[float, float]:
         """Seconds that drafting tokens beside the others adds to a round of about `drafted` per row: at all, and each.

@@ -281,5 +281,5 @@ def test_a_layer_of_which_nothing_is_known_drafts_little_until_it_is(right):
         lengths.append(drafted)
         outcome = RowOutcome(0, drafted, drafted if right else 0, (0.9,) * drafted)
         policy.observe(plan, [outcome], Seconds(draft=1e-3, verify=1e-3, head=1e-4))
-    assert lengths[0] == UNKNOWN
+    assert 0 < lengths[0] <= UNKNOWN
     assert lengths[-1] > 2 * UNKNOWN if right else 0 < sum(lengths) <= 4 * UNKNOWN * FIRST_REPLAN
