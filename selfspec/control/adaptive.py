@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.decision import HANDICAP, UNKNOWN, Decision, decide, favour_of, spread
+from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spread
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
 from selfspec.control.kinds import BLOCK, BY_LAYERS, BY_LOOKUP, rounds_apart
@@ -90,6 +90,7 @@ class Adaptive:
         self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._ahead, self._was_ahead = 0, False  # see `plain_ahead`; and whether the last round was one of them
+        self._began = 0  # the round since when layers draft
         self._block = 0  # plain rounds still to come before drafts go on
         self._trying = 0  # rounds still to come of drafts that are tried
         self._tried: set[int] = set()  # bit lengths of batches' sizes
@@ -281,6 +282,7 @@ class Adaptive:
             return
         parts = self._parts.now(self._processes)
         how = worth, parts, self._allowed, self._experience, self._favour
+        before = self._decision.exit_layer
         decision, self._trying = decide(self._decision, *how), 0
         self._promising = None
         if self._is_worth_a_try(decision, num_rows):
@@ -289,8 +291,10 @@ class Adaptive:
         self._decision = decision
         if decision.exit_layer is not None:
             rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
-            soon = FIRST_REPLAN if decision.most == UNKNOWN else EARLY_REPLAN
-            self._next = self._round + (soon if self._round < EARLY else REPLAN) * rarer
+            if before is None:
+                self._began = self._round
+            soon = EARLY_REPLAN if decision.is_known else FIRST_REPLAN
+            self._next = self._round + (soon if self._round < self._began + EARLY else REPLAN) * rarer
             self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1])
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):

@@ -41,6 +41,7 @@ class Decision(NamedTuple):
     stop: SurvivalStop | None = None
     second_choices: SecondChoices | None = None
     most: int = MOST  # tokens drafted per row
+    is_known: bool = True  # whether picks of the layer were seen
 
 
 def decide(
@@ -89,9 +90,10 @@ def decide(
         fixed, each = worth.beside(exit_layer, length)
         second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
     # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
-    most = min(most, max(UNKNOWN, int(experience.tracker.lasting[:, line].sum())))
+    seen = int(experience.tracker.lasting[:, line].sum())
+    most, is_known = min(most, max(UNKNOWN, seen)), seen > UNKNOWN
     rounds = worth.rounds(exit_layer)
-    return Decision(trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most)
+    return Decision(trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most, is_known)
 
 
 def favour_of(num_layers: int) -> Floats:

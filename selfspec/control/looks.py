@@ -11,6 +11,7 @@ from selfspec.control.plan import Seconds, ShadowPlan
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
+DECIDING = 5e-4  # seconds of the interpreter that every look takes beside, where it makes somebody decide anew
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
 
 
@@ -43,6 +44,8 @@ class Looks:
             num_rows: that drafted; None: none did.
         """
         share = OFF_SHARE
+        if num_rows is None and seconds.shadow > 0:
+            self._credit -= DECIDING
         if num_rows is not None:
             share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
         self._credit += share * max(0.0, seconds.draft + seconds.verify + seconds.head) - max(0.0, seconds.shadow)

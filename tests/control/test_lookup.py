@@ -155,7 +155,8 @@ EXIT, TREE = (("exit",), ("lookup",)), (("exit", "tree"), ("lookup", "recycle"))
 def test_where_there_is_nothing_to_look_up_it_is_as_fast_as_without(acceptance, vocab, without, beside):
     texts = [random_words(trace, vocab) for trace in traces(acceptance, tokens=500)]
     alone, both = seconds_of(texts, drafts=without), seconds_of(texts, drafts=(*without, *beside))
-    assert alone >= (1.0 if vocab == VOCAB else 0.975) * both
+    # Plain rounds that nobody is asked about end elsewhere, so that looks at the layers come a few rounds apart.
+    assert alone >= (0.999 if vocab == VOCAB else 0.97) * both
 
 
 @pytest.mark.parametrize(("drafts", "allowed"), [(("exit",), {*range(1, LAYERS), None}), (("lookup",), {LOOKUP, None})])
