@@ -32,7 +32,7 @@ class Static(NamedTuple):
     num_draft_tokens: int
     min_confidence: float
     seconds: float
-    copies: bool = False  # in 8 bits
+    copies: bool = False  # in 4 bits
 
 
 def plain_seconds(traces: Sequence[Trace], costs: RoundCosts) -> float:

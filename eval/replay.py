@@ -1,7 +1,7 @@
 """Replay: run a policy on recorded traces, with any table of costs, without a model.
 
 The simulator admits, reads prompts, plans and accepts as the engine does; a test holds the two equal, round by round.
-One thing is taken on trust: that copies of the layers in 8 bits draft what the layers would, which is nearly always so.
+One thing is taken on trust: that copies of the layers in 4 bits draft what the layers would, which is nearly always so.
 """
 
 from __future__ import annotations

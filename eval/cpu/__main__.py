@@ -150,7 +150,7 @@ def _synthetic(options: argparse.Namespace, record: dict[str, Any], say: Any) ->
         whole, small = Fixed(exit_layer, length), Fixed(exit_layer, length, draft_vocab=FREQUENT)
         ours.append(decoding.Ours(target, f"fixed, {exit_layer} layers, {length} tokens", whole))
         ours.append(decoding.Ours(target, f"{length} over {FREQUENT} of the vocabulary", small))
-        ours.append(decoding.Ours(target, f"{length} by copies in 8 bits, over as many", replace(small, draft_bits=8)))
+        ours.append(decoding.Ours(target, f"{length} by copies in 4 bits, over as many", replace(small, draft_bits=4)))
     with TemporaryDirectory() as folder:
         rivals: list[Any] = []
         if options.llama_python:

@@ -112,7 +112,7 @@ class Adaptive:
         self._next, self._made, self._promising = self._round, None, None
 
     def tell_copies(self, has_copies: bool) -> None:
-        """Drafts may be written by copies of the layers in 8 bits; until this is told they may not."""
+        """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
         self._has_copies, self._worth = has_copies and self._may_copy, None
         self.tell_vocabulary(self._vocabulary)
 

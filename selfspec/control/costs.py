@@ -20,7 +20,7 @@ CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and o
 
 @dataclass(frozen=True)
 class Copies:
-    """Drafting by copies of the layers and the head in 8 bits: as `first`, `early` and `head` of `Costs`."""
+    """Drafting by copies of the layers and the head in 4 bits: as `first`, `early` and `head` of `Costs`."""
 
     first: Mapping[int, Table]
     early: Mapping[int, Table]
@@ -86,7 +86,7 @@ class Costs:
 
         Args:
             first: as the first pass of a round.
-            copies: by copies in 8 bits.
+            copies: by copies in 4 bits.
         """
         extra = exit_layer * num_rows * self.context * max(0.0, context - CONTEXT)
         passes = self.copies if copies and self.copies is not None else self
@@ -127,7 +127,7 @@ class Costs:
             beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
             widths: of a cascade, tokens of each early pass but the last; empty: one each.
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
-            copies: the draft is written by copies in 8 bits, and verified by all layers.
+            copies: the draft is written by copies in 4 bits, and verified by all layers.
         """
         rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
         draft = head = pick = 0.0
@@ -179,7 +179,7 @@ class Costs:
     def _by_copies(
         self, copies: Copies, exit_layer: int, lengths: Sequence[int], context: float
     ) -> tuple[float, float, float]:
-        """The same by copies in 8 bits, which need not read the last drafted token."""
+        """The same by copies in 4 bits, which need not read the last drafted token."""
         draft = head = pick = 0.0
         for i, (live, steps) in enumerate(_drafting(lengths)):
             first = i == 0

@@ -24,7 +24,7 @@ class Fixed:
     """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use.
 
     With `draft_vocab`, drafts are over so many tokens, the most frequent; the target judges them over all. With
-    `draft_bits` 8, they are written by copies of the layers in 8 bits, where engine 'compiled' runs; all layers judge.
+    `draft_bits` 4, they are written by copies of the layers in 4 bits, where engine 'compiled' runs; all layers judge.
     """
 
     exit_layer: int

@@ -1,6 +1,6 @@
 """Ways of drafting that are cheaper than the layers themselves and nearly as often right.
 
-Drafts may be written by copies of the layers in 8 bits, see `selfspec.target.rounded`; or they may be picked among a
+Drafts may be written by copies of the layers in 4 bits, see `selfspec.target.rounded`; or they may be picked among a
 part of the vocabulary, where the whole head is dear beside a layer:
 A draft over the most frequent tokens costs their share of the head at every token, and is wrong wherever the target
 picks another one (FR-Spec, arXiv 2502.14856). How often that is can be seen without drafting at all.
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     size: int | None  # tokens; None: the whole vocabulary
     share: float  # of the vocabulary
     coverage: float  # of what the target picks
-    bits: int | None = None  # 8: by copies of the layers
+    bits: int | None = None  # 4: by copies of the layers
     deepest: int | None = None  # exit layer
 
     @property
@@ -65,7 +65,7 @@ class Parts:
         self._vocabulary = vocabulary
         self._whole = [WHOLE]
         if copies and costs.copies is not None:
-            self._whole.append(Part(None, 1.0, 1.0, 8, deepest_copy(costs.num_layers)))
+            self._whole.append(Part(None, 1.0, 1.0, 4, deepest_copy(costs.num_layers)))
         self._ways = [way for way in self._whole if vocabulary is not None and _has_dear_head(costs, way)]
 
     def now(self, is_whole: bool = False) -> Sequence[Part]:

@@ -24,7 +24,7 @@ def confidence_bin(confidence: float) -> int:
 DRAFTS = ("exit", "copies", "lookup", "recycle", "tree", "cascade")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
 tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up, "copies"
-lets copies of early layers in 8 bits draft in their place."""
+lets copies of early layers in 4 bits draft in their place."""
 # Keeping what was likely takes more time than it has been seen to save.
 DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree", "cascade")
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
@@ -128,7 +128,7 @@ class Plan:
     guesses: int = 0  # of a single row: most free guesses that an early pass checks after the token it is fed
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
-    draft_bits: int | None = None  # 8: draft by copies of the layers in 8 bits, if there are any; all layers judge
+    draft_bits: int | None = None  # 4: draft by copies of the layers in 4 bits, if there are any; all layers judge
     speedup: float | None = None  # what the policy expects over plain decoding; for people
 
     @property
@@ -235,7 +235,7 @@ class Policy(Protocol):
     asked about so many rounds after the one it planned last, while the rows are the same: they are plain, and before it
     is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `tell_vocabulary` is
     handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one; one that has
-    `tell_copies`, whether there are copies of the layers in 8 bits to draft by.
+    `tell_copies`, whether there are copies of the layers in 4 bits to draft by.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -34,8 +34,8 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
         raise ValueError(f"a plan's stop needs {NUM_BINS} calibrated bins, got {len(plan.stop.calibration)}")
     if plan.draft_vocab is not None:
         whole("a plan's draft_vocab", plan.draft_vocab, 1)
-    if plan.draft_bits not in (None, 8):
-        raise ValueError(f"a plan's draft_bits must be 8 or None (the layers themselves), got {plan.draft_bits}")
+    if plan.draft_bits not in (None, 4):
+        raise ValueError(f"a plan's draft_bits must be 4 or None (the layers themselves), got {plan.draft_bits}")
     if plan.exit_layer is None:
         return
     if plan.trees is not None:

@@ -197,7 +197,7 @@ class _Clock:
 
     def copied(self, rows: int, exit_layer: int) -> None:
         """A round's draft by copies of the layers."""
-        plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=8)
+        plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=4)
         laps = self.laps(rows, self.base, plan)
         first, *later, packing = laps["draft"]
         self.keep("copied first", rows, exit_layer, first + packing)

@@ -14,11 +14,11 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-FULL, HALF, AMX, INT8 = range(4)  # how a product's weights are packed and read: see `cpu/product.h`
+FULL, HALF, AMX, INT4 = range(4)  # how a product's weights are packed and read: see `cpu/product.h`
 
 
 class Product(Structure):
-    _fields_ = (*_all("packed bias scales", c_void_p), *_all("inputs outputs kind", c_int64))
+    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64))
 
 
 class Layer(Structure):

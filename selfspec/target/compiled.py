@@ -223,7 +223,7 @@ class CompiledBody(LeanBody):
         return known
 
     def rounded_structs(self, cache: PagedCache, count: int) -> tuple[c.Model, Any]:
-        """The same of the first `count` layers, with weights in 8 bits."""
+        """The same of the first `count` layers, with weights in 4 bits."""
         model, layers, known = self._all_structs(cache)
         if count not in known:
             known[count] = self.rounded.structs(layers, count)

@@ -62,7 +62,7 @@ def write(
         head: what picks are made from, and the tokens that it is of; None: all.
         how: what `kernels.compiled_pick.told` says of every row.
         tapped: layers below the exit to look in at.
-        rounded: draft by copies of the layers in 8 bits.
+        rounded: draft by copies of the layers in 4 bits.
     """
     count, most, size = len(spans), max(span.length for span in spans), body.embedding.shape[1]
     packed, names = head

@@ -61,7 +61,7 @@ class Packed:
 
     def _make(self, kind: int) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
-        self.struct = c.Product(None, bias, None, self._parts[0].weight.shape[1], self.num_outputs, kind)
+        self.struct = c.Product(None, bias, self._parts[0].weight.shape[1], self.num_outputs, kind)
         words = c.functions().selfspec_packed_words(ctypes.byref(self.struct), self._num_panels)
         with torch.inference_mode(False):
             self.weight = self._room.zeros(words)

@@ -1,4 +1,4 @@
-"""Copies of the first layers and the head with weights rounded to 8 bits, that drafts alone are written by.
+"""Copies of the first layers and the head with weights rounded to 4 bits, that drafts alone are written by.
 
 What they write is judged by all layers as they are, as a draft by lookup is, so that rounding costs agreement, never a
 token of the output (drafts by a more quantised self: QSpec, arXiv 2410.11305). Keys and values that they leave in the
@@ -12,8 +12,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.target.lean import Layer, Linear
@@ -21,26 +19,16 @@ from selfspec.target.packed import Packed, pack_layer
 
 
 class Rounded(Packed):
-    """A product's weights in 8 bits, each output's with a scale of its own: see `kernels/cpu/bytes.h`."""
+    """A product's weights in 4 bits, of which each output's GROUP inputs share a scale: see `kernels/cpu/nibbles.h`."""
 
     def _kind(self) -> int:
-        return c.INT8
-
-    def _make(self, kind: int) -> None:
-        super()._make(kind)
-        with torch.inference_mode(False):
-            self._scales = self._room.zeros(self._num_panels * self._panel)
-        self.struct.scales = self._scales.data_ptr()
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + self._scales.nbytes
+        return c.INT4
 
 
 class RoundedLayers:
-    """Layers and head of a compiled body in 8 bits, as many as were asked for so far.
+    """Layers and head of a compiled body in 4 bits, as many as were asked for so far.
 
-    They take memory, a quarter of float32's, once they are asked for.
+    They take memory, a seventh of float32's, once they are asked for.
     """
 
     def __init__(self, layers: Sequence[Layer], head: Linear) -> None:

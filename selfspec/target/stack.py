@@ -90,7 +90,7 @@ class Stack:
 
     @property
     def has_copies(self) -> bool:
-        """Whether drafts may be written by copies of the layers in 8 bits, see `CompiledBody.rounded`."""
+        """Whether drafts may be written by copies of the layers in 4 bits, see `CompiledBody.rounded`."""
         return isinstance(self.lean, CompiledBody) and self.exit_heads is None
 
     @property
@@ -217,7 +217,7 @@ class Stack:
         None where layers are not compiled, or their hidden states go through an exit head first.
 
         Args:
-            rounded: weights in 8 bits.
+            rounded: weights in 4 bits.
         """
         heads = self.exit_heads
         if not isinstance(self.lean, CompiledBody) or (heads is not None and exit_layer in heads.layers):

@@ -188,7 +188,7 @@ def drafting(faster=4.0, has_copies=True, drafts=DEFAULT_DRAFTS, **kinds):
 
 
 def test_copies_draft_where_that_is_worth_reading_all_layers_afterwards():
-    assert drafting().draft_bits == 8
+    assert drafting().draft_bits == 4
     assert drafting(faster=0.7).draft_bits is None
     assert drafting().speedup > drafting(faster=0.7).speedup
 
@@ -208,7 +208,7 @@ def test_copies_are_of_no_more_than_half_of_the_layers():
     worth, even = Worth(costs, 1), np.full((LAYERS - 1, 12), 0.8)
     right = even + 0.19 * np.arange(LAYERS - 1)[:, None] / LAYERS
     chosen = choose(Parts(costs, copies=True).now(), range(1, LAYERS), worth, right, even / 9.6, (WHOLE, None), 1.0)
-    assert (chosen.part.bits, chosen.exit_layer) == (8, LAYERS // 2)
+    assert (chosen.part.bits, chosen.exit_layer) == (4, LAYERS // 2)
 
 
 def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear():
@@ -216,13 +216,13 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
         costs = with_copies(made_up_costs(LAYERS, head=head), 4.0)
         return [part.way for part in Parts(costs, Text(s16384=1.0), copies=True).now()]
 
-    assert ways(2e-4) == [(None, None), (None, 8)]
-    assert ways(DEAR) == [(None, None), (None, 8), (16384, None), (16384, 8), (32768, None), (32768, 8)]
+    assert ways(2e-4) == [(None, None), (None, 4)]
+    assert ways(DEAR) == [(None, None), (None, 4), (16384, None), (16384, 4), (32768, None), (32768, 4)]
     policy = Adaptive(with_copies(made_up_costs(LAYERS, head=DEAR), 4.0), good_layers(), drafts=["exit", "copies"])
     policy.tell_copies(True)
     policy.tell_vocabulary(Text(s16384=0.99))
     plan = policy.plan([RowState(0, 40, 100)])
-    assert (plan.exit_layer, plan.draft_vocab, plan.draft_bits) == (2, 16384, 8)
+    assert (plan.exit_layer, plan.draft_vocab, plan.draft_bits) == (2, 16384, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -248,7 +248,7 @@ def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
         slow = 40.0 if plan.draft_bits else 1.0  # copies are far slower than the table says
         policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**{**took, "draft": slow * took["draft"]}))
         seen.append(plan.draft_bits)
-    assert seen[0] == 8 and seen[-1] is None
+    assert seen[0] == 4 and seen[-1] is None
 
 
 def test_a_row_with_processors_is_noticed_whoever_left():
@@ -266,4 +266,4 @@ def test_a_policy_that_serves_another_engine_decides_anew():
         for _ in range(80):
             plan = policy.plan([RowState(0, 40, 100)])
             policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(draft=1e-2, verify=1e-2, head=1e-3))
-            assert (plan.draft_bits == 8) == has_copies
+            assert (plan.draft_bits == 4) == has_copies

@@ -61,7 +61,7 @@ def test_every_static_setting_takes_the_seconds_of_its_replay(data):
     ways = trace.num_layers - 1 + (max(1, trace.num_layers // 2) if costs.copies else 0)
     assert len(found) == 1 + ways * len(FEW) * MOST_DRAFTED
     for static in found:
-        policy = Plain() if static.exit_layer is None else Fixed(*static[:3], draft_bits=8 if static.copies else None)
+        policy = Plain() if static.exit_layer is None else Fixed(*static[:3], draft_bits=4 if static.copies else None)
         assert static.seconds == pytest.approx(replay(pair, policy, costs).seconds)
     best = best_static(pair, RoundCosts(costs, MOST_DRAFTED), FEW)
     assert best.seconds == min(static.seconds for static in found)

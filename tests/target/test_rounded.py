@@ -1,4 +1,4 @@
-"""Copies in 8 bits: products near the real ones, bits of a row its own, drafts that change no token."""
+"""Copies in 4 bits: products near the real ones, bits of a row its own, drafts that change no token."""
 
 from __future__ import annotations
 
@@ -22,16 +22,23 @@ GROUP = 64  # inputs whose activations share a scale
 
 
 def in_whole_numbers(x, weight):
-    """What 8 bits make of a product, worked out in int64 and float64; and of the terms' sizes."""
+    """What 4 bits make of a product, worked out in int64 and float64."""
     pad = -x.shape[1] % GROUP
     x, weight = (torch.nn.functional.pad(each, (0, pad)) for each in (x, weight))
-    scale = weight.abs().amax(1) / 127
-    by = (weight / scale.where(scale > 0, 1)[:, None]).round().to(torch.int64)
+    by = weight.view(len(weight), -1, GROUP)
+    far = by.gather(2, by.abs().argmax(2, keepdim=True))  # the largest of a group, with its sign
+    shares = [1 - 0.1 * step for step in range(4)]
+    tried = torch.stack([scale for share in shares for scale in (far * (-share / 8), far.abs() * (share / 7))])
+    inverse = torch.where(tried == 0, 0, 1 / tried)
+    whole = (by * inverse).round().clamp(-8, 7)
+    best = (by - whole * tried).square().sum(3, keepdim=True).argmin(0, keepdim=True)
+    scale = tried.gather(0, best)[0]
+    numbers_of = whole.gather(0, best.expand(1, *by.shape))[0].to(torch.int64)
     groups = x.view(len(x), -1, GROUP)
     own = groups.abs().amax(2) / 127
     numbers = (groups / own.where(own > 0, 1)[:, :, None]).round().to(torch.int64)
-    sums = torch.einsum("tgi,ogi->tog", numbers, by.view(len(weight), -1, GROUP)).double()
-    return (sums * own[:, None].double()).sum(2) * scale.double()
+    sums = torch.einsum("tgi,ogi->tog", numbers, numbers_of).double()
+    return (sums * own[:, None].double() * scale[None, :, :, 0].double()).sum(2)
 
 
 @given(
@@ -55,8 +62,8 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own(outputs, 
     wanted = in_whole_numbers(x, weight)
     if biased:
         wanted += torch.cat([part.bias for part in parts]).double()
-    # a number halfway between two whole ones may be rounded to either
-    most = x.abs().amax(1, keepdim=True) * weight.abs().amax(1) * 1e-2 + 1e-4
+    # a number halfway between two whole ones may be rounded to either, and of two scales as good each be taken
+    most = x.abs().amax(1, keepdim=True) * weight.abs().amax(1) * 2e-1 + 1e-4
     assert ((got - wanted).abs() <= most).all() and ((got - wanted).abs() <= 1e-4).float().mean() > 0.9
     assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
 
@@ -65,19 +72,19 @@ def test_products_are_near_the_real_ones():
     [part] = parts = weights((96, 256), biased=True)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
     got, wanted = multiply(Rounded(parts, Room()), x), x @ part.weight.T + part.bias
-    assert torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.999
+    assert torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.99
 
 
-def test_less_memory_than_a_third_of_the_weights():
+def test_less_memory_than_a_sixth_of_the_weights():
     [part] = parts = weights((512, 256))
-    assert Rounded(parts, Room()).num_bytes < part.weight.nbytes / 3
+    assert Rounded(parts, Room()).num_bytes < part.weight.nbytes / 6
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("engine", ["compiled", "fused", "views"])
 def test_output_is_that_of_generate(family, engine):
     target, prompts = Target(build(family), engine=engine), make_prompts(RAGGED)
-    done = target.generate(prompts, policy=Fixed(2, 4, draft_bits=8), max_new_tokens=24)
+    done = target.generate(prompts, policy=Fixed(2, 4, draft_bits=4), max_new_tokens=24)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 24) for prompt in prompts]
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
 
@@ -86,7 +93,7 @@ def test_output_is_that_of_generate(family, engine):
 def test_sampled_output_is_that_of_plain_decoding(options):
     target, prompts = Target(build("llama"), engine="compiled"), make_prompts(RAGGED)
     plain = target.generate(prompts, policy="plain", max_new_tokens=20, **options)
-    drafted = target.generate(prompts, policy=Fixed(3, 4, 0.2, draft_bits=8), max_new_tokens=20, **options)
+    drafted = target.generate(prompts, policy=Fixed(3, 4, 0.2, draft_bits=4), max_new_tokens=20, **options)
     assert [c.tokens for c in drafted] == [c.tokens for c in plain]
     assert sum(c.stats.num_accepted_draft_tokens for c in drafted) > 0
 
@@ -110,7 +117,7 @@ class Drawn:
             stop=SurvivalStop(bins, 0.1) if self.draw(0, 1) else None,
             second_choices=SecondChoices(bins, bins, 0.05, self.draw(0, 3)) if self.draw(0, 1) else None,
             shadow=ShadowPlan(tuple({1, 2, 3} - {exit_layer}), (0,), 4) if self.draw(0, 1) else None,
-            draft_bits=8 if self.draw(0, 3) else None,
+            draft_bits=4 if self.draw(0, 3) else None,
             draft_vocab=30 if self.draw(0, 3) == 0 else None,
         )
 
@@ -139,24 +146,24 @@ def drafts_of(target, draft_bits, lengths=RAGGED, **options):
 def test_edited_weights_are_rounded_anew():
     model = build("llama")
     target = Target(model, engine="compiled")
-    before = drafts_of(target, 8)
+    before = drafts_of(target, 4)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std())
-    edited = drafts_of(target, 8)
-    assert edited == drafts_of(Target(model, engine="compiled"), 8) != before
+    edited = drafts_of(target, 4)
+    assert edited == drafts_of(Target(model, engine="compiled"), 4) != before
 
 
 def test_copies_that_are_no_worse_draft_what_the_layers_do():
     target = Target(build("llama"), engine="compiled")
-    agreed = [a == b for a, b in zip(drafts_of(target, 8), drafts_of(target, None), strict=False)]
+    agreed = [a == b for a, b in zip(drafts_of(target, 4), drafts_of(target, None), strict=False)]
     assert sum(agreed) > len(agreed) / 2
 
 
 def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
     target = Target(build("llama"), engine="compiled")
     sizes = (None, 30, target.stack.vocab_size)
-    whole, part, all_of_it = (drafts_of(target, 8, RAGGED[:1], draft_vocab=size) for size in sizes)
+    whole, part, all_of_it = (drafts_of(target, 4, RAGGED[:1], draft_vocab=size) for size in sizes)
     named = target.stack._draft_head.subset(30, target.stack.frequencies).tokens.tolist()
     assert whole == all_of_it != part
     assert {token for _, drafted, _ in part for token in drafted} <= {*named}
@@ -164,5 +171,5 @@ def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
 
 def test_other_numbers_of_bits_are_refused():
     target = Target(build("llama"))
-    with pytest.raises(ValueError, match=r"^a plan's draft_bits must be 8 or None \(the layers themselves\), got 4$"):
-        target.generate([[3, 4]], policy=Fixed(2, 3, draft_bits=4), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"^a plan's draft_bits must be 4 or None \(the layers themselves\), got 8$"):
+        target.generate([[3, 4]], policy=Fixed(2, 3, draft_bits=8), max_new_tokens=4)

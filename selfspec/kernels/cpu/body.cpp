@@ -5,7 +5,7 @@
 
 #include "amx.h"
 #include "attention.h"
-#include "bytes.h"
+#include "nibbles.h"
 #include "packing.h"
 
 #ifdef _OPENMP
@@ -84,6 +84,10 @@ static Stretch stretch_of(const Product& p, Share share) {
     return {p.packed + share.first * panel_bytes(p), p.packed + share.last * panel_bytes(p)};
 }
 
+// Bytes of a copy's product that are taken to be in the core's own cache since the last token: prefetching would only
+// take time.
+constexpr int64_t NEAR = 1 << 19;
+
 // Room for tokens as products read them: all threads' together, and each thread's own.
 struct Room {
     float *shared, *own;
@@ -96,11 +100,13 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
     float* turned = aligned(alone ? room.own : room.shared);
-    prefetcher.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
+    bool is_near = p.kind == INT4 && panels_of(p, after) * panel_bytes(p) <= NEAR;
+    if (!is_near)
+        prefetcher.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, turned, steps * thread / threads, steps * (thread + 1) / threads);
-    } else if (p.kind == INT8) {
+    } else if (p.kind == INT4) {
         int64_t each = rounded_floats(1, p.in);
         int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
         for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, turned + t * each);
@@ -112,8 +118,8 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     }
     if (p.kind == AMX) {
         product_of_parts(p, after, turned, n, y, first, last, prefetcher);
-    } else if (p.kind == INT8) {
-        product_of_bytes(p, after, turned, n, y, first, last, prefetcher);
+    } else if (p.kind == INT4) {
+        product_of_nibbles(p, after, turned, n, y, first, last, is_near ? nullptr : &prefetcher);
     } else {
         product(p, after, n > 1 ? turned : x, n, y, first, last, prefetcher);
     }

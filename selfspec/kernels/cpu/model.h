@@ -5,7 +5,7 @@
 
 struct Product {
     const char* packed;
-    const float *bias, *scales;  // [panels * PANEL], in the packed order; or null. scales: of weights of 8 bits
+    const float* bias;  // [panels * PANEL], in the packed order; or null
     int64_t in, out, kind;  // out: of y, so that SWIGLU has half as many as there are weights
 };
 

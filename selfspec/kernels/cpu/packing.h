@@ -15,19 +15,41 @@ static inline int64_t place_of(int64_t output, const Places& to) {
     return to.offset + output / to.lanes * to.stride + output % to.lanes;
 }
 
-// In 8 bits: each output's weights by a scale of their own.
+// The scale by which a group's numbers are best whole ones from -8 to 7: of least squared error, among some.
+static float best_scale(const float* group) {
+    constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number
+    float largest = 0, best = 0, least = INFINITY;
+    for (int64_t k = 0; k < GROUP; k++)
+        if (std::fabs(group[k]) > std::fabs(largest)) largest = group[k];
+    for (int step = 0; largest && step < 8; step++) {
+        float share = 1.f - 0.1f * float(step / 2);
+        float scale = step % 2 ? std::fabs(largest) * share / 7.f : -largest * share / 8.f;  // of both signs, or its own
+        float inverse = 1.f / scale, error = 0;
+        for (int64_t k = 0; k < GROUP; k++) {
+            float whole = std::min(std::max(group[k] * inverse + MAGIC - MAGIC, -8.f), 7.f);
+            error += (group[k] - whole * scale) * (group[k] - whole * scale);
+        }
+        if (error < least) least = error, best = scale;
+    }
+    return best;
+}
+
+// In 4 bits, see nibbles.h.
 static void pack_rounded(const float* weight, int64_t out, const Product& p, const Places& to, int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads)
     for (int64_t o = 0; o < out; o++) {
         int64_t at = place_of(o, to);
-        const float* from = weight + o * p.in;
-        char* packed = const_cast<char*>(p.packed) + at / PANEL * panel_bytes(p) + at % PANEL * 4;
-        float largest = 0;
-        for (int64_t k = 0; k < p.in; k++) largest = std::max(largest, std::fabs(from[k]));
-        float inverse = largest > 0 ? 127.f / largest : 0.f;
-        const_cast<float*>(p.scales)[at] = largest / 127.f;
-        for (int64_t k = 0; k < p.in; k++)
-            packed[k / 4 * PANEL * 4 + k % 4] = char(128 + std::lrint(from[k] * inverse));
+        char* packed = const_cast<char*>(p.packed) + at / PANEL * panel_bytes(p);
+        for (int64_t first = 0; first < p.in; first += GROUP, packed += GROUP_BYTES) {
+            float group[GROUP] = {};
+            std::memcpy(group, weight + o * p.in + first, sizeof(float) * std::min(GROUP, p.in - first));
+            float scale = best_scale(group), inverse = scale ? 1.f / scale : 0.f;
+            std::memcpy(packed + PANEL * GROUP / 2 + at % PANEL * 4, &scale, sizeof scale);
+            char* own = packed + at % PANEL * 4;
+            auto number = [&](int64_t k) { return 8 + std::min(std::max(std::lrint(group[k] * inverse), -8l), 7l); };
+            for (int64_t k = 0; k < GROUP; k += k % 4 == 3 ? 5 : 1)
+                own[k / 8 * PANEL * 4 + k % 4] = char(number(k) | number(k + 4) << 4);
+        }
     }
 }
 
@@ -60,7 +82,7 @@ int64_t selfspec_fits_half(const uint32_t* weights, int64_t count) {
 void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_t offset, int64_t lanes, int64_t stride,
                    int64_t num_threads) {
     Places places = {offset, lanes, stride};
-    if (p->kind == INT8) return pack_rounded(reinterpret_cast<const float*>(weight), out, *p, places, num_threads);
+    if (p->kind == INT4) return pack_rounded(reinterpret_cast<const float*>(weight), out, *p, places, num_threads);
     uint32_t* packed = reinterpret_cast<uint32_t*>(const_cast<char*>(p->packed));
     int64_t in = p->in;
 #pragma omp parallel for num_threads(num_threads)

@@ -14,15 +14,16 @@
 constexpr int PANEL = 2 * LANES;
 
 enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
-enum Kind { FULL, HALF, AMX, INT8 };  // AMX: packed as HALF, and multiplied as amx.h says; INT8: see bytes.h
+enum Kind { FULL, HALF, AMX, INT4 };  // AMX: packed as HALF, and multiplied as amx.h says; INT4: see nibbles.h
 
-constexpr int64_t GROUP = 64; // inputs that weights of 8 bits are taken in at a time
+constexpr int64_t GROUP = 64; // inputs that weights of 4 bits are taken in at a time
+constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 4);  // of a panel, with their scales
 constexpr int64_t DEEP = 32;  // inputs that AMX takes in one step: what `depth` is a multiple of, filled up with zeros
 
 static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEEP; }
 
 static inline int64_t panel_bytes(const Product& p) {
-    if (p.kind == INT8) return PANEL * ((p.in + GROUP - 1) / GROUP * GROUP);
+    if (p.kind == INT4) return (p.in + GROUP - 1) / GROUP * GROUP_BYTES;
     return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
 }
 
