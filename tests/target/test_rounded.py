@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfspec import load
 from selfspec.api import Target
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, ShadowPlan, SurvivalStop
@@ -154,10 +155,13 @@ def test_edited_weights_are_rounded_anew():
     assert edited == drafts_of(Target(model, engine="compiled"), 4) != before
 
 
-def test_copies_that_are_no_worse_draft_what_the_layers_do():
-    target = Target(build("llama"), engine="compiled")
-    agreed = [a == b for a, b in zip(drafts_of(target, 4), drafts_of(target, None), strict=False)]
-    assert sum(agreed) > len(agreed) / 2
+def test_copies_of_a_trained_model_are_nearly_as_often_right_as_its_layers():
+    target = load("demo", engine="compiled")
+    prompts = ["def main(argv):\n    parser =", "class Node:\n    def __init__(self", "import os\n\n\ndef read("]
+    done = {bits: target.generate(prompts, policy=Fixed(4, 4, draft_bits=bits), max_new_tokens=64) for bits in (None, 4)}
+    layers, copies = (sum(c.stats.num_accepted_draft_tokens for c in done[bits]) for bits in (None, 4))
+    assert [c.tokens for c in done[4]] == [c.tokens for c in done[None]]
+    assert copies > 0.9 * layers > 0
 
 
 def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
