@@ -32,6 +32,7 @@ class Asking:
         """The plan of a round of these rows, and whether the policy is to be told what came of it."""
         if self._left and self._plan is not None and rows == self._rows:
             self._left -= 1
+            self.reads_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
         self._tell()
         policy = self.policy

@@ -18,6 +18,7 @@ from selfspec.control.decision import UNKNOWN, decide, favour_of
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
+from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import CAPS, Worth
 from tests.eval.replays import made_up_costs, trace_of
@@ -50,6 +51,17 @@ def speedup(acceptance, **kinds):
 @pytest.mark.parametrize("acceptance", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1])
 def test_it_costs_next_to_nothing_where_drafts_do_not_pay_and_gains_where_they_do(acceptance, informative):
     assert speedup(acceptance, informative=informative) >= (0.97 if acceptance < 0.8 else 1.5)
+
+
+def test_drafts_are_as_long_as_was_meant_where_costs_rise_in_steps():
+    costs = made_up_costs(LAYERS)
+    points = costs.late[1].points
+    late = Table(points, tuple(costs.late[1](1) * (4 if n > 12 else 1) for n in points))  # flat, and then far dearer
+    costs = replace(costs, late=dict.fromkeys(costs.late, late))
+    [trace] = traces(1, count=1)
+    rounds = replay([trace], Adaptive(costs, drafts=["exit"]), costs).rounds
+    drafted = [round_.rows[0].num_drafted for round_ in rounds[len(rounds) // 2 : -1]]
+    assert sum(drafted) > 6 * len(drafted)
 
 
 def test_it_drafts_nothing_with_layers_that_are_never_right():

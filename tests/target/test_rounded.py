@@ -69,6 +69,16 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own(outputs, 
     assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_products_too_large_for_a_cores_cache_are_those_of_rounded_numbers_too(rows):
+    [part] = parts = weights((5000, 250))  # more than 512 KiB in 4 bits: prefetched
+    x = torch.randn(rows, 250, generator=torch.Generator().manual_seed(3))
+    got = multiply(Rounded(parts, Room()), x, 2)
+    assert ((got - in_whole_numbers(x, part.weight)).abs() <= 1e-4).float().mean() > 0.98
+    few = [Rounded([part._replace(weight=weight)], Room()) for weight in part.weight.split(500)]
+    assert torch.equal(got, torch.cat([multiply(one, x) for one in few], 1))
+
+
 def test_products_are_near_the_real_ones():
     [part] = parts = weights((96, 256), biased=True)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
@@ -158,7 +168,9 @@ def test_edited_weights_are_rounded_anew():
 def test_copies_of_a_trained_model_are_nearly_as_often_right_as_its_layers():
     target = load("demo", engine="compiled")
     prompts = ["def main(argv):\n    parser =", "class Node:\n    def __init__(self", "import os\n\n\ndef read("]
-    done = {bits: target.generate(prompts, policy=Fixed(4, 4, draft_bits=bits), max_new_tokens=64) for bits in (None, 4)}
+    done = {
+        bits: target.generate(prompts, policy=Fixed(4, 4, draft_bits=bits), max_new_tokens=64) for bits in (None, 4)
+    }
     layers, copies = (sum(c.stats.num_accepted_draft_tokens for c in done[bits]) for bits in (None, 4))
     assert [c.tokens for c in done[4]] == [c.tokens for c in done[None]]
     assert copies > 0.9 * layers > 0
