@@ -1,12 +1,13 @@
 """What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate.
 
-Static settings draft by one exit layer, or by copies of the layers below it, which are taken to draft the same. The
-clairvoyant has all of them, and every other source of drafts.
+Static settings draft by one exit layer, or by copies of the layers below it. The clairvoyant has all of them, and every
+other source of drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,20 +68,31 @@ def drafted(trace: Trace, line: int, threshold: float, accepted: np.ndarray) -> 
     return out
 
 
+def drafted_by_copies(trace: Trace, line: int, threshold: float) -> np.ndarray:
+    """The same of copies."""
+    low = trace.copied[line] < np.float64(threshold)  # NaN is not low
+    return np.where(low.any(1), low.argmax(1) + 1, MOST_ACCEPTED)
+
+
 def statics(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
     """Every static setting with the seconds it takes for all traces together."""
     yield Static(None, 0, 0.0, plain_seconds(traces, costs))
     num_layers = traces[0].num_layers
-    accepted = [runs(trace.hits) for trace in traces]
-    for e in range(1, num_layers):
+    runs_of = [runs(trace.hits) for trace in traces]
+    for e, copies in product(range(1, num_layers), (False, True)):
+        if copies and e > costs.half:
+            continue
+        told = copies and all(e <= len(trace.copied) for trace in traces)  # else taken to draft as the layers do
+        accepted = [t.copied_right[e - 1] if told else a[e - 1] for t, a in zip(traces, runs_of, strict=True)]
+        table = costs.of(e, copies)
         for threshold in thresholds:
-            lengths = [drafted(t, e - 1, threshold, a[e - 1]) for t, a in zip(traces, accepted, strict=True)]
+            lengths = [
+                drafted_by_copies(t, e - 1, threshold) if told else drafted(t, e - 1, threshold, a)
+                for t, a in zip(traces, accepted, strict=True)
+            ]
             for d in range(1, MOST_DRAFTED + 1):
-                for copies in (False, True) if e <= costs.half else (False,):
-                    table = costs.of(e, copies)
-                    walked = zip(traces, accepted, lengths, strict=True)
-                    seconds = sum(_walk(t, costs, table, d, a[e - 1], n) for t, a, n in walked)
-                    yield Static(e, d, threshold, seconds, copies)
+                walked = zip(traces, accepted, lengths, strict=True)
+                yield Static(e, d, threshold, sum(_walk(t, costs, table, d, a, n) for t, a, n in walked), copies)
 
 
 def _walk(
@@ -152,7 +164,10 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT
     have it too, and the bound must hold. So is one wrong token with the right one beside it.
     """
     n, most = len(trace.tokens), costs.base.shape[1] - 1
-    accepted = np.minimum(runs(trace.hits), most)  # [L - 1, n]
+    accepted = runs(trace.hits)  # [L - 1, n]
+    copied = accepted[: len(trace.copied)]  # either may draft, at the price of the cheaper
+    np.maximum(copied, trace.copied_right, out=copied)
+    accepted = np.minimum(accepted, most)
     accepted = accepted if "exit" in drafts else accepted[:0]
     found, chains = free(trace, most, drafts), by_lookup(trace, most)
     rest = np.zeros(n + most + 2)

@@ -21,9 +21,8 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
     if plan.exit_layer is None or length == 0:
         return RowOutcome(0, 0, 0)
     line = plan.exit_layer - 1
-    hits = trace.hits[line, at : at + length]
-    accepted = length if hits.all() else int(hits.argmin())
-    confidences = tuple(_confidences(trace, line, at, length)) if plan.reads_confidence else ()
+    accepted = _num_right(trace, line, at, length, _has_copies(trace, plan))
+    confidences = tuple(_sure(trace, at, length, plan)) if plan.reads_confidence else ()
     if plan.reads_confidence and len(confidences) < length:
         raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
     judged = min(accepted + 1, length)
@@ -43,8 +42,7 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     lengths = list(plan.draft_lengths)
     if plan.exit_layer == LOOKUP or (plan.stop is None and plan.min_confidence <= 0):
         return lengths
-    line = plan.exit_layer - 1
-    sure = [_confidences(trace, line, at, n) for (trace, at), n in zip(places, lengths, strict=True)]
+    sure = [_sure(trace, at, n, plan) for (trace, at), n in zip(places, lengths, strict=True)]
     survival = [1.0] * len(places)
     live = [i for i, length in enumerate(lengths) if length]
     step = 0
@@ -116,6 +114,29 @@ def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome:
     found = likely_seconds(rule, outcome.confidences, min(rule.most, room - 1 - outcome.num_drafted))
     second = bool(trace.seconds[line, at + outcome.num_accepted]) if outcome.num_accepted in found else None
     return outcome._replace(second=second, num_beside=len(found))
+
+
+def _has_copies(trace: Trace, plan: Plan) -> bool:
+    """Whether the trace tells what the copies draft that the plan asks for; else they are taken to draft as layers."""
+    return plan.draft_bits is not None and plan.exit_layer is not None and plan.exit_layer <= len(trace.copied)
+
+
+def _num_right(trace: Trace, line: int, at: int, length: int, copies: bool) -> int:
+    """How many of the tokens are right that a layer, or copies, draft from output position `at` on."""
+    if copies:
+        return min(length, int(trace.copied_right[line, at]))
+    hits = trace.hits[line, at : at + length]
+    return length if hits.all() else int(hits.argmin())
+
+
+def _sure(trace: Trace, at: int, length: int, plan: Plan) -> list[float]:
+    """The confidences of what the plan's layer, or copies of those below it, draft from output position `at` on."""
+    assert plan.exit_layer is not None
+    line = plan.exit_layer - 1
+    if _has_copies(trace, plan):
+        sure: list[float] = trace.copied[line, at, :length].tolist()
+        return sure
+    return _confidences(trace, line, at, length)
 
 
 def _picks(trace: Trace, line: int, at: int, length: int) -> list[int]:

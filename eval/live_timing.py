@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eval.methods import Endless, Ids
 from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.pick import Sampling
@@ -20,7 +21,7 @@ STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
 
 
 class Way(NamedTuple):
-    """A way to decode: its policy is made anew for every call, so that no call knows of another."""
+    """A way to decode. Its policy is made anew for every call, so that none knows of another's texts; see `call`."""
 
     name: str
     kind: str  # "plain", "adaptive", "fixed", or "other"
@@ -80,13 +81,22 @@ def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task:
     return Scene(target, prompts, traces, costs)
 
 
-def call(scene: Scene, way: Way, batch_size: int, most: int | None = None) -> Call:
-    """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end."""
+def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces: dict[str, Any] | None = None) -> Call:
+    """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end.
+
+    Args:
+        paces: by way, what the clock told earlier policies of this machine, to start from and to be brought up to date.
+    """
+    policy = way.make()
+    if paces is not None and isinstance(policy, Adaptive) and way.name in paces:
+        policy.tell_pace(paces[way.name])
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
     sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
-    options = {"policy": way.make(), "max_batch_size": batch_size, "max_new_tokens": room, **sampling}
+    options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, **sampling}
     stream = scene.target.stream
     rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
+    if paces is not None and isinstance(policy, Adaptive):
+        paces[way.name] = policy.state()["pace"]
     return _call(rounds, wall)
 
 
@@ -109,13 +119,17 @@ def _call(rounds: Sequence[Round], wall: float) -> Call:
 def interleave(
     scene: Scene, ways: Sequence[Way], batch_size: int, repeats: int, warmup_tokens: int, say: Say
 ) -> dict[str, list[Call]]:
-    """Every way's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed."""
+    """Every way's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed.
+
+    A policy starts with what the clock told the one before it, as `generate` has it: of the machine, not of the texts.
+    """
+    paces: dict[str, Any] = {}
     for way in ways:
-        call(scene, way, batch_size, warmup_tokens)
+        call(scene, way, batch_size, warmup_tokens, paces)
     calls: dict[str, list[Call]] = {way.name: [] for way in ways}
     for repeat in range(repeats):
         with quiet():
             for way in rotated(ways, repeat):
-                calls[way.name].append(call(scene, way, batch_size))
+                calls[way.name].append(call(scene, way, batch_size, paces=paces))
         say(f"repeat {repeat + 1} of {repeats}")
     return calls

@@ -19,12 +19,16 @@ from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.api import Target
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.tracker import is_prior
+from selfspec.control.worth import deepest_copy
 from selfspec.decoding.pick import Sampling
-from selfspec.decoding.picker import Picker
+from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
+from selfspec.drafting.lookup import num_right
 from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.compiled import CompiledBody
+from selfspec.target.compiled_draft import Stops, write
 from selfspec.target.stack import Stack
 
 PAGE = 32
@@ -79,6 +83,7 @@ class _Recorder:
         wrong_picks = np.full(wrong.shape, -1, np.int32)
         for e in self.exits:
             self.continue_wrong(e, hits[e - 1, at:], own[e - 1], (wrong[e - 1], wrong_picks[e - 1]))
+        copied = [self.by_copies(e) for e in range(1, self.half + 1)]
         return Trace(
             task,
             self.prompt,
@@ -96,7 +101,47 @@ class _Recorder:
             self.stack.vocab_size,
             own.numpy(force=True).astype(np.int32),
             wrong_picks,
+            *([np.stack([one[i] for one in copied]) for i in (0, 1)] if copied else ()),
         )
+
+    @property
+    def half(self) -> int:
+        """The deepest exit that copies draft for; 0 where there are none."""
+        stack, deepest = self.stack, deepest_copy(self.stack.num_layers)
+        can = stack.has_copies and isinstance(stack.lean, CompiledBody) and self.picker.is_compiled
+        return deepest if can and all(stack.packed_head(e, None, True) for e in range(1, deepest + 1)) else 0
+
+    def by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
+        """How many tokens copies of the layers draft right from each position on, and how sure they are of all."""
+        body, head = self.stack.lean, self.stack.packed_head(exit_layer, None, True)
+        assert isinstance(body, CompiledBody) and head is not None
+        right = np.zeros(len(self.tokens), np.int16)
+        sure = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)
+        for start in range(0, len(right), ROWS):
+            members = range(start, min(start + ROWS, len(right)))
+            rows, owned = self.branched([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
+            rows = [row for row in rows if row.length]  # the last ones may have no room
+            last, how = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
+            spans = [Span(*row) for row in rows]
+            done = write(body, self.cache, spans, last, exit_layer, head, how, Stops(), True, False, rounded=True)
+            for i, tokens, confidences in zip(members, done.tokens, done.sure, strict=False):
+                right[i] = num_right(tokens, self.tokens[i:])
+                sure[i, : len(confidences)] = confidences
+            self.cache.release(owned)
+        return right, sure
+
+    def branched(self, positions: Sequence[int], steps: int) -> tuple[list[DraftRow], list[int]]:
+        """Rows that go on from these positions of the content by so many tokens, and the pages that are their own."""
+        rows, owned = [], list[int]()
+        for at in positions:
+            length = min(steps, self.stack.context_limit - at - 1)
+            shared, inside = at // PAGE, at % PAGE
+            own = self.cache.reserve(inside + length + 1) or []
+            if inside:
+                self.cache.copy(self.pages[shared], own[0])
+            rows.append(DraftRow([*self.pages[:shared], *own], at, max(0, length)))
+            owned += own
+        return rows, owned
 
     def forward(self) -> Iterator[_Judged]:
         """Teacher-forced, chunk by chunk, from `first` on."""
@@ -142,16 +187,7 @@ class _Recorder:
         misses = np.flatnonzero(~hits)
         for start in range(0, len(misses), ROWS):
             members = misses[start : start + ROWS]
-            rows, owned = [], []
-            for i in members:
-                at = self.prompt_length + int(i)  # content index of the wrong token
-                length = min(self.wrong_steps, self.stack.context_limit - at - 1)
-                shared, inside = at // PAGE, at % PAGE
-                own = self.cache.reserve(inside + length + 1) or []
-                if inside:
-                    self.cache.copy(self.pages[shared], own[0])
-                rows.append(DraftRow([*self.pages[:shared], *own], at, max(0, length)))
-                owned += own
+            rows, owned = self.branched([self.prompt_length + int(i) for i in members], self.wrong_steps)
             self.draft(exit_layer, members, rows, picks[torch.from_numpy(members).to(picks.device)], into)
             self.cache.release(owned)
 

@@ -1,8 +1,8 @@
 """Replay: run a policy on recorded traces, with any table of costs, without a model.
 
 The simulator admits, reads prompts, plans and accepts as the engine does; a test holds the two equal, round by round.
-One thing is taken on trust: that copies of the layers in 4 bits draft what the layers would, which they mostly do: of
-the embedded model, sampled at 0.8, 2 to 5 tokens of a hundred are right by the layers and wrong by their copies.
+What copies of the layers draft is recorded with the rest; where it is not, they are taken to draft what the layers do,
+and second choices beside theirs are always taken to be the layers'.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import BadZipFile
@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 3  # of the files: since 2 they hold the prompt's tokens, since 3 second choices and likely tokens
+VERSION = 4  # of the files: since 2 they hold the prompt's tokens, since 3 second choices, since 4 what copies draft
 WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
 
 Floats = NDArray[np.float32]
@@ -54,6 +54,9 @@ class Trace:
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
         prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
+        copied_right: int16 `[C, n]`, how many tokens are right of what copies of the first 1..C layers draft from each
+            position on; C is 0 where there are no copies, or nobody asked.
+        copied: `[C, n, steps]`, the confidences of what they draft; NaN beyond the context.
     """
 
     task: str
@@ -72,6 +75,8 @@ class Trace:
     vocab_size: int
     picks: NDArray[np.int32]
     wrong_picks: NDArray[np.int32]
+    copied_right: NDArray[np.int16] = field(default_factory=lambda: np.zeros((0, 0), np.int16))
+    copied: Floats = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
 
     @property
     def prompt_length(self) -> int:
@@ -83,7 +88,7 @@ class Trace:
 
     def cut(self, num_tokens: int) -> Trace:
         """The same output, ended after `num_tokens`."""
-        cut = {name: getattr(self, name)[:, :num_tokens] for name in _BY_TOKEN}
+        cut = {name: getattr(self, name)[:, :num_tokens] for name in (*_BY_TOKEN, "copied_right", "copied")}
         return dataclasses.replace(self, tokens=self.tokens[:num_tokens], likely=self.likely[:num_tokens], **cut)
 
 
@@ -170,8 +175,11 @@ def _trace(arrays: Any, i: int) -> Trace:
     }
     shape = (len(given["hits"]), len(given["tokens"]))
     shapes = {given[name].shape[:2] for name in _BY_TOKEN}
+    copied, right = given["copied"], given["copied_right"]
     if (
         shapes != {shape}
+        or copied.shape[:2] != right.shape
+        or (len(right) and right.shape[1] != shape[1])
         or len(given["likely"]) != shape[1]
         or given["prompt_hits"].shape != given["prompt_confidences"].shape
     ):

@@ -116,6 +116,10 @@ class Adaptive:
         self._has_copies, self._worth = has_copies and self._may_copy, None
         self.tell_vocabulary(self._vocabulary)
 
+    def tell_pace(self, pace: Any) -> None:
+        """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
+        self._experience.tell_pace(pace)
+
     def state(self) -> dict[str, Any]:
         """What it has seen, for a later one of the same model to start from."""
         return self._experience.state()

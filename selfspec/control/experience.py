@@ -69,6 +69,10 @@ class Experience:
         """Plain numbers to start a later one from."""
         return self.tracker.state() | {"pace": self._pace.state()}
 
+    def tell_pace(self, prior: Any) -> None:
+        """Start from what `Pace.state` of an earlier one returned."""
+        self._pace = Pace(self._costs, prior)
+
     def expect(self, rate: float, rounds: Sequence[float]) -> None:
         """Rounds that layers draft in are from now on forecast to bring so many tokens per second and row.
 

@@ -13,11 +13,12 @@ from eval import live, plots, synthetic
 from eval.__main__ import main
 from eval.config import LIVE, LiveConfig, Task, load_live_config
 from eval.live import best_in_replay, compare, fixed, way_of
-from eval.live_timing import STAGES, call, scene_of
+from eval.live_timing import STAGES, call, interleave, scene_of
 from eval.methods import Endless
 from eval.replay import replay
 from eval.traces import load
 from selfspec.api import Target
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
 from selfspec.control.policies import POLICIES
 from tests.eval.models import save_model
@@ -120,6 +121,16 @@ def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(scene
     rounds = replay(scene.traces, make("fixed", scene.costs, 2, 3), scene.costs, batch_size).rounds
     drafted = [row.num_drafted for round_ in rounds if round_.plan.exit_layer is not None for row in round_.rows]
     assert done["mean_drafted"] == sum(drafted) / len(drafted)
+
+
+def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_else_of_it(scene, monkeypatch):
+    told, tell = [], Adaptive.tell_pace
+    monkeypatch.setattr(Adaptive, "tell_pace", lambda self, pace: told.append((self, pace)) or tell(self, pace))
+    ways = [way_of(scene, "plain"), way_of(scene, "adaptive")]
+    interleave(scene, ways, 1, 2, 4, ignore)
+    assert len({id(policy) for policy, _ in told}) == len(told) == 2
+    assert all({"ratios", "deciding"} <= {*pace} for _, pace in told)
+    assert all(policy.state()["pace"]["table"] == told[0][1]["table"] for policy, _ in told)
 
 
 def test_adaptive_starts_from_what_is_stored_with_the_model(scene, monkeypatch):

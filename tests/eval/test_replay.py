@@ -7,6 +7,7 @@ import pytest
 from eval.methods import Endless
 from eval.replay import make
 from selfspec import load
+from selfspec.control.fixed import Fixed
 from selfspec.control.policies import POLICIES
 from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
@@ -59,3 +60,10 @@ def test_replay_predicts_every_round_of_a_random_model(small, name, setting):
 @pytest.mark.parametrize("name", [*POLICIES, "dice 7", "dice 8"])
 def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
     compare(demo, factory(name, demo), setting)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("drawn", [(2, 3), (4, 6, 0.4), (8, 16, 0.7)])
+def test_replay_predicts_every_round_that_copies_draft(demo, drawn, setting):
+    assert all(len(trace.copied) == 8 for trace in demo.traces(setting.temperature))
+    compare(demo, lambda: Fixed(*drawn, draft_bits=4), setting)
