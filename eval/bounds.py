@@ -159,14 +159,16 @@ def free(trace: Trace, longest: int, drafts: Sequence[str]) -> NDArray[np.int64]
 def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT_DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
-    A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too. A
-    wrong token, drafted alone, is allowed as well: where a table makes that cheaper than a plain round, static settings
-    have it too, and the bound must hold. So is one wrong token with the right one beside it.
+    A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too,
+    and an exit is taken to be right as often as the better of both, at the price of the cheaper. A wrong token, drafted
+    alone, is allowed as well: where a table makes that cheaper than a plain round, static settings have it too, and the
+    bound must hold. So is one wrong token with the right one beside it.
     """
     n, most = len(trace.tokens), costs.base.shape[1] - 1
     accepted = runs(trace.hits)  # [L - 1, n]
-    copied = accepted[: len(trace.copied)]  # either may draft, at the price of the cheaper
-    np.maximum(copied, trace.copied_right, out=copied)
+    if costs.half and len(trace.copied):
+        copied = accepted[: len(trace.copied)]
+        np.maximum(copied, trace.copied_right, out=copied)
     accepted = np.minimum(accepted, most)
     accepted = accepted if "exit" in drafts else accepted[:0]
     found, chains = free(trace, most, drafts), by_lookup(trace, most)

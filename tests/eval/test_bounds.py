@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -24,14 +25,20 @@ FEW = (0.0, 0.5, 0.9)
 
 
 @st.composite
-def traces(draw, most_tokens=30, most_layers=4):
+def traces(draw, most_tokens=30, most_layers=4, copied=True):
     """A trace of any hits; confidences lie on both sides of the thresholds, and on them."""
     shape = draw(st.integers(1, most_layers - 1)), draw(st.integers(1, most_tokens))
     hits = draw(arrays.arrays(np.bool_, shape))
     sure = draw(arrays.arrays(np.float32, shape, elements=st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0])))
     vocab = draw(st.sampled_from([2, 5, 10_000]))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-    return trace_of(hits, sure, rng, draw(st.integers(1, 140)), vocab=vocab)
+    made = trace_of(hits, sure, rng, draw(st.integers(1, 140)), vocab=vocab)
+    if not copied or draw(st.booleans()):
+        return made
+    shape = (max(1, made.num_layers // 2), shape[1])  # what copies draft is recorded too
+    right = rng.integers(0, 1 + rng.integers(1, MOST_DRAFTED + 1), shape).astype(np.int16)
+    sure = rng.choice(np.array([0.1, 0.5, 0.7, 0.9, 1.0], np.float32), (*shape, MOST_DRAFTED))
+    return replace(made, copied_right=right, copied=sure)
 
 
 @st.composite
@@ -108,7 +115,7 @@ class NoEmptyDraft:
 @settings(max_examples=60)
 @given(st.data())
 def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
-    trace = data.draw(traces(most_tokens=6, most_layers=3))
+    trace = data.draw(traces(most_tokens=6, most_layers=3, copied=False))
     costs = data.draw(costs_for(trace.num_layers))
     of_rounds, drafts = RoundCosts(costs, 6), ("exit", "lookup", "tree")
     assert clairvoyant(trace, of_rounds, drafts) == pytest.approx(fastest_schedule(trace, costs))
