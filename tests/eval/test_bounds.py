@@ -123,7 +123,8 @@ def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
 
 
 def fastest_schedule(trace, costs):
-    """By trying every exit layer and every length in every round."""
+    """By trying every exit layer and every length in every round, by the layers and by copies of them."""
+    half = RoundCosts(costs, 1).half
 
     @cache
     def rest(at):
@@ -142,9 +143,12 @@ def fastest_schedule(trace, costs):
             for length in range(1, left):
                 hits = trace.hits[line, at : at + length].tolist()
                 accepted = [*hits, False].index(False)
-                options.append(costs.round(line + 1, [length], context) + rest(at + accepted + 1))
-                if accepted == length - 1 and length + 1 < left and trace.seconds[line, at + accepted]:
-                    options.append(costs.round(line + 1, [length], context, [1]) + rest(at + accepted + 2))
+                for copies in (False, True) if line < half else (False,):
+                    took = costs.round(line + 1, [length], context, copies=copies)
+                    options.append(took + rest(at + accepted + 1))
+                    if accepted == length - 1 and length + 1 < left and trace.seconds[line, at + accepted]:
+                        took = costs.round(line + 1, [length], context, [1], copies=copies)
+                        options.append(took + rest(at + accepted + 2))
         return min(options)
 
     return rest(0)
