@@ -82,13 +82,16 @@ def statics(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[flo
     for e, copies in product(range(1, num_layers), (False, True)):
         if copies and e > costs.half:
             continue
-        told = copies and all(e <= len(trace.copied) for trace in traces)  # else taken to draft as the layers do
-        accepted = [t.copied_right[e - 1] if told else a[e - 1] for t, a in zip(traces, runs_of, strict=True)]
+        told = [copies and e <= len(trace.copied) for trace in traces]  # else copies are taken to draft as layers do
+        accepted = [
+            t.copied_right[e - 1] if by_copies else a[e - 1]
+            for t, a, by_copies in zip(traces, runs_of, told, strict=True)
+        ]
         table = costs.of(e, copies)
         for threshold in thresholds:
             lengths = [
-                drafted_by_copies(t, e - 1, threshold) if told else drafted(t, e - 1, threshold, a)
-                for t, a in zip(traces, accepted, strict=True)
+                drafted_by_copies(t, e - 1, threshold) if by_copies else drafted(t, e - 1, threshold, a)
+                for t, a, by_copies in zip(traces, accepted, told, strict=True)
             ]
             for d in range(1, MOST_DRAFTED + 1):
                 walked = zip(traces, accepted, lengths, strict=True)
@@ -159,17 +162,14 @@ def free(trace: Trace, longest: int, drafts: Sequence[str]) -> NDArray[np.int64]
 def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT_DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
-    A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too,
-    and an exit is taken to be right as often as the better of both, at the price of the cheaper. A wrong token, drafted
-    alone, is allowed as well: where a table makes that cheaper than a plain round, static settings have it too, and the
-    bound must hold. So is one wrong token with the right one beside it.
+    A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too. A
+    wrong token, drafted alone, is allowed as well: where a table makes that cheaper than a plain round, static settings
+    have it too, and the bound must hold. So is one wrong token with the right one beside it.
     """
-    n, most = len(trace.tokens), costs.base.shape[1] - 1
-    accepted = runs(trace.hits)  # [L - 1, n]
-    if costs.half and len(trace.copied):
-        copied = accepted[: len(trace.copied)]
-        np.maximum(copied, trace.copied_right, out=copied)
-    accepted = np.minimum(accepted, most)
+    n, most, exits = len(trace.tokens), costs.base.shape[1] - 1, trace.num_layers - 1
+    accepted = runs(trace.hits)
+    copied = trace.copied_right if len(trace.copied) else accepted
+    accepted = np.minimum(np.concatenate((accepted, copied[: costs.half])), most)  # [L - 1 + half, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
     found, chains = free(trace, most, drafts), by_lookup(trace, most)
     rest = np.zeros(n + most + 2)
@@ -179,8 +179,8 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT
         best = costs.plain_at(context) + rest[i + 1]
         if i < n - 1:
             by_exit = costs.at(context)[: len(accepted)]
-            if "cascade" in drafts and chains[i] > 0:
-                by_exit = np.minimum(by_exit, costs.cascades_at(context, int(chains[i]))[: len(accepted)])
+            if "cascade" in drafts and chains[i] > 0 and len(accepted):
+                by_exit[:exits] = np.minimum(by_exit[:exits], costs.cascades_at(context, int(chains[i])))
             by_line = np.concatenate((by_exit, costs.by_lookup_at(context)[None]))
             of_round = by_line if found[i] >= 0 else by_line[:-1]
             longest = np.minimum(np.append(accepted[:, i], found[i])[: len(of_round)], n - i - 1)
@@ -195,9 +195,9 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT
 
 def _with_second(trace: Trace, costs: RoundCosts, accepted: NDArray[np.int64], i: int, rest: Any) -> float:
     """Seconds from position i on, where the first round drafts up to a wrong token, and the right one beside it."""
-    n, most = len(trace.tokens), costs.base.shape[1] - 1
+    n, most, exits = len(trace.tokens), costs.base.shape[1] - 1, trace.num_layers - 1
     lines = np.flatnonzero((accepted + 1 <= most) & (i + accepted + 3 <= n))
-    lines = lines[trace.seconds[lines, i + accepted[lines]]]
+    lines = lines[trace.seconds[lines % exits, i + accepted[lines]]]
     if not len(lines):
         return float("inf")
     right = accepted[lines]

@@ -24,7 +24,9 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
     accepted = _num_right(trace, line, at, length, _has_copies(trace, plan))
     confidences = tuple(_sure(trace, at, length, plan)) if plan.reads_confidence else ()
     if plan.reads_confidence and len(confidences) < length:
-        raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
+        raise ValueError(
+            f"a draft goes on for {length} tokens, {length - accepted} after the right ones: beyond the trace"
+        )
     judged = min(accepted + 1, length)
     away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
     outcome = RowOutcome(0, length, accepted, confidences, away)
@@ -118,13 +120,18 @@ def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome:
 
 def _has_copies(trace: Trace, plan: Plan) -> bool:
     """Whether the trace tells what the copies draft that the plan asks for; else they are taken to draft as layers."""
-    return plan.draft_bits is not None and plan.exit_layer is not None and plan.exit_layer <= len(trace.copied)
+    if plan.draft_bits is None or not plan.exit_layer or plan.keep_divergence or plan.guesses:  # which layers draft
+        return False
+    return plan.exit_layer <= len(trace.copied)
 
 
 def _num_right(trace: Trace, line: int, at: int, length: int, copies: bool) -> int:
     """How many of the tokens are right that a layer, or copies, draft from output position `at` on."""
     if copies:
-        return min(length, int(trace.copied_right[line, at]))
+        right, recorded = int(trace.copied_right[line, at]), trace.copied.shape[2]
+        if right == recorded < length:
+            raise ValueError(f"copies draft {length} tokens, beyond the trace, which has {recorded}")
+        return min(length, right)
     hits = trace.hits[line, at : at + length]
     return length if hits.all() else int(hits.argmin())
 

@@ -83,7 +83,7 @@ class _Recorder:
         wrong_picks = np.full(wrong.shape, -1, np.int32)
         for e in self.exits:
             self.continue_wrong(e, hits[e - 1, at:], own[e - 1], (wrong[e - 1], wrong_picks[e - 1]))
-        copied = [self.by_copies(e) for e in range(1, self.half + 1)]
+        copied = [self.by_copies(e) for e in range(1, self.deepest_copy + 1)]
         return Trace(
             task,
             self.prompt,
@@ -105,10 +105,10 @@ class _Recorder:
         )
 
     @property
-    def half(self) -> int:
+    def deepest_copy(self) -> int:
         """The deepest exit that copies draft for; 0 where there are none."""
         stack, deepest = self.stack, deepest_copy(self.stack.num_layers)
-        can = stack.has_copies and isinstance(stack.lean, CompiledBody) and self.picker.is_compiled
+        can = stack.has_copies and self.picker.is_compiled
         return deepest if can and all(stack.packed_head(e, None, True) for e in range(1, deepest + 1)) else 0
 
     def by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
@@ -120,11 +120,10 @@ class _Recorder:
         for start in range(0, len(right), ROWS):
             members = range(start, min(start + ROWS, len(right)))
             rows, owned = self.branched([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
-            rows = [row for row in rows if row.length]  # the last ones may have no room
             last, how = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
             spans = [Span(*row) for row in rows]
             done = write(body, self.cache, spans, last, exit_layer, head, how, Stops(), True, False, rounded=True)
-            for i, tokens, confidences in zip(members, done.tokens, done.sure, strict=False):
+            for i, tokens, confidences in zip(members, done.tokens, done.sure, strict=True):
                 right[i] = num_right(tokens, self.tokens[i:])
                 sure[i, : len(confidences)] = confidences
             self.cache.release(owned)
@@ -136,7 +135,8 @@ class _Recorder:
         for at in positions:
             length = min(steps, self.stack.context_limit - at - 1)
             shared, inside = at // PAGE, at % PAGE
-            own = self.cache.reserve(inside + length + 1) or []
+            own = self.cache.reserve(inside + length + 1)
+            assert own is not None  # there are spare ones for so many rows
             if inside:
                 self.cache.copy(self.pages[shared], own[0])
             rows.append(DraftRow([*self.pages[:shared], *own], at, max(0, length)))

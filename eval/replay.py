@@ -30,6 +30,7 @@ from selfspec.control.plan import (
     Shadow,
 )
 from selfspec.control.policies import make_policy
+from selfspec.decoding.asking import Asking
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
@@ -82,8 +83,16 @@ class _Row:
         self.guesser = Guesser(self.content, self.recycled, self.datastore)
 
     @property
+    def room(self) -> int:
+        return len(self.trace.tokens) - self.at
+
+    @property
     def state(self) -> RowState:
-        return RowState(self.request_id, self.trace.prompt_length + self.at, len(self.trace.tokens) - self.at)
+        return self.told(False)
+
+    def told(self, reads_lookup: bool) -> RowState:
+        guesses = self.guesser if reads_lookup else None
+        return RowState(self.request_id, self.trace.prompt_length + self.at, self.room, guesses)
 
 
 def replay(
@@ -99,13 +108,14 @@ def replay(
     recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
     waiting = deque(_Row(i, trace, recycled, datastore) for i, trace in enumerate(traces))
     rows: list[_Row] = []
+    asking = Asking(policy, traces[0].num_layers if traces else 1)
     while waiting or rows:
         while waiting and len(rows) < batch_size:
             rows.append(waiting.popleft())
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _round(ready, policy, costs, done)
+            _round(ready, asking, costs, done)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
@@ -137,14 +147,12 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) -> None:
-    asked = [getattr(policy, name, False) for name in ("reads_lookup", "reads_ranks", "recycles")]
-    reads_lookup, reads_ranks, recycles = asked
-    states = [row.state._replace(guesses=row.guesser if reads_lookup else None) for row in ready]
+def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed) -> None:
     clock = Seconds()
-    plan = policy.plan(states)
+    plan, is_told = asking.plan(ready)
     clock.lap("control")
-    context = max(state.content_length for state in states)
+    reads_lookup, reads_ranks, recycles = asking.reads_lookup, asking.reads_ranks, asking.recycles
+    context = max(row.state.content_length for row in ready)
     outcomes = _outcomes(ready, plan)
     if reads_lookup:
         pairs = zip(ready, outcomes, strict=True)
@@ -161,7 +169,10 @@ def _round(ready: Sequence[_Row], policy: Policy, costs: Costs, done: Replayed) 
     emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
     clock.lap("rest")
-    policy.observe(plan, outcomes, took)
+    if is_told:
+        asking.observe(plan, outcomes, took)
+    else:
+        asking.pass_plain(took)
     clock.lap("control")
     done.control += clock.control
 

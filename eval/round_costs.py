@@ -46,8 +46,8 @@ class RoundCosts:
         return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
 
     def at(self, context: float) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: seconds of rounds at this many cached tokens, by copies where those are faster."""
-        return self._fastest(self.base + self.slope * max(0.0, context - CONTEXT), self.copied, context)
+        """`[L - 1 + half, longest + 1]`: seconds of rounds at this many cached tokens, by layers and then by copies."""
+        return self._with_copies(self.base + self.slope * max(0.0, context - CONTEXT), self.copied, context)
 
     def of(self, exit_layer: int, copies: bool) -> tuple[list[float], list[float]]:
         """Seconds of rounds by drafted tokens at `CONTEXT` cached tokens, and how they grow with each more."""
@@ -55,19 +55,20 @@ class RoundCosts:
         return base[exit_layer - 1].tolist(), self.slope[exit_layer - 1].tolist()
 
     def with_second_at(self, context: float) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: the same with one token drafted beside the others."""
+        """`[L - 1 + half, longest + 1]`: the same with one token drafted beside the others."""
         rounds = self.with_second + self.second_slope * max(0.0, context - CONTEXT)
-        return self._fastest(rounds, self.copied_second, context)
+        return self._with_copies(rounds, self.copied_second, context)
 
     def cascades_at(self, context: float, guesses: int) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: the same where so many free guesses are what the exit would write; no less."""
+        """`[L - 1, longest + 1]`: the same by layers where so many free guesses are what they would write."""
         return self.cascades[:, :, guesses] + self.cascade_slope * max(0.0, context - CONTEXT)
 
-    def _fastest(self, rounds: NDArray[np.float64], copied: NDArray[np.float64], context: float) -> NDArray[np.float64]:
-        if self.half:
-            by_copies = copied + self.slope[: self.half] * max(0.0, context - CONTEXT)
-            rounds[: self.half] = np.minimum(rounds[: self.half], by_copies)
-        return rounds
+    def _with_copies(
+        self, rounds: NDArray[np.float64], copied: NDArray[np.float64], context: float
+    ) -> NDArray[np.float64]:
+        if not self.half:
+            return rounds
+        return np.concatenate((rounds, copied + self.slope[: self.half] * max(0.0, context - CONTEXT)))
 
     def by_lookup_at(self, context: float) -> NDArray[np.float64]:
         """`[longest + 1]`: seconds of rounds that draft by lookup."""

@@ -103,7 +103,7 @@ class Generate:
         Option(
             metavar="exit,copies,lookup,recycle,tree,cascade",
             help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text, what "
-            "the model thought likely before; copies lets 8-bit copies of early layers draft in their place, tree lets "
+            "the model thought likely before; copies lets 4-bit copies of early layers draft in their place, tree lets "
             "drafts have branches, cascade lets early layers check what was looked up. Default: all but recycle.",
             rich_help_panel=_DRAFT,
         ),

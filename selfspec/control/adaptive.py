@@ -35,13 +35,10 @@ from selfspec.control.plan import (
     ShadowPlan,
 )
 from selfspec.control.reading import FEW, Reading
+from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
 
-REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; at first, and for how many rounds
-FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
-IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
-AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
 SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
@@ -81,16 +78,13 @@ class Adaptive:
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         self._worth: Worth | None = None
         self._worth_for = (0, 0)  # rows, and steps of context of the longest
-        self._round = 0
-        self._next = 0  # the round of the next decision
+        self._times = Timetable()
         self._batch = 0
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
         self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
-        self._ahead, self._was_ahead = 0, False  # see `plain_ahead`; and whether the last round was one of them
-        self._began = 0  # the round since when layers draft
         self._block = 0  # plain rounds still to come before drafts go on
         self._trying = 0  # rounds still to come of drafts that are tried
         self._tried: set[int] = set()  # bit lengths of batches' sizes
@@ -109,7 +103,8 @@ class Adaptive:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
         self._vocabulary = vocabulary
         self._parts = Parts(self.costs, vocabulary, self._has_copies)
-        self._next, self._made, self._promising = self._round, None, None
+        self._times.decide_now()
+        self._made = self._promising = None
 
     def tell_copies(self, has_copies: bool) -> None:
         """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
@@ -127,7 +122,7 @@ class Adaptive:
     @property
     def reads_lookup(self) -> bool:
         """Whether rows may draft by lookup, as far as that pays, see `Reading`."""
-        return self._finder is not None and not self._ahead and self._reading.is_on(self._batch)
+        return self._finder is not None and self._reading.is_on(self._batch)
 
     @property
     def reads_ranks(self) -> bool:
@@ -142,7 +137,7 @@ class Adaptive:
     @property
     def plain_ahead(self) -> int:
         """Rounds after the one that was planned last that will be plain, unless rows join or leave."""
-        return self._ahead
+        return self._times.ahead
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -150,9 +145,14 @@ class Adaptive:
         Args:
             seconds: of their forwards.
         """
-        self._round += num_rounds
-        self._ahead = max(0, self._ahead - num_rounds)
-        self._count_plain(num_rounds, seconds)
+        self._times.pass_ahead(num_rounds)
+        self._plain_run += num_rounds
+        if self._finder is not None:
+            self._finder.pass_time(num_rounds)
+        if self._finder is not None and self._worth is not None:
+            self._reading.pass_round(self._batch, num_rounds * self._worth.plain_seconds, 0.0)
+        self._experience.add_idle(num_rounds)
+        self._looks.pass_idle(seconds)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
@@ -170,19 +170,14 @@ class Adaptive:
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self.tracker.add_shadow(shadow)
-        self._next, self._ahead = self._round, 0
+        self._times.decide_now()
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._round += 1
         self._joining = 0
-        self._was_ahead = self._ahead > 0 and len(rows) == len(self._idle.draft_lengths)
-        if self._was_ahead:
-            self._ahead -= 1
-            return self._idle
-        self._ahead = 0
+        self._times.begin()
         processes = any(row.has_processors for row in rows)
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
-        if self._round >= self._next or is_other:
+        if self._times.is_due or is_other:
             self._processes = processes
             self._decide(rows)
         if len(rows) != len(self._idle.draft_lengths):
@@ -201,15 +196,13 @@ class Adaptive:
                 return found
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer
-        if exit_layer is None and not due and self._round % CLOCK_EVERY:
-            if self._plain_run > BLOCK and not self.recycles:
-                most = self._reading.pause if self.reads_lookup else AHEAD
-                until_clock = CLOCK_EVERY - 1 - self._round % CLOCK_EVERY
-                self._ahead = max(0, min(most, until_clock, self._next - self._round - 1))
-            return self._idle
         if exit_layer is None:
             shadow = self._shadow(None, len(rows)) if due else None
-            return self._idle if shadow is None else Plan(None, self._idle.draft_lengths, shadow=shadow)
+            if shadow is not None:
+                return Plan(None, self._idle.draft_lengths, shadow=shadow)
+            if self._plain_run > BLOCK and not self.recycles and not self._times.has_clock:
+                self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
+            return self._idle
         most = min(self.most, decision.most)
         lengths = tuple([min(most, row.room - 1) for row in rows])
         if not any(lengths):
@@ -238,9 +231,6 @@ class Adaptive:
         return made
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        if self._was_ahead:
-            self._count_plain(1, seconds.verify)
-            return
         if self._finder is not None:
             if self._reading.is_on(self._batch):
                 self._finder.observe(plan, outcomes)
@@ -249,26 +239,18 @@ class Adaptive:
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.
         tells = 1 < self._plain_run <= BLOCK
-        if plan is self._idle and self._round % CLOCK_EVERY and not tells:  # common where a model should not draft
+        if plan is self._idle and not self._times.has_clock and not tells:  # common where a model should not draft
             self._experience.add_idle()
             self._looks.pass_idle(seconds.verify)
             return
         if plan.exit_layer is None and plan.shadow is not None:
-            self._next = self._round  # something to decide upon
+            self._times.decide_now()
         is_tried = self._trying > 0 and plan.exit_layer is not None
         self._trying -= is_tried
-        looks = tells or is_tried or (self._round % LOOK_EVERY == 0 and self._plain_run != 1)
+        looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and self._plain_run != 1)
         looked = (self._context, self._parts.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
-        self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._round < EARLY, seconds)
-
-    def _count_plain(self, num_rounds: int, seconds: float) -> None:
-        """Count plain rounds ahead that came, in which nothing could be looked up."""
-        self._plain_run += num_rounds
-        if self._finder is not None and self._worth is not None:
-            self._reading.pass_round(self._batch, num_rounds * self._worth.plain_seconds, 0.0)
-        self._experience.add_idle(num_rounds)
-        self._looks.pass_idle(seconds)
+        self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
@@ -280,7 +262,7 @@ class Adaptive:
         lookups, deciding = pace.kinds.ratio(BY_LOOKUP, num_rows), pace.deciding_of(num_rows)
         worth.price(pace.pick, (pace.passes[0], pace.passes[1]), deciding, lookups)
         self._reading.price(num_rows, deciding)
-        self._next = self._round + IDLE_ROUNDS
+        self._times.decide_after(IDLE_ROUNDS)
         if not self._allowed:
             self._decision = Decision(num_rows / worth.plain_seconds)
             return
@@ -294,17 +276,14 @@ class Adaptive:
             decision, self._trying = decide(decision, *how, TRY), TRY_ROUNDS
         self._decision = decision
         if decision.exit_layer is not None:
-            rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
-            if before is None:
-                self._began = self._round
-            soon = EARLY_REPLAN if decision.is_known else FIRST_REPLAN
-            self._next = self._round + (soon if self._round < self._began + EARLY else REPLAN) * rarer
+            self._times.decide_while_drafting(num_rows, before is None, decision.is_known)
             self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1])
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):
                 self._block = BLOCK
             if self._trying:
-                self._block, self._next = BLOCK, self._round + BLOCK + TRY_ROUNDS
+                self._block = BLOCK
+                self._times.decide_after(BLOCK + TRY_ROUNDS)
 
     def _usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""

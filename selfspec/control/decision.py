@@ -41,7 +41,7 @@ class Decision(NamedTuple):
     stop: SurvivalStop | None = None
     second_choices: SecondChoices | None = None
     most: int = MOST  # tokens drafted per row
-    is_known: bool = True  # whether picks of the layer were seen
+    is_known: bool = True  # whether more than `UNKNOWN` picks of the layer were seen
 
 
 def decide(

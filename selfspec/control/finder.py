@@ -18,7 +18,7 @@ SURE = 0.97  # no chance of being right counts for more where it is asked whethe
 
 
 class Finder:
-    """Plans from what earlier guesses came to; every round tells it more, whoever drafted.
+    """Plans from what earlier guesses came to; every round that is told of tells it more, whoever drafted.
 
     Args:
         most: longest draft; default: as long as it pays.
@@ -77,6 +77,10 @@ class Finder:
         lengths = [0 if tree is None else len(tree.tokens) for tree in trees]
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
+
+    def pass_time(self, tokens: float) -> None:
+        """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""
+        self._passed.tokens += tokens
 
     def chances(self, row: RowState, match: int, least: float = 0.0) -> list[float]:
         """Of the chain of a row to be right as far as each token; those less likely than `least` are left out."""

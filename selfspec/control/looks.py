@@ -38,7 +38,7 @@ class Looks:
         self._credit += OFF_SHARE * max(0.0, seconds)
 
     def pass_round(self, num_rows: int | None, is_early: bool, seconds: Seconds) -> None:
-        """Lay a share of the round's time by, and take out what looking took.
+        """Lay a share of the round's time by, and take out what looking took; and deciding, if nothing is drafted.
 
         Args:
             num_rows: that drafted; None: none did.

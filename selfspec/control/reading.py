@@ -34,10 +34,10 @@ class Reading:
         self._is_priced, self._is_on = is_priced, True
         self._num_rows = 0
         self._can_pay = False
-        self._balance, self._ahead = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
+        self._balance, self._advance = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
         self._decided, self._asking = 0.0, ASK_SECONDS  # see `price`; and of one row
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
-        self._vain = 0  # rounds in a row that nothing was drafted in
+        self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
@@ -70,9 +70,9 @@ class Reading:
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
             self._asking = max(ASK_SECONDS, self._decided / len(rows))
-        if self._ahead < 0:
-            self._ahead = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
-            self._balance += SHARE * self._ahead
+        if self._advance < 0:
+            self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
+            self._balance += SHARE * self._advance
         if not self._is_priced and len(rows) > FEW:
             return ()
         asking = self._asking
@@ -87,6 +87,8 @@ class Reading:
             if before is None and cost + TRIAL * asking > left:
                 read.append(row._replace(guesses=None))
                 continue
+            if before is None:
+                self._vain = 0
             left -= cost if before is not None else cost + TRIAL * asking
             self._balance -= cost
             known[row.request_id] = row.content_length
@@ -118,9 +120,9 @@ class Reading:
     def pass_round(self, num_rows: int, seconds: float, saved: float) -> None:
         """Count a round that took `seconds`, by the table of costs, and what lookup saved in it."""
         paid = 0.0
-        if self._ahead > 0:
-            paid = min(self._ahead, seconds)
-            self._ahead -= paid
+        if self._advance > 0:
+            paid = min(self._advance, seconds)
+            self._advance -= paid
         most = max(self._balance, KEPT * num_rows * self._asking)
         self._balance = min(self._balance + SHARE * (seconds - paid) + saved, most)
 

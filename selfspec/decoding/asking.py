@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from selfspec.control.plan import Plan, Policy, RowOutcome, Seconds
+from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds
 from selfspec.decoding.checks import check_plan, check_room
-from selfspec.decoding.row import Row
+from selfspec.errors import whole
+
+
+class Asked(Protocol):
+    """A row that is ready to decode."""
+
+    request_id: int
+
+    @property
+    def room(self) -> int: ...
+    def told(self, reads_lookup: bool) -> RowState: ...
 
 
 class Asking:
@@ -24,13 +35,17 @@ class Asking:
         self.reads_lookup = self.reads_ranks = self.recycles = False
         self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
         self._plan: Plan | None = None  # that holds
-        self._rows: list[Row] = []  # of it
-        self._left = 0  # rounds that it goes on for, unasked
-        self._untold, self._untold_seconds = 0, 0.0  # such rounds that the policy knows nothing of, and their forwards
+        self._rows: list[int] = []  # by request
+        self._ahead = self._left = 0  # rounds that it goes on for, unasked: of all, and still to come
+        self._seconds = 0.0  # of forwards in those that came
 
-    def plan(self, rows: list[Row]) -> tuple[Plan, bool]:
-        """The plan of a round of these rows, and whether the policy is to be told what came of it."""
-        if self._left and self._plan is not None and rows == self._rows:
+    def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:
+        """The plan of a round of these rows, and whether the policy is to be told what came of it.
+
+        Raises:
+            ValueError: the rows cannot follow the plan, or the policy's `plain_ahead` is no count.
+        """
+        if self._left and self._plan is not None and [row.request_id for row in rows] == self._rows:
             self._left -= 1
             self.reads_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
@@ -42,7 +57,11 @@ class Asking:
         reads_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
         self._check(plan, [row.room for row in rows])
-        self._plan, self._rows, self._left = plan, rows, getattr(policy, "plain_ahead", 0)
+        ahead = getattr(policy, "plain_ahead", 0)
+        if ahead and plan.exit_layer is None and plan.shadow is None:  # no other plan may be followed twice
+            whole("a policy's plain_ahead", ahead, 0)
+            self._plan, self._rows = plan, [row.request_id for row in rows]
+            self._ahead = self._left = ahead
         return plan, True
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
@@ -51,13 +70,15 @@ class Asking:
 
     def pass_plain(self, seconds: Seconds) -> None:
         """Count a round that it was not asked about."""
-        self._untold += 1
-        self._untold_seconds += seconds.verify
+        self._seconds += seconds.verify
 
     def _tell(self) -> None:
-        if self._untold:
-            self.policy.pass_plain(self._untold, self._untold_seconds)  # type: ignore[attr-defined]
-            self._untold, self._untold_seconds = 0, 0.0
+        """How many of the rounds ahead came, if there were any to come."""
+        ahead, left, seconds = self._ahead, self._left, self._seconds
+        self._ahead = self._left = 0
+        self._seconds = 0.0
+        if ahead:
+            self.policy.pass_plain(ahead - left, seconds)  # type: ignore[attr-defined]  # whoever sees any ahead has it
 
     def _check(self, plan: Plan, room: Sequence[int]) -> None:
         if plan is not self._checked[0] or len(room) != self._checked[1]:  # many rounds have the same one

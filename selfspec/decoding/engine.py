@@ -102,8 +102,8 @@ class Engine:
         if learn is not None:
             learn.follow(target.stack)
         self.learn = learn
-        self.policy = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
-        self._asking = Asking(self.policy, self.stack.num_layers)
+        chosen = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
+        self._asking = Asking(chosen, self.stack.num_layers)
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
@@ -115,6 +115,11 @@ class Engine:
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
+
+    @property
+    def policy(self) -> Policy:
+        """Who plans."""
+        return self._asking.policy
 
     @property
     def num_waiting(self) -> int:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control import adaptive
-from selfspec.control.adaptive import FIRST_REPLAN, Adaptive
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import UNKNOWN, decide, favour_of
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
 from selfspec.control.table import Table
+from selfspec.control.timetable import FIRST_REPLAN
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import CAPS, Worth
 from tests.eval.replays import made_up_costs, trace_of

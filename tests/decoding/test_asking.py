@@ -6,6 +6,7 @@ import pytest
 
 from selfspec.api import Target
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
 from selfspec.decoding.engine import Engine
 from tests.eval.replays import made_up_costs
@@ -68,35 +69,47 @@ def test_it_is_asked_when_another_row_takes_the_place_of_one():
     assert policy.asked == [[0], [1]] and policy.passed == [7]
 
 
-def plans(policy, num_rounds, skips):
-    """What it plans for a model whose layers are never right, asked about every round or about those it wants to be."""
-    made, at, seconds = [], 0, {"verify": 1e-3, "head": 1e-4}
-    while len(made) < num_rounds:
-        plan = policy.plan([RowState(0, 40 + at, 4000 - at)])
-        drafted = plan.draft_lengths[0]
-        outcome = RowOutcome(0, drafted, 0, (0.9,) * drafted)
-        more = {"draft": 1e-3 if plan.exit_layer else 0.0, "shadow": 2e-4 if plan.shadow else 0.0}
-        policy.observe(plan, [outcome], Seconds(**seconds, **more))
-        made.append(plan.exit_layer)
-        at += 1
-        ahead = policy.plain_ahead if skips else 0
-        if ahead:
-            policy.pass_plain(ahead, ahead * 1e-3)
-            made += [None] * ahead
-            at += ahead
-    return made[:num_rounds], len(made)
+@pytest.mark.parametrize("ahead", [-1, 2.5])
+def test_rounds_ahead_that_are_no_count_are_refused(ahead):
+    with pytest.raises(ValueError, match=r"^a policy's plain_ahead must be a whole number of at least 0, got"):
+        decode(Patient(ahead), [7], [24])
 
 
-def test_the_default_policy_plans_the_same_whether_it_is_asked_about_them_or_not():
-    one, other = (Adaptive(made_up_costs(LAYERS)) for _ in range(2))
-    asked, skipped = plans(one, 600, False), plans(other, 600, True)
-    assert asked[0] == skipped[0]
-    assert None in asked[0] and any(layer is not None for layer in asked[0])
+class Hasty(Fixed):
+    """Counts on plain rounds, and drafts."""
+
+    plain_ahead = 7
 
 
-def test_the_default_policy_is_seldom_asked_where_drafts_do_not_pay():
-    policy, asked = Adaptive(made_up_costs(LAYERS)), []
-    honest = policy.plan
-    policy.plan = lambda rows: asked.append(rows) or honest(rows)
-    plans(policy, 600, True)
-    assert len(asked) < 300
+def test_plans_that_draft_are_followed_once():
+    decode(Hasty(2, 4), [7, 5], [24, 9])  # and never beyond a row's room
+
+
+def asked(policy, num_rounds, requests=(0,)):
+    """In which rounds it is asked, for a model whose layers are never right; a request follows when one has ended."""
+    made, seconds = [], {"verify": 1e-3, "head": 1e-4}
+    for request in requests:
+        at = 0
+        while at < num_rounds:
+            plan = policy.plan([RowState(request, 40 + at, num_rounds - at)])
+            made.append((request, at))
+            drafted = plan.draft_lengths[0]
+            more = {"draft": 1e-3 if plan.exit_layer else 0.0, "shadow": 2e-4 if plan.shadow else 0.0}
+            policy.observe(plan, [RowOutcome(request, drafted, 0, (0.9,) * drafted)], Seconds(**seconds, **more))
+            came = min(policy.plain_ahead, num_rounds - at - 1)
+            if policy.plain_ahead:
+                policy.pass_plain(came, 1e-3 * came)
+            at += 1 + came
+    return made
+
+
+# Without layers that may draft there is nothing to look at, as where none could pay were it always right.
+@pytest.mark.parametrize(("drafts", "most"), [(("exit", "lookup"), 200), (("exit",), 120), (("lookup",), 120)])
+def test_the_default_policy_is_seldom_asked_where_drafts_do_not_pay(drafts, most):
+    assert len(asked(Adaptive(made_up_costs(LAYERS), drafts=drafts), 600)) < most
+
+
+def test_the_default_policy_is_asked_at_the_beginning_of_another_row_and_looks_it_up():
+    policy = Adaptive(made_up_costs(LAYERS))
+    made = asked(policy, 300, requests=(0, 1))
+    assert [at for request, at in made if request == 1][:8] == [*range(8)]

@@ -123,7 +123,13 @@ class Witness:
     def __getattr__(self, name):
         if name in ("reads_lookup", "reads_ranks", "recycles"):
             return getattr(self.inner, name, False)
+        if name == "plain_ahead":
+            return getattr(self.inner, name, 0)
         raise AttributeError(name)
+
+    def pass_plain(self, num_rounds, seconds):
+        self.calls.append(("pass_plain", num_rounds))
+        self.inner.pass_plain(num_rounds, 2e-3 * num_rounds)
 
     def _seed_layers(self, row):
         layers = tuple(self.inner.seed_layers(row))

@@ -25,7 +25,7 @@ FEW = (0.0, 0.5, 0.9)
 
 
 @st.composite
-def traces(draw, most_tokens=30, most_layers=4, copied=True):
+def traces(draw, most_tokens=30, most_layers=4):
     """A trace of any hits; confidences lie on both sides of the thresholds, and on them."""
     shape = draw(st.integers(1, most_layers - 1)), draw(st.integers(1, most_tokens))
     hits = draw(arrays.arrays(np.bool_, shape))
@@ -33,10 +33,11 @@ def traces(draw, most_tokens=30, most_layers=4, copied=True):
     vocab = draw(st.sampled_from([2, 5, 10_000]))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     made = trace_of(hits, sure, rng, draw(st.integers(1, 140)), vocab=vocab)
-    if not copied or draw(st.booleans()):
+    if draw(st.booleans()):
         return made
     shape = (max(1, made.num_layers // 2), shape[1])  # what copies draft is recorded too
-    right = rng.integers(0, 1 + rng.integers(1, MOST_DRAFTED + 1), shape).astype(np.int16)
+    left = np.minimum(np.arange(shape[1], 0, -1), MOST_DRAFTED)
+    right = rng.integers(0, 1 + rng.integers(0, 1 + left, shape)).astype(np.int16)
     sure = rng.choice(np.array([0.1, 0.5, 0.7, 0.9, 1.0], np.float32), (*shape, MOST_DRAFTED))
     return replace(made, copied_right=right, copied=sure)
 
@@ -115,7 +116,7 @@ class NoEmptyDraft:
 @settings(max_examples=60)
 @given(st.data())
 def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
-    trace = data.draw(traces(most_tokens=6, most_layers=3, copied=False))
+    trace = data.draw(traces(most_tokens=6, most_layers=3))
     costs = data.draw(costs_for(trace.num_layers))
     of_rounds, drafts = RoundCosts(costs, 6), ("exit", "lookup", "tree")
     assert clairvoyant(trace, of_rounds, drafts) == pytest.approx(fastest_schedule(trace, costs))
@@ -142,8 +143,10 @@ def fastest_schedule(trace, costs):
         for line in range(trace.num_layers - 1):
             for length in range(1, left):
                 hits = trace.hits[line, at : at + length].tolist()
-                accepted = [*hits, False].index(False)
                 for copies in (False, True) if line < half else (False,):
+                    accepted = [*hits, False].index(False)
+                    if copies and len(trace.copied):
+                        accepted = min(length, int(trace.copied_right[line, at]))
                     took = costs.round(line + 1, [length], context, copies=copies)
                     options.append(took + rest(at + accepted + 1))
                     if accepted == length - 1 and length + 1 < left and trace.seconds[line, at + accepted]:

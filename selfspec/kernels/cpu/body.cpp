@@ -100,9 +100,12 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
     float* turned = aligned(alone ? room.own : room.shared);
-    bool is_near = p.kind == INT4 && panels_of(p, after) * panel_bytes(p) <= NEAR;
+    auto near = [](const Product& one, After then) {
+        return one.kind == INT4 && panels_of(one, then) * panel_bytes(one) <= NEAR;
+    };
+    bool is_near = near(p, after), asks = next && !near(*next, after_next);
     if (!is_near)
-        prefetcher.begin(stretch_of(p, {first, last}), next ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
+        prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, turned, steps * thread / threads, steps * (thread + 1) / threads);

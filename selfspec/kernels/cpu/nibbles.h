@@ -1,4 +1,4 @@
-// Products with weights of 4 bits, for drafts alone: an eighth of what float32 weighs, so that a few layers of a small
+// Products with weights of 4 bits, for drafts alone: a seventh of what float32 weighs, so that a few layers of a small
 // model stay in a core's own cache from one drafted token to the next.
 //
 // GROUP inputs of an output share a scale, on both sides. A weight is a whole number from -8 to 7 times its group's

@@ -1,6 +1,7 @@
 // Packing weights in the order and the kind that products read: see product.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "amx.h"

@@ -1,0 +1,67 @@
+"""`Timetable`: when `Adaptive` decides anew, and which plain rounds it need not be asked about."""
+
+from __future__ import annotations
+
+REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; once layers begin to draft, and for how many rounds
+FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
+IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
+AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
+
+
+class Timetable:
+    """Counts rounds.
+
+    Attributes:
+        round: how many have begun.
+        ahead: rounds after this one that are plain, and that nobody need ask about.
+    """
+
+    def __init__(self) -> None:
+        self.round = self.ahead = 0
+        self._next = 0  # the round of the next decision
+        self._began = 0  # since when layers draft
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this round decides."""
+        return self.round >= self._next
+
+    @property
+    def is_early(self) -> bool:
+        """Whether these are the first rounds of all."""
+        return self.round < EARLY
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the clock is looked at in this round even if it is plain."""
+        return self.round % CLOCK_EVERY == 0
+
+    def begin(self) -> None:
+        """A round that somebody asks about."""
+        self.round += 1
+        self.ahead = 0
+
+    def look_ahead(self, most: int) -> None:
+        """The next rounds are plain, at most so many, up to the next decision or look at the clock."""
+        until_clock = CLOCK_EVERY - 1 - self.round % CLOCK_EVERY
+        self.ahead = max(0, min(most, until_clock, self._next - self.round - 1))
+
+    def pass_ahead(self, num_rounds: int) -> None:
+        """So many of those came; what comes next is asked about."""
+        self.round += num_rounds
+        self.ahead = 0
+
+    def decide_now(self) -> None:
+        """There is something to decide upon in the round that comes."""
+        self._next = self.round
+
+    def decide_after(self, num_rounds: int) -> None:
+        self._next = self.round + num_rounds
+
+    def decide_while_drafting(self, num_rows: int, begins: bool, is_known: bool) -> None:
+        """Layers draft, and begin to or not; something is known of the one that does, or next to nothing."""
+        if begins:
+            self._began = self.round
+        rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
+        soon = EARLY_REPLAN if is_known else FIRST_REPLAN
+        self.decide_after((soon if self.round < self._began + EARLY else REPLAN) * rarer)
