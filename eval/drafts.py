@@ -24,9 +24,7 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
     accepted = _num_right(trace, line, at, length, _has_copies(trace, plan))
     confidences = tuple(_sure(trace, at, length, plan)) if plan.reads_confidence else ()
     if plan.reads_confidence and len(confidences) < length:
-        raise ValueError(
-            f"a draft goes on for {length} tokens, {length - accepted} after the right ones: beyond the trace"
-        )
+        raise ValueError(f"a draft goes on for {length - accepted - 1} tokens after a wrong one, beyond the trace")
     judged = min(accepted + 1, length)
     away = tuple(trace.divergences[line, at : at + judged].tolist()) if plan.keep_divergence else ()
     outcome = RowOutcome(0, length, accepted, confidences, away)

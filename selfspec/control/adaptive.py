@@ -277,7 +277,7 @@ class Adaptive:
         self._decision = decision
         if decision.exit_layer is not None:
             self._times.decide_while_drafting(num_rows, before is None, decision.is_known)
-            self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1])
+            self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds)):
                 self._block = BLOCK

@@ -42,6 +42,7 @@ class Decision(NamedTuple):
     second_choices: SecondChoices | None = None
     most: int = MOST  # tokens drafted per row
     is_known: bool = True  # whether more than `UNKNOWN` picks of the layer were seen
+    covered: float = 1.0  # see `control.parts.Choice`
 
 
 def decide(
@@ -64,8 +65,9 @@ def decide(
     num_rows, trust = worth.num_rows, experience.trust
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
-    chosen = choose(parts, allowed, worth, right, share, (now.part, now.exit_layer), STAY, favour)
-    part, exit_layer, rates, drafted = chosen
+    agreement = experience.agreement.ratios()
+    chosen = choose(parts, allowed, worth, right, share, (now.part, now.exit_layer), STAY, favour, agreement)
+    part, exit_layer, rates, drafted, covered = chosen
     line = exit_layer - 1
     by_bound = rates[line].tolist()
     rate = max(by_bound)
@@ -74,8 +76,8 @@ def decide(
     if speedup < ((HANDICAP if now.exit_layer is None else OFF) if least is None else least):
         return Decision(num_rows / worth.plain_seconds, speedup)
     right_then, share_then = right[line].tolist(), share[line].tolist()
-    if part.coverage != 1:
-        right_then = [chance * part.coverage for chance in right_then]
+    if covered != 1:
+        right_then = [chance * covered for chance in right_then]
     length = float(drafted[line, by_bound.index(rate)])
     acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
@@ -93,7 +95,9 @@ def decide(
     seen = int(experience.tracker.lasting[:, line].sum())
     most, is_known = min(most, max(UNKNOWN, seen)), seen > UNKNOWN
     rounds = worth.rounds(exit_layer)
-    return Decision(trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most, is_known)
+    return Decision(
+        trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most, is_known, covered
+    )
 
 
 def favour_of(num_layers: int) -> Floats:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from selfspec.control.agreement import Agreement
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
 from selfspec.control.pace import Pace
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds, confidence_bin
 from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
 
+KNOWN = 12.0  # picks of a layer
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 
 
@@ -38,6 +40,8 @@ class Experience:
         self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
         self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
         self._passed = Passed()
+        self._agreement = Agreement(costs.num_layers, self._passed)
+        self._covered = 1.0  # how much less right than the layers the plans' calibration takes a draft to be
         self._trust = Trust(self._passed)  # in forecasts of rounds that layers drafted in
         self._pace = Pace(costs, (prior or {}).get("pace"))
         self._recorded: list[_Recorded] = []
@@ -53,6 +57,12 @@ class Experience:
     def second_rates(self) -> SecondRates | None:
         self._count()
         return self._second_rates
+
+    @property
+    def agreement(self) -> Agreement:
+        """How often copies are right where the layers would be."""
+        self._count()
+        return self._agreement
 
     @property
     def trust(self) -> float:
@@ -73,14 +83,15 @@ class Experience:
         """Start from what `Pace.state` of an earlier one returned."""
         self._pace = Pace(self._costs, prior)
 
-    def expect(self, rate: float, rounds: Sequence[float]) -> None:
+    def expect(self, rate: float, rounds: Sequence[float], covered: float = 1.0) -> None:
         """Rounds that layers draft in are from now on forecast to bring so many tokens per second and row.
 
         Args:
             rounds: their seconds, by drafted tokens per row.
+            covered: by what their plans' calibration is less than how often the layer is right.
         """
         self._count()
-        self._rate, self._rounds = rate, list(rounds)
+        self._rate, self._rounds, self._covered = rate, list(rounds), covered
 
     def add_idle(self, num_rounds: int = 1) -> None:
         """Plain rounds that nothing but their tokens is to be said of."""
@@ -110,6 +121,10 @@ class Experience:
             for one in recorded:
                 self._count_round(one)
 
+    def _is_known(self, exit_layer: int) -> bool:
+        """Whether so much is known of a layer that what copies come to is rather said of them."""
+        return bool(self._tracker.lasting[:, exit_layer - 1].sum() >= KNOWN)
+
     def _count_round(self, recorded: _Recorded) -> None:
         plan, outcomes, seconds, decided, num_idle, looked = recorded
         emitted, exit_layer, rows = 0, plan.exit_layer, max(1, len(outcomes))
@@ -120,8 +135,15 @@ class Experience:
             if exit_layer and outcome.num_judged:
                 # What no draft could have picked says nothing of the layer: it is in the part's coverage.
                 judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
-                hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
-                self._tracker.add(exit_layer, hits, outcome.confidences[:judged])
+                hits, sure = (
+                    [True] * min(accepted, judged) + [False] * (judged - accepted),
+                    outcome.confidences[:judged],
+                )
+                if plan.draft_bits is not None and plan.stop is not None and self._is_known(exit_layer):
+                    chances = [plan.stop.calibration[confidence_bin(one)] for one in sure]
+                    self._agreement.add(exit_layer, sum(hits), sum(chances) / self._covered)
+                if plan.draft_bits is None or self._agreement.is_good or not self._is_known(exit_layer):
+                    self._tracker.add(exit_layer, hits, sure)
             if outcome.shadow is not None:
                 self._tracker.add_shadow(outcome.shadow)
         self._tracker.pass_time(emitted / rows + num_idle)

@@ -56,6 +56,7 @@ class Choice(NamedTuple):
     exit_layer: int
     rates: Floats
     drafted: Floats
+    covered: float = 1.0  # of what the layer would pick, and be right
 
 
 class Parts:
@@ -100,6 +101,7 @@ def choose(
     now: tuple[Part, int | None],
     stay: float,
     favour: Floats | float = 1.0,
+    agreement: Floats | None = None,
 ) -> Choice:
     """The part and exit layer of most tokens per second, which `worth` then prices drafts by.
 
@@ -108,10 +110,13 @@ def choose(
             `Worth.rates`.
         now: a part and a layer, which stay in use unless others promise `stay` times as much.
         favour: `[L - 1]`, by what each layer's promise is multiplied beside the others'.
+        agreement: `[L - 1]`, how often copies are right where the layers are; None: always.
     """
     ways = [(part.share, part.bits is not None) for part in parts]
-    coverages = [part.coverage for part in parts]
-    rates, drafted = worth.rates(right, share, ways, coverages if min(coverages) < 1 else ())
+    coverages = np.array([[part.coverage] for part in parts]).repeat(len(right), 1)  # [ways, L - 1]
+    if agreement is not None:
+        coverages[[part.bits is not None for part in parts]] *= agreement
+    rates, drafted = worth.rates(right, share, ways, coverages)
     promised = (np.maximum.reduce(rates, 2) * favour).tolist()
     best, at, exit_layer, before = -1.0, 0, 0, (-1, 0)
     for i, (part, by_layer) in enumerate(zip(parts, promised, strict=True)):
@@ -123,4 +128,4 @@ def choose(
     if before[0] >= 0 and best < stay * promised[before[0]][before[1] - 1]:
         at, exit_layer = before
     worth.draft_by(*ways[at])
-    return Choice(parts[at], exit_layer, rates[at], drafted)
+    return Choice(parts[at], exit_layer, rates[at], drafted, float(coverages[at, exit_layer - 1]))

@@ -101,7 +101,7 @@ class Worth:
         return self._known[ways]
 
     def rates(
-        self, right: Floats, share: Floats, ways: Sequence[Way] = (WHOLE,), coverages: Sequence[float] = ()
+        self, right: Floats, share: Floats, ways: Sequence[Way] = (WHOLE,), coverages: Floats | None = None
     ) -> tuple[Floats, Floats]:
         """(tokens per second of all rows `[ways, L - 1, stops]`, drafted tokens per row `[L - 1, stops]`).
 
@@ -109,14 +109,15 @@ class Worth:
         some models are as sure of every token; of several, after each number of tokens.
 
         Args:
-            coverages: of each way, by what `right` is multiplied; none: by 1.
+            coverages: `[ways, L - 1]`, by what `right` is multiplied; None: by 1.
         """
         seconds, begins = self._priced(tuple(ways))
-        likely = np.empty((1 + (len(coverages) or 1), *share.shape))
+        is_less = coverages is not None and bool(coverages.min() < 1)
+        likely = np.empty((1 + (len(ways) if is_less else 1), *share.shape))
         likely[0] = share
         np.multiply(right, share, out=likely[1])
-        if coverages:
-            likely[1:] = likely[1] * np.array(coverages)[:, None, None]
+        if is_less and coverages is not None:
+            likely[1:] = likely[1] * coverages[:, :, None]
         if self.num_rows > 1:
             acceptance = np.add.reduce(likely[1:], 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)

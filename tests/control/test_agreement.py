@@ -1,0 +1,57 @@
+"""How often copies are right where the layers are, and whom their misses are held against."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.agreement import AS_GOOD, Agreement
+from selfspec.control.fading import Passed
+from selfspec.control.plan import RowOutcome, RowState, Seconds, Shadow
+from tests.control.test_adaptive import LAYERS
+from tests.control.test_parts import with_copies
+from tests.eval.replays import made_up_costs
+
+
+def test_full_agreement_is_believed_until_something_came():
+    seen = Agreement(LAYERS, Passed())
+    assert seen.pooled == 1 and seen.is_good and (seen.ratios() == 1).all()
+    seen.add(2, 10.0, 40.0)
+    assert seen.pooled == pytest.approx(30 / 60) and not seen.is_good
+    ratios = seen.ratios()
+    assert ratios[1] < ratios[0] == pytest.approx(0.5)
+
+
+def test_it_is_never_more_than_full_and_older_observations_fade():
+    passed = Passed()
+    seen = Agreement(LAYERS, passed)
+    seen.add(1, 0.0, 60.0)
+    before = seen.pooled
+    passed.tokens += 10_000
+    assert before < AS_GOOD < seen.pooled
+    seen.add(1, 50.0, 10.0)
+    assert seen.pooled == 1 and seen.ratios().max() == 1
+
+
+@pytest.mark.parametrize("copies_are_right", [True, False])
+def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_right):
+    costs = with_copies(made_up_costs(LAYERS), faster=1.5)
+    policy = Adaptive(costs, drafts=["exit", "copies"])
+    policy.tell_copies(True)
+    by, at = [], 0
+    for _ in range(300):
+        plan = policy.plan([RowState(0, 40 + at, 40_000 - at)])
+        drafted = plan.draft_lengths[0] if plan.exit_layer else 0
+        right = drafted if plan.draft_bits is None or copies_are_right else 0
+        shadow = None
+        if plan.shadow is not None:
+            hits = np.ones((len(plan.shadow.layers), right + 1), bool)
+            shadow = Shadow(plan.shadow.layers, hits, np.full(hits.shape, 0.9, np.float32))
+        took = costs.stages(plan.exit_layer, [drafted], copies=plan.draft_bits is not None)
+        outcome = RowOutcome(0, drafted, right, (0.9,) * drafted, shadow=shadow)
+        policy.observe(plan, [outcome], Seconds(**took, shadow=1e-4 if shadow else 0.0))
+        by.append(plan.draft_bits if plan.exit_layer else "plain")
+        at += right + 1
+    last = by[-100:]
+    assert last.count(4) > 80 if copies_are_right else last.count(None) > 80
