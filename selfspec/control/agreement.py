@@ -11,10 +11,8 @@ from selfspec.control.fading import Fading, Passed
 from selfspec.control.tracker import Floats
 
 HALF_LIFE = 200.0  # tokens after which an observation counts half
-BELIEVED, POOLED = (
-    20.0,
-    10.0,
-)  # right tokens that full agreement is believed for at first, and that of all exits for one
+# Right tokens that full agreement is believed for at first, and the agreement of all exits for that of one.
+BELIEVED, POOLED = 20.0, 10.0
 AS_GOOD = 0.9  # agreement from which on what copies came to says how often the layers are right
 
 
@@ -26,6 +24,7 @@ class Agreement(Fading):
         self._came, self._expected = np.zeros((2, num_layers - 1))
 
     def add(self, exit_layer: int, came: float, expected: float) -> None:
+        """Count tokens of a draft by copies that were right, and as many as the layers would have had right."""
         self._fade()
         self._came[exit_layer - 1] += came * self._weight
         self._expected[exit_layer - 1] += expected * self._weight

@@ -19,7 +19,7 @@ from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
 
-KNOWN = 12.0  # picks of a layer
+KNOWN = 12.0  # lasting picks of a layer from which on misses of its copies are not held against it
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 
 
@@ -135,10 +135,8 @@ class Experience:
             if exit_layer and outcome.num_judged:
                 # What no draft could have picked says nothing of the layer: it is in the part's coverage.
                 judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
-                hits, sure = (
-                    [True] * min(accepted, judged) + [False] * (judged - accepted),
-                    outcome.confidences[:judged],
-                )
+                hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
+                sure = outcome.confidences[:judged]
                 if plan.draft_bits is not None and plan.stop is not None and self._is_known(exit_layer):
                     chances = [plan.stop.calibration[confidence_bin(one)] for one in sure]
                     self._agreement.add(exit_layer, sum(hits), sum(chances) / self._covered)
