@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import CONFIDENCE_EDGES, Plan, Seconds, confidence_bin
+from selfspec.control.plan import CONFIDENCE_EDGES, Plan, Seconds, SurvivalStop, confidence_bin
 from selfspec.control.seconds import likely_seconds
 from selfspec.decoding.pick import Sampling, Subset
 from selfspec.decoding.picker import Picker, told_of
@@ -22,6 +23,18 @@ from selfspec.target.compiled_draft import Stops, Written, write
 from selfspec.target.stack import Stack
 
 _STAGES = ("draft", "head", "pick")
+
+
+@lru_cache(maxsize=64)
+def _stops(min_confidence: float, stop: SurvivalStop | None) -> Stops:
+    if stop is None:
+        return Stops(min_confidence)
+    return Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
+
+
+def stops_of(plan: Plan) -> Stops:
+    """Where a plan's rows end their drafts, as compiled functions are told; the same object of equal plans."""
+    return _stops(plan.min_confidence, plan.stop)
 
 
 class Chooser:
@@ -68,7 +81,7 @@ class Chooser:
         Args:
             tapped: layers below the exit to look in at.
         """
-        plan, stack, stop = self._plan, self._stack, self._plan.stop
+        plan, stack = self._plan, self._stack
         if not self._picker.is_compiled or self._processes or plan.keep_divergence or not any(r.length for r in rows):
             return None
         assert plan.exit_layer is not None
@@ -76,12 +89,11 @@ class Chooser:
         head = stack.packed_head(plan.exit_layer, plan.draft_vocab, rounded)
         if head is None or not isinstance(stack.lean, CompiledBody):
             return None
-        stops = Stops(plan.min_confidence)
-        if stop is not None:
-            stops = Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
         spans, how = [Span(*row) for row in rows], told_of([row.request.sampling for row in self._rows])
         asked = plan.reads_confidence, plan.second_choices is not None
-        written = write(stack.lean, cache, spans, last, plan.exit_layer, head, how, stops, *asked, tapped, rounded)
+        written = write(
+            stack.lean, cache, spans, last, plan.exit_layer, head, how, stops_of(plan), *asked, tapped, rounded
+        )
         self.confidences, self._others = written.sure, written.seconds
         self._seconds.laps([part for step in written.taken for part in zip(_STAGES, step, strict=True)])
         return written

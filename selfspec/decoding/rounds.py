@@ -16,7 +16,7 @@ from selfspec.decoding.picker import Picker
 from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
-from selfspec.decoding.whole import whole_round
+from selfspec.decoding.whole import compiled_round, settle, whole_round
 from selfspec.drafting.at_once import draft_at_once, draft_unread
 from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
@@ -46,6 +46,9 @@ def decode_round(
         seconds.lap("verify")
         return done
     picker = picker or Picker(stack)
+    done = compiled_round(stack, cache, rows, plan, picker, seconds) if teach is None and not recycles else None
+    if done is not None:
+        return done
     if teach is not None and plan.draft_bits is not None:
         plan = replace(plan, draft_bits=None)  # lessons are hidden states of the layers themselves
     tapped = plan.shadow.layers if plan.shadow is not None else ()
@@ -67,7 +70,7 @@ def decode_round(
         rows, draft, logits, [at + 1 for span in spans for at in span.positions()], seconds, picker
     )
     if draft.trees is not None:
-        _settle(cache, rows, verdicts)
+        settle(cache, rows, verdicts)
     if chooser is not None and plan.reads_confidence:
         verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
     if chooser is not None and plan.keep_divergence:
@@ -122,15 +125,6 @@ def _draft(
         return draft_at_once(stack, cache, places, ends, plan.exit_layer, written, inner, beside), chooser
     last = torch.tensor(ends, device=stack.device)
     return draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped, beside), chooser
-
-
-def _settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
-    """Accepted nodes that lie elsewhere than at their positions: move their keys and values there."""
-    for row, verdict in zip(rows, verdicts, strict=True):
-        away = [i for i, node in enumerate(verdict.path) if node != i]
-        if away:
-            base = len(row.content) - 1
-            cache.move(row.pages, [base + verdict.path[i] for i in away], [base + i for i in away])
 
 
 def _accept(

@@ -1,18 +1,27 @@
-"""Whole rounds on the device: which rounds may be, and what the runner is told of their rows."""
+"""Whole rounds at once, from drafts to acceptance: which rounds may be, and what is told of their rows.
+
+On CUDA a runner replays a recording; where layers are compiled for the processor, one compiled call does it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, SecondChoices, Seconds
+from selfspec.decoding.choose import stops_of
+from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.device.whole import RoundRow, RowRound
 from selfspec.drafting.recycle import NUM_CANDIDATES
-from selfspec.target.cache import PagedCache
+from selfspec.target.cache import PagedCache, Span, Tree
+from selfspec.target.compiled_round import Beside, Drafter, Given, Judged
 from selfspec.target.stack import Stack
+
+_STAGES = ("draft", "head", "pick")  # of every step of a draft
 
 
 def whole_round(
@@ -20,15 +29,10 @@ def whole_round(
 ) -> list[Verdict] | None:
     """What became of every row; None for a round that asks for what the device has not.
 
-    That is: processors and kept logits, which are the host's, a look at other layers or at divergences, and trees.
     Second choices are left out, since the host would have to wait for every drafted token to know where they belong.
     """
     runner = stack.runner
-    if runner is None or len(rows) > runner.most_rows or plan.shadow is not None or plan.keep_divergence:
-        return None
-    if plan.trees is not None:
-        return None
-    if any(row.request.logits_processor or row.request.keep_logits for row in rows):
+    if runner is None or len(rows) > runner.most_rows or plan.trees is not None or not _is_plain(rows, plan):
         return None
     lengths = (0,) * len(rows) if plan.exit_layer is None else plan.draft_lengths
     told = [_row(row, length, plan) for row, length in zip(rows, lengths, strict=True)]
@@ -36,6 +40,83 @@ def whole_round(
     num_likely = min(NUM_CANDIDATES, stack.vocab_size) if recycles else 0
     done = runner.round(cache, told, plan.exit_layer or 0, *stops, plan.reads_confidence, num_likely)
     return None if done is None else [_verdict(one) for one in done]
+
+
+def _is_plain(rows: Sequence[Row], plan: Plan) -> bool:
+    """Whether a round asks for nothing but its tokens: no processors, kept logits, looks at layers or divergences."""
+    if plan.shadow is not None or plan.keep_divergence:
+        return False
+    return not any(row.request.logits_processor or row.request.keep_logits for row in rows)
+
+
+def compiled_round(
+    stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, picker: Picker, seconds: Seconds
+) -> list[Verdict] | None:
+    """What became of every row, by one compiled call; None for a round that asks for what that has not."""
+    rounds = picker.rounds
+    if rounds is None or plan.guesses or not _is_plain(rows, plan):
+        return None
+    drafter, given, lengths = None, list[Given | None](), plan.draft_lengths
+    if plan.exit_layer is None:
+        lengths = (0,) * len(rows)
+    elif plan.exit_layer == LOOKUP:
+        given = _given(rows, plan)
+        lengths = tuple([0 if one is None else len(one.tokens) for one in given])
+    elif any(lengths):
+        drafter = _drafter(stack, plan)
+        if drafter is None:
+            return None
+    spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
+    last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
+    rooms = [row.room - 1 for row in rows]
+    verdicts = [_judged(one) for one in rounds.run(cache, spans, last, how, drafter, given, rooms)]
+    fed, *judged = rounds.taken
+    parts = [(_STAGES[i % 3], taken) for i, taken in enumerate(rounds.steps)]
+    parts.append(("rest" if plan.exit_layer is None else "draft", fed))
+    seconds.laps([*parts, *zip(("verify", "head", "pick"), judged, strict=True)])
+    if any(verdict.tree is not None for verdict in verdicts):
+        settle(cache, rows, verdicts)
+    return verdicts
+
+
+def _drafter(stack: Stack, plan: Plan) -> Drafter | None:
+    """Who drafts; None where that is not compiled."""
+    assert plan.exit_layer is not None
+    rounded = plan.draft_bits is not None
+    head = stack.packed_head(plan.exit_layer, plan.draft_vocab, rounded)
+    if head is None:
+        return None
+    beside = None if plan.second_choices is None else _beside(plan.second_choices)
+    return Drafter(plan.exit_layer, head, stops_of(plan), plan.reads_confidence, rounded, beside)
+
+
+@lru_cache(maxsize=64)
+def _beside(rule: SecondChoices) -> Beside:
+    """The same object of equal rules."""
+    return Beside(CONFIDENCE_EDGES, rule.right, rule.second, rule.least, rule.enough, rule.most)
+
+
+def _given(rows: Sequence[Row], plan: Plan) -> list[Given | None]:
+    """What is drafted of every row without a layer."""
+    if plan.trees is not None:
+        return [None if tree is None else Given(*tree) for tree in plan.trees]
+    found = [row.guesser.lookup.draft(n).tokens for row, n in zip(rows, plan.draft_lengths, strict=True)]
+    return [Given(tokens, range(len(tokens))) for tokens in found]
+
+
+def _judged(one: Judged) -> Verdict:
+    tree = None if one.parents is None else Tree((-1, *one.parents))
+    chain = 0 if tree is None else one.chain
+    return Verdict(one.drafted, one.path, one.block, None, None, tree, chain, confidences=tuple(one.sure))
+
+
+def settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+    """Accepted nodes that lie elsewhere than at their positions: move their keys and values there."""
+    for row, verdict in zip(rows, verdicts, strict=True):
+        away = [i for i, node in enumerate(verdict.path) if node != i]
+        if away:
+            base = len(row.content) - 1
+            cache.move(row.pages, [base + verdict.path[i] for i in away], [base + i for i in away])
 
 
 def _verdict(one: RowRound) -> Verdict:

@@ -71,6 +71,30 @@ class Drafting(Structure):
     )
 
 
+class Seconds(Structure):
+    _fields_ = (
+        *_all("edges right second", c_void_p),
+        *_all("num_edges", c_int64),
+        *_all("least enough", c_double),
+        *_all("most", c_void_p),
+        *_all("limit", c_int64),
+    )
+
+
+class Judging(Structure):
+    _fields_ = (
+        *_all("layers", c_void_p),
+        *_all("num_layers", c_int64),
+        *_all("head norm drafters", c_void_p),
+        *_all("exit_layer", c_int64),
+        *_all("draft_head", c_void_p),
+        *_all("are_copies longest few threads_few threads", c_int64),
+        *_all("seconds", c_void_p),
+        *_all("most", c_int64),
+        *_all("counts tokens parents chains accepted path picks taken", c_void_p),
+    )
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -88,6 +112,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
         "selfspec_draft_floats": ([p, p, n, p, n, n], n),
         "selfspec_draft": ([p, p, n, p, p, n, p, n], None),
+        "selfspec_round": ([p, p, p], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }

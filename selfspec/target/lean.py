@@ -136,11 +136,15 @@ class LeanBody:
 
     def reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
         """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
-        last, tables = rows.most_tokens, self._tables
+        return rows.most_tokens, self.tables(rows.most_tokens)
+
+    def tables(self, last: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables of at least so many positions."""
+        tables = self._tables
         if tables is None or last > tables[0].shape[0]:
             self._outgrown += [] if tables is None else [tables]
             tables = self._tables = self._make_tables(max(512, 1 << (last - 1).bit_length()))
-        return last, tables
+        return tables
 
     def refresh(self, deeply: bool = False) -> None:
         """Take over what was edited in the model's weights, for bodies that have copies of them; this one has none."""

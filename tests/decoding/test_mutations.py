@@ -337,7 +337,7 @@ def any_child_will_do(tree, guesses, picks, honest=verdict.walk):
     [
         (Tree, "ancestors", sees_its_neighbours),
         (Tree, "depths", stands_at_its_place),
-        (rounds, "_settle", left_where_they_are),
+        (rounds, "settle", left_where_they_are),
         (rounds, "walk", any_child_will_do),
     ],
     ids=["sees its neighbours", "stands at its place", "left where they are", "any child will do"],

@@ -1,9 +1,8 @@
 // Picks, and drafts in one call: the first layers, the head and the pick of one token after another.
 
-#include <chrono>
 #include <vector>
 
-#include "model.h"
+#include "drafting.h"
 #include "pick.h"
 
 #ifdef _OPENMP
@@ -11,32 +10,6 @@
 #else
 static int omp_get_thread_num() { return 0; }
 #endif
-
-// When rows stop drafting, see `selfspec.control.plan`: all of them where they are too unlikely to be right, or else
-// each after a token that is not sure.
-struct Stop {
-    double min_confidence, least;
-    const double *edges, *calibration;  // between bins of confidence; how often each is right, or null
-    int64_t num_edges;
-};
-
-struct Drafting {
-    int64_t num_rows, most, vocab;  // most: tokens of a row; vocab: of the head
-    const int64_t *pages, *positions, *lengths, *last;  // [num_rows, row_pages]; [num_rows] of each row's last token
-    int64_t row_pages;
-    const How* how;        // [num_rows]
-    const int64_t* names;  // [vocab]: the tokens that the head is of; null: all
-    const float *cos, *sin, *embedding, *norm;
-    float eps;
-    Stop stop;
-    int64_t *counts, *tokens, *seconds;  // out: [num_rows], [num_rows, most], the same or null
-    float *sure, *hidden, *const *taps;  // [num_rows, most] or null; [num_rows, most, hidden], the latter per layer or null
-    double* taken;                       // [most, 3]: seconds of layers, head and pick
-};
-
-static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Rows that draft on after a step; `sure` are theirs.
 static std::vector<int64_t> going_on(const Drafting& d, const std::vector<int64_t>& live, const float* sure,

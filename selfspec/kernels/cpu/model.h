@@ -37,6 +37,11 @@ struct Call {
     const float *cos, *sin;  // [positions, head_dim]; sin carries the sign of the turned half
 };
 
+struct How {  // a row picks: see `selfspec.decoding.pick.Sampling`
+    float temperature, top_p, min_p;
+    int64_t top_k, seed;
+};
+
 extern "C" {
 int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens);
 int64_t selfspec_scratch_floats(const Model* m, int64_t longest);

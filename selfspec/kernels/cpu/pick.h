@@ -6,12 +6,8 @@
 #pragma once
 
 #include "filters.h"
+#include "model.h"
 #include "noise.h"
-
-struct How {  // see `selfspec.decoding.pick.Sampling`
-    float temperature, top_p, min_p;
-    int64_t top_k, seed;
-};
 
 struct Row {
     const float* logits;

@@ -1,0 +1,88 @@
+// Drafts as rows of a call: a chain is one row, every node of a tree is a row of its own; and second choices.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "model.h"
+
+// New tokens of a round, row after row, and what a call is told of them.
+class Nodes {
+    std::vector<int64_t> firsts{0}, pages, roots, branches;  // of the call's rows
+    std::vector<std::vector<int64_t>> paths;                 // of every one of them: from the root on; empty: a chain
+    int64_t row_pages, most = 0;
+
+    void begin_row(const int64_t* own, int64_t root, std::vector<int64_t> path) {
+        pages.insert(pages.end(), own, own + row_pages);
+        roots.push_back(root);
+        most = std::max(most, int64_t(path.size()));
+        paths.push_back(std::move(path));
+    }
+
+   public:
+    std::vector<int64_t> tokens, positions, rows{0};  // rows: where each row's tokens begin
+
+    Nodes(int64_t num_rows, int64_t row_pages) : row_pages(row_pages) { paths.reserve(num_rows); }
+
+    int64_t size() const { return int64_t(tokens.size()); }
+
+    // The nodes from `first` on of a row whose last token is at `position`; parents: of all but node 0.
+    void add(const int64_t* own, int64_t position, int64_t last, int64_t count, const int64_t* drafted,
+             const int64_t* parents, int64_t first) {
+        bool is_chain = true;
+        for (int64_t i = 0; i < count; i++) is_chain = is_chain && parents[i] == i;
+        std::vector<std::vector<int64_t>> known(is_chain ? 0 : count + 1);
+        if (is_chain) begin_row(own, -1, {});
+        for (int64_t i = 0; i <= count; i++) {
+            if (!is_chain) {
+                if (i) known[i] = known[parents[i - 1]];
+                known[i].push_back(i);
+            }
+            if (i < first) continue;
+            tokens.push_back(i ? drafted[i - 1] : last);
+            positions.push_back(position + (is_chain ? i : int64_t(known[i].size()) - 1));
+            if (is_chain) continue;
+            begin_row(own, position, known[i]);
+            firsts.push_back(size());
+        }
+        if (is_chain) firsts.push_back(size());
+        rows.push_back(size());
+    }
+
+    // Valid until something is added.
+    Call call(const float* cos, const float* sin) {
+        branches.assign(paths.size() * most, 0);
+        for (size_t i = 0; i < paths.size(); i++)
+            std::copy(paths[i].begin(), paths[i].end(), branches.begin() + i * most);
+        return {size(), int64_t(paths.size()), positions.data(), firsts.data(), pages.data(), row_pages,
+                most ? roots.data() : nullptr, most ? branches.data() : nullptr, most, cos, sin};
+    }
+};
+
+// Which second choices are drafted beside first ones: see `selfspec.control.seconds.likely_seconds`.
+struct Seconds {
+    const double *edges, *right, *second;  // between bins of confidence; by bin, of first and of second choices
+    int64_t num_edges;
+    double least, enough;
+    const int64_t* most;  // of each row: tokens that it has room for, and
+    int64_t limit;        // tokens of any row
+
+    // Beside which tokens of a draft, counted from 0, ascending.
+    std::vector<int64_t> likely(const float* sure, int64_t count, int64_t row) const {
+        std::vector<std::pair<double, int64_t>> offers;
+        double survival = 1, total = 0;
+        for (int64_t at = 0; at < count; at++) {
+            int64_t bin = std::upper_bound(edges, edges + num_edges, double(sure[at])) - edges;
+            offers.push_back({survival * (1 - right[bin]) * second[bin], -at});
+            survival *= right[bin];
+        }
+        std::sort(offers.rbegin(), offers.rend());
+        int64_t room = std::max<int64_t>(0, std::min(limit, most[row] - count));
+        std::vector<int64_t> found;
+        for (auto [chance, at] : offers)
+            if (int64_t(found.size()) < room && chance > least) found.push_back(-at), total += chance - least;
+        if (total <= enough) return {};
+        std::sort(found.begin(), found.end());
+        return found;
+    }
+};

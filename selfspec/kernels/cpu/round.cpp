@@ -1,0 +1,167 @@
+// A whole round in one call: drafts, the layers that verify them, the head, and the target's picks.
+//
+// After the weights of a pass have streamed through the caches, whatever Python and torch do next is read from memory:
+// between the parts of a round that took as long as a quarter of it.
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "drafting.h"
+#include "drafts.h"
+
+// Who verifies, and what it comes to. Node 0 of a draft is its row's last token, node i > 0 is tokens[i - 1], and goes
+// on from the node parents[i - 1].
+struct Judging {
+    const Layer* layers;
+    int64_t num_layers;
+    const Product* head;
+    const float* norm;      // the last one
+    const Layer* drafters;  // who draft: the first `exit_layer` of `layers`, or copies of those
+    int64_t exit_layer;     // 0: drafts are given
+    const Product* draft_head;
+    int64_t are_copies, longest;        // longest: tokens of a row, when all that may be drafted has its place
+    int64_t few, threads_few, threads;  // threads of calls of at most so many tokens, and of others
+    const Seconds* seconds;             // which second choices are drafted beside; null: none
+    int64_t most;                       // tokens of a row's draft
+    int64_t *counts, *tokens, *parents, *chains;  // [num_rows], [num_rows, most] twice, [num_rows]: drafts, given or out
+    int64_t *accepted, *path, *picks;  // out: [num_rows] nodes; these [num_rows, most + 1]; and what was picked at each
+    double* taken;                     // out: [4] seconds: early layers after the draft, layers, head, picks
+};
+
+namespace {
+
+constexpr int64_t SHARED = 1 << 16;  // logits from which threads share the picks of a round
+
+struct Free {
+    void operator()(float* at) const { std::free(at); }
+};
+typedef std::unique_ptr<float[], Free> Floats;
+
+// Where lines of the caches begin, since vectors are read from it; nothing is written to it.
+Floats floats(int64_t count) {
+    void* at = nullptr;
+    if (posix_memalign(&at, 64, sizeof(float) * (count + 1))) throw std::bad_alloc();
+    return Floats(static_cast<float*>(at));
+}
+
+class Round {
+    const Model& m;
+    const Drafting& d;
+    const Judging& j;
+
+    int64_t threads(int64_t n) const { return n > j.few ? j.threads : j.threads_few; }
+
+    // Layers [start, stop) on packed nodes, from their tokens or from hidden states `from`.
+    void run(Nodes& nodes, int64_t start, int64_t stop, const float* from, float* x) const {
+        int64_t n = nodes.size(), scratch = selfspec_scratch_floats(&m, j.longest);
+        int64_t buffers = selfspec_buffer_floats(&m, n);
+        Floats room = floats(buffers + scratch * threads(n));
+        Call call = nodes.call(d.cos, d.sin);
+        const void* given = start ? static_cast<const void*>(from) : nodes.tokens.data();
+        selfspec_run(&m, j.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, nullptr,
+                     stop == j.num_layers ? j.norm : nullptr, room.get(), room.get() + buffers, scratch, threads(n));
+    }
+
+    Nodes nodes_of(bool only_unread) const {
+        Nodes nodes(d.num_rows, d.row_pages);
+        for (int64_t r = 0; r < d.num_rows; r++)
+            nodes.add(d.pages + r * d.row_pages, d.positions[r], d.last[r], j.counts[r], j.tokens + r * j.most,
+                      j.parents + r * j.most, only_unread ? j.chains[r] : 0);
+        return nodes;
+    }
+
+    // Layers that draft have not read what they drafted last, or beside it: hidden states of all they did and of these.
+    void read_on(float* x) const {
+        Nodes unread = nodes_of(true);
+        Floats states = floats(unread.size() * m.hidden);
+        run(unread, 0, j.exit_layer, nullptr, states.get());
+        const float* more = states.get();
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            int64_t known = j.chains[r] * m.hidden, others = (j.counts[r] + 1) * m.hidden - known;
+            x = std::copy_n(d.hidden + r * d.most * m.hidden, known, x);
+            x = std::copy_n(more, others, x);
+            more += others;
+        }
+    }
+
+    // From node 0 on to the child that the target picks, as far as there is one.
+    void walk(const Nodes& nodes, const float* logits, int64_t vocab) const {
+        int64_t n = nodes.size(), num_threads = n * vocab > SHARED ? threads(n) : 1;
+        bool is_shared = num_threads > 1;  // else what does not count is not picked
+        std::vector<int64_t> asked(n), picks(n);
+        std::vector<How> how(n);
+        for (int64_t r = 0; r < d.num_rows; r++)
+            for (int64_t i = nodes.rows[r]; i < nodes.rows[r + 1]; i++)
+                asked[i] = nodes.positions[i] + 1, how[i] = d.how[r];
+        Floats room = floats(num_threads * selfspec_pick_floats(vocab));
+        auto pick = [&](int64_t from, int64_t count) {
+            selfspec_pick(logits + from * vocab, vocab, count, vocab, &how[from], &asked[from], nullptr, 0, &picks[from],
+                          nullptr, nullptr, room.get(), num_threads);
+        };
+        if (is_shared) pick(0, n);
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            int64_t base = nodes.rows[r], count = j.counts[r], length = 0;
+            const int64_t *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;
+            for (int64_t node = 0; node >= 0; length++) {
+                if (!is_shared) pick(base + node, 1);
+                int64_t made = picks[base + node], next = node + 1;
+                j.path[r * (j.most + 1) + length] = node, j.picks[r * (j.most + 1) + length] = made;
+                while (next <= count && !(parents[next - 1] == node && tokens[next - 1] == made)) next++;
+                node = next <= count ? next : -1;
+            }
+            j.accepted[r] = length;
+        }
+    }
+
+   public:
+    Round(const Model& m, const Drafting& d, const Judging& j) : m(m), d(d), j(j) {}
+
+    void draft() const {
+        int64_t num_threads = threads(d.num_rows);
+        Floats room = floats(selfspec_draft_floats(&m, &d, j.exit_layer, j.draft_head, j.longest, num_threads));
+        selfspec_draft(&m, j.drafters, j.exit_layer, j.draft_head, &d, j.longest, room.get(), num_threads);
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            int64_t count = d.counts[r], *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;
+            for (int64_t i = 0; i < count; i++) tokens[i] = d.tokens[r * d.most + i], parents[i] = i;
+            j.chains[r] = j.counts[r] = count;
+            if (!j.seconds) continue;
+            for (int64_t at : j.seconds->likely(d.sure + r * d.most, count, r)) {
+                tokens[j.counts[r]] = d.seconds[r * d.most + at];
+                parents[j.counts[r]++] = at;
+            }
+        }
+    }
+
+    void judge() const {
+        Nodes nodes = nodes_of(false);
+        int64_t n = nodes.size(), vocab = j.head->out;
+        bool is_read = j.exit_layer && !j.are_copies;
+        Floats x = floats(n * m.hidden), logits = floats(n * vocab), early = floats(is_read ? n * m.hidden : 0);
+        double before = now();
+        if (is_read) read_on(early.get());
+        double start = now();
+        run(nodes, is_read ? j.exit_layer : 0, j.num_layers, early.get(), x.get());
+        double between = now();
+        Floats room = floats(selfspec_linear_floats(j.head, n, threads(n)));
+        selfspec_linear(j.head, x.get(), n, logits.get(), nullptr, 0, room.get(), threads(n));
+        double headed = now();
+        walk(nodes, logits.get(), vocab);
+        double *taken = j.taken, end = now();
+        taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Draft where layers do, and verify. Keys and values of every node are written where it stands among its row's nodes.
+void selfspec_round(const Model* m, const Drafting* d, const Judging* j) {
+    const Round round(*m, *d, *j);
+    if (j->exit_layer) round.draft();
+    round.judge();
+}
+}

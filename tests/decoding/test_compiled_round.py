@@ -1,0 +1,147 @@
+"""Rounds in one compiled call are those that are done in parts: equal drafts, picks, confidences, keys and values."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.api import Target
+from selfspec.control.plan import LOOKUP, NUM_BINS, SecondChoices, SurvivalStop
+from selfspec.decoding import rounds, whole
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.picker import Picker
+from tests.decoding.test_mutations import left_where_they_are
+from tests.decoding.test_trees import Knowing, check_known_trees, check_seconds
+from tests.helpers import Adversary, make_prompts
+from tests.models import build, tiny
+
+LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
+
+
+class Dice(Adversary):
+    """Any plan that one call can follow; and now and then one that it cannot."""
+
+    reads_ranks = recycles = False
+
+    def plan(self, rows):
+        plan, dice = super().plan(rows), self.dice
+        right = tuple(dice.random() for _ in range(NUM_BINS))
+        rule = SecondChoices(right, right[::-1], dice.choice([-1, 0.05]), dice.choice([1, 3, 9]), dice.choice([0, 0.3]))
+        is_odd, drafts = dice.random() < 0.1, plan.exit_layer is not None and plan.exit_layer != LOOKUP
+        return replace(
+            plan,
+            shadow=plan.shadow if is_odd else None,
+            guesses=plan.guesses if is_odd else 0,
+            keep_divergence=False,
+            stop=dice.choice([None, SurvivalStop(right, dice.random())]),
+            second_choices=dice.choice([None, rule]) if drafts else None,
+            draft_bits=dice.choice([None, 4]) if drafts else None,
+            draft_vocab=dice.choice([None, 40]) if drafts else None,
+        )
+
+
+@contextmanager
+def in_parts():
+    """No round is done in one call."""
+    made = whole.compiled_round
+    rounds.compiled_round = lambda *given: None
+    try:
+        yield
+    finally:
+        rounds.compiled_round = made
+
+
+def decoded(family, num_rows, seed, policy, new, sampled):
+    """What every row came to, and the keys and values that its rows wrote."""
+    target = Target(build(family))  # which has not seen yet which tokens are frequent
+    engine = Engine(target, policy=policy, max_batch_size=num_rows)
+    told = [{"temperature": 0.9, "top_p": 0.9} if sampled[i] else {"temperature": 0.0} for i in range(num_rows)]
+    for i, prompt in enumerate(make_prompts(LENGTHS[:num_rows], seed=seed)):
+        engine.submit(prompt, max_new_tokens=new + i, seed=i, **told[i])
+    done, blocks, written = [], [], []
+    while engine.has_work:
+        result = engine.step()
+        blocks.append(
+            [(row.request_id, row.tokens, row.drafted, row.num_accepted, row.num_beside) for row in result.rows]
+        )
+        done += [row.completion for row in result.rows if row.completion is not None]
+        for row in engine.rows:
+            layer = engine.cache._layers[target.stack.num_layers - 1]
+            at = torch.tensor([row.pages[p // engine.cache.page_size] for p in range(row.num_cached)])
+            within = torch.arange(row.num_cached) % engine.cache.page_size
+            written.append([float(pages[at, within].double().sum()) for pages in layer])
+    return [(one.request_id, one.tokens, one.stats) for one in done], blocks, written
+
+
+@given(
+    seed=st.integers(0, 1 << 16),
+    num_rows=st.integers(1, len(LENGTHS)),
+    family=st.sampled_from(["llama", "qwen3", "mistral"]),
+    threads=st.integers(1, 3),
+    sampled=st.lists(st.booleans(), min_size=len(LENGTHS), max_size=len(LENGTHS)),
+)
+def test_any_plans_come_to_the_same_as_in_parts(seed, num_rows, family, threads, sampled):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = []
+        for whole_rounds in (True, False):
+            policy = Dice(seed, 4, longest=9)
+            given = (family, num_rows, seed, policy, 16, sampled)
+            if whole_rounds:
+                came = decoded(*given)
+            else:
+                with in_parts():
+                    came = decoded(*given)
+            told = [(plan, [one._replace(shadow=None) for one in outcomes]) for plan, outcomes in policy.seen]
+            found.append((*came, told))
+        assert found[0] == found[1]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_most_rounds_are_done_in_one_call(monkeypatch):
+    calls = {True: 0, False: 0}
+
+    def counted(*given, made=whole.compiled_round):
+        done = made(*given)
+        calls[done is not None] += 1
+        return done
+
+    monkeypatch.setattr(rounds, "compiled_round", counted)
+    decoded("llama", 3, 0, Dice(0, 4), 24, [False, True, False])
+    assert calls[True] > 3 * calls[False] > 0
+
+
+def test_only_layers_that_are_compiled_do_whole_rounds():
+    assert Picker(tiny("llama").stack).rounds is not None
+    assert Picker(tiny("gpt_oss").stack).rounds is None
+
+
+@pytest.mark.parametrize("check", [check_known_trees, check_seconds])
+def test_accepted_nodes_that_are_left_where_they_are_are_noticed(monkeypatch, check):
+    check("llama")
+    monkeypatch.setattr(whole, "settle", left_where_they_are)
+    with pytest.raises(AssertionError):
+        check("llama")
+
+
+def test_rows_of_several_pages_and_trees_of_some_rows_only():
+    """Small pages, so that the page of a node is not its row's first one."""
+    target = tiny("llama")
+    prompts, outputs = make_prompts(LENGTHS[:4], seed=1), {}
+    for paged in (128, 5):
+        for policy in ("plain", Knowing(0, 4, outputs)) if outputs else ("plain",):
+            engine = Engine(target, policy=policy, max_batch_size=4, max_cached_tokens=640, page_size=paged)
+            for prompt in prompts:
+                engine.submit(prompt, max_new_tokens=24)
+            done = sorted((row.completion.request_id, row.completion.tokens)
+                          for result in engine.run() for row in result.rows if row.completion is not None)  # fmt: skip
+            if not outputs:
+                outputs = {i: (len(prompts[i]), tokens) for i, tokens in done}
+            assert [outputs[i][1] for i, _ in done] == [tokens for _, tokens in done]
