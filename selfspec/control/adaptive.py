@@ -193,6 +193,7 @@ class Adaptive:
             if read:
                 self._reading.note(found is not None)
             if found is not None:
+                self._times.put_off()
                 return found
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer

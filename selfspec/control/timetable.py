@@ -4,6 +4,7 @@ from __future__ import annotations
 
 REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; once layers begin to draft, and for how many rounds
 FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
+MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
 
@@ -18,7 +19,7 @@ class Timetable:
 
     def __init__(self) -> None:
         self.round = self.ahead = 0
-        self._next = 0  # the round of the next decision
+        self._next = self._last = 0  # the rounds of the next decision, and of the last one
         self._began = 0  # since when layers draft
 
     @property
@@ -56,7 +57,12 @@ class Timetable:
         self._next = self.round
 
     def decide_after(self, num_rounds: int) -> None:
-        self._next = self.round + num_rounds
+        self._last, self._next = self.round, self.round + num_rounds
+
+    def put_off(self) -> None:
+        """This round says nothing of layers: the next decision may come one later."""
+        if self._next > self.round:
+            self._next = max(self._next, min(self._next + 1, self._last + MOST_PUT_OFF))
 
     def decide_while_drafting(self, num_rows: int, begins: bool, is_known: bool) -> None:
         """Layers draft, and begin to or not; something is known of the one that does, or next to nothing."""

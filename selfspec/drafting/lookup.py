@@ -88,6 +88,10 @@ class Lookup:
         self._read = 0  # tokens in the index
         self._match, self._place = 0, -1  # of the last of them
         self._shorter: list[int] = []  # where shorter matches of it occurred last, the shortest first
+        self._make()
+
+    def _make(self) -> None:
+        content = self._content
         self._depths, self._latest = bytearray([0]), array("i", [-1])  # of inner nodes, the root first
         self._count = 0  # nodes in the table: (parent, token) -> inner node, or ~position of a leaf
         self._make_table(len(content) * 2 + 32)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from selfspec.drafting.compiled_lookup import lookup_of
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.lookup import Guess, Lookup, num_right
+from selfspec.drafting.lookup import Guess, num_right
 from selfspec.drafting.recycle import Ints, Recycled
 
 OWN_LEAD = 3  # tokens that a match in the row's own text is worth more: what was said lately is said again
@@ -37,7 +38,7 @@ class Guesser:
         self, content: Sequence[int], recycled: Recycled | None = None, datastore: Datastore | None = None
     ) -> None:
         self._content, self._recycled, self._datastore = content, recycled, datastore
-        self.lookup = Lookup(content)
+        self.lookup = lookup_of(content)
         self._stored, self._stored_for = 0, -1  # match in the corpus, of content of this length
 
     @property

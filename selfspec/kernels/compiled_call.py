@@ -113,6 +113,10 @@ def functions() -> ctypes.CDLL:
         "selfspec_draft_floats": ([p, p, n, p, n, n], n),
         "selfspec_draft": ([p, p, n, p, p, n, p, n], None),
         "selfspec_round": ([p, p, p], None),
+        "selfspec_index_new": ([n, n], p),
+        "selfspec_index_free": ([p], None),
+        "selfspec_index_bytes": ([p], n),
+        "selfspec_index_add": ([p, p, n, p], n),
         "selfspec_pick_floats": ([n], n),
         "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }
@@ -120,3 +124,8 @@ def functions() -> ctypes.CDLL:
         function = getattr(lib, name)
         function.argtypes, function.restype = arguments, result
     return lib
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The same, if they were asked for before; None else: they are not compiled for what Python can do, too."""
+    return functions() if functions.cache_info().currsize else None

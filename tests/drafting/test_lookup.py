@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from selfspec.drafting.compiled_lookup import CompiledLookup, lookup_of
 from selfspec.drafting.lookup import Lookup
+from selfspec.kernels import compiled_call
 
 
 def naive(content, most, num_tokens):
@@ -34,15 +38,17 @@ def naive_alternatives(content, most):
     return [token for token in dict.fromkeys(found) if token != first]
 
 
+BOTH = pytest.mark.parametrize("kind", [Lookup, CompiledLookup])
 contents = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), max_size=80))
 
 
-@example([0] * 40, 16, 5, 1)
-@example([0, 1] * 30, 7, 9, 13)
-@given(contents, st.integers(1, 20), st.integers(0, 12), st.integers(1, 30))
-def test_a_draft_is_what_a_naive_search_finds(content, most, num_tokens, step):
+@BOTH
+@example(content=[0] * 40, most=16, num_tokens=5, step=1)
+@example(content=[0, 1] * 30, most=7, num_tokens=9, step=13)
+@given(content=contents, most=st.integers(1, 20), num_tokens=st.integers(0, 12), step=st.integers(1, 30))
+def test_a_draft_is_what_a_naive_search_finds(kind, content, most, num_tokens, step):
     grown = []
-    lookup = Lookup(grown, most)
+    lookup = kind(grown, most)
     for start in range(0, len(content), step):
         grown += content[start : start + step]
         expected, match = naive(grown, most, num_tokens)
@@ -50,14 +56,15 @@ def test_a_draft_is_what_a_naive_search_finds(content, most, num_tokens, step):
         assert (lookup.match, len(lookup)) == (match, len(grown))
 
 
+@BOTH
 @settings(max_examples=100)
-@example([3, 2, 1, 6, 4, 2, 1, 7, 5, 1, 8, 3, 2, 1], 16, 1)  # 7 after two tokens, 8 after one
-@example([0, 1, 2, 1, 3, 2, 0, 1], 16, 1)
-@example([4, 0, 1, 2, 0, 1, 3, 4, 0, 1], 16, 1)
-@given(contents, st.integers(1, 20), st.integers(1, 30))
-def test_alternatives_are_what_followed_shorter_matches(content, most, step):
+@example(content=[3, 2, 1, 6, 4, 2, 1, 7, 5, 1, 8, 3, 2, 1], most=16, step=1)  # 7 after two tokens, 8 after one
+@example(content=[0, 1, 2, 1, 3, 2, 0, 1], most=16, step=1)
+@example(content=[4, 0, 1, 2, 0, 1, 3, 4, 0, 1], most=16, step=1)
+@given(content=contents, most=st.integers(1, 20), step=st.integers(1, 30))
+def test_alternatives_are_what_followed_shorter_matches(kind, content, most, step):
     grown = []
-    lookup = Lookup(grown, most)
+    lookup = kind(grown, most)
     for start in range(0, len(content), step):
         grown += content[start : start + step]
         assert lookup.alternatives() == naive_alternatives(grown, most)
@@ -75,11 +82,12 @@ def kinds_of_text(length):
     yield "twice", phrase + phrase
 
 
+@BOTH
 @pytest.mark.parametrize("grows", [False, True])
-def test_the_index_takes_less_than_64_bytes_per_token(grows):
+def test_the_index_takes_less_than_64_bytes_per_token(kind, grows):
     for name, content in kinds_of_text(8000):
         given_first = content[:1] if grows else content
-        lookup = Lookup(given_first)
+        lookup = kind(given_first)
         for token in content[len(given_first) :]:
             given_first.append(token)
             assert lookup.match >= 0
@@ -91,3 +99,21 @@ def test_a_match_longer_than_the_index_tells_apart_is_refused_at_the_border():
     for most in (0, 256):
         with pytest.raises(ValueError, match=r"most must lie in 1..255"):
             Lookup([], most)
+
+
+def test_indices_are_compiled_where_something_else_is(monkeypatch):
+    compiled_call.functions()
+    assert isinstance(lookup_of([1, 2]), CompiledLookup)
+    monkeypatch.setattr("selfspec.drafting.compiled_lookup.loaded", lambda: None)
+    assert type(lookup_of([1, 2])) is Lookup
+
+
+def test_compiled_indices_are_given_back():
+    lookup = CompiledLookup([1, 2, 1])
+    assert lookup.match == 1
+    index, lib = lookup._index, lookup._lib
+    freeing = next(one for one in weakref.finalize._registry if one.peek() and one.peek()[0] is lookup)
+    assert freeing.peek()[1:3] == (lib.selfspec_index_free, (index,)) and not freeing.atexit
+    del lookup
+    gc.collect()
+    assert not freeing.alive

@@ -1,0 +1,111 @@
+// The index that drafts by lookup are found in; see `selfspec.drafting.lookup.Lookup`, which says the same in Python.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr int64_t NO_KEY = -1, BEGINNING = -1;  // the latter: the token before the first
+constexpr uint64_t MIX = 0x9E3779B97F4A7C15;
+
+class Index {
+    int64_t most, count = 0;                      // longest match; children in the table
+    std::vector<int32_t> content, latest{-1};     // the tokens; of inner nodes, the root first: where they were last
+    std::vector<uint8_t> depths{0};               // of inner nodes
+    std::vector<int64_t> keys;                    // (node, token) of a child
+    std::vector<int32_t> children;                // an inner node, or ~position of a leaf
+
+    static int64_t key_of(int64_t node, int64_t token) { return node << 32 | (token + 1); }
+
+    // Where in the table a child is, or belongs.
+    int64_t slot_of(int64_t key) const {
+        int64_t size = int64_t(keys.size()), slot = int64_t(((uint64_t(key) * MIX) >> 32) % uint64_t(size));
+        while (keys[slot] != key && keys[slot] != NO_KEY) slot = slot + 1 < size ? slot + 1 : 0;
+        return slot;
+    }
+
+    void put(int64_t key, int32_t child) {
+        int64_t slot = slot_of(key);
+        keys[slot] = key, children[slot] = child, count++;
+    }
+
+    void grow() {
+        std::vector<int64_t> old(keys.size() * 3 / 2 | 1, NO_KEY);
+        std::vector<int32_t> below(old.size());
+        old.swap(keys), below.swap(children), count = 0;
+        for (std::size_t i = 0; i < old.size(); i++)
+            if (old[i] != NO_KEY) put(old[i], below[i]);
+    }
+
+    // A new inner node above `child` and a leaf, whose contexts differ after `depth` tokens.
+    int32_t split(int64_t position, int64_t place, int64_t depth, int32_t child) {
+        int64_t node = int64_t(depths.size());
+        depths.push_back(uint8_t(depth)), latest.push_back(int32_t(position));
+        put(key_of(node, place >= depth ? content[place - depth] : BEGINNING), child);
+        put(key_of(node, content[position - depth]), ~int32_t(position));
+        return int32_t(node);
+    }
+
+   public:
+    int64_t match = 0, place = -1;   // of the last token
+    std::vector<int64_t> shorter{};  // where shorter matches of it occurred last, the shortest first
+
+    Index(int64_t most, int64_t size) : most(most), keys(size * 2 + 33, NO_KEY), children(size * 2 + 33) {}
+
+    int64_t num_bytes() const { return int64_t(keys.size() * 12 + depths.size() * 5 + content.size() * 4); }
+
+    // Walk down along the tokens before it, backwards, as far as there is a way, and leave a leaf there.
+    void add(int64_t token) {
+        int64_t position = int64_t(content.size()), node = 0, depth = 0;
+        content.push_back(int32_t(token));
+        if (4 * (count + 2) > 3 * int64_t(keys.size())) grow();
+        place = -1;
+        shorter.clear();
+        while (true) {
+            int64_t key = key_of(node, content[position - depth]), slot = slot_of(key);
+            int32_t child = children[slot];
+            if (keys[slot] != key) {
+                keys[slot] = key, children[slot] = ~int32_t(position), count++;
+                break;
+            }
+            place = child > 0 ? latest[child] : ~child;
+            int64_t end = child > 0 ? depths[child] : most;
+            depth++;
+            while (depth < end && depth <= place && content[place - depth] == content[position - depth]) depth++;
+            if (depth < end) {
+                children[slot] = split(position, place, depth, child);
+                break;
+            }
+            if (child < 0) {
+                children[slot] = ~int32_t(position);
+                break;
+            }
+            shorter.push_back(latest[child]);
+            latest[child] = int32_t(position);
+            node = child;
+        }
+        match = depth;
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// size: tokens that there are to begin with.
+void* selfspec_index_new(int64_t most, int64_t size) { return new Index(most, size); }
+
+void selfspec_index_free(void* index) { delete static_cast<Index*>(index); }
+
+int64_t selfspec_index_bytes(const void* index) { return static_cast<const Index*>(index)->num_bytes(); }
+
+// Add tokens; out [2 + most]: the match of the last one, its place, and where the shorter ones were. Returns how many.
+int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out) {
+    Index& one = *static_cast<Index*>(index);
+    for (int64_t i = 0; i < n; i++) one.add(tokens[i]);
+    out[0] = one.match, out[1] = one.place;
+    for (std::size_t i = 0; i < one.shorter.size(); i++) out[2 + i] = one.shorter[i];
+    return int64_t(one.shorter.size());
+}
+}
