@@ -174,7 +174,12 @@ class _Clock:
 
     def plain(self, rows: int, context: int, piece: str) -> None:
         laps = self.laps(rows, context, Plan(None, (0,) * rows))
-        self.keep(piece, rows, 1, laps["rest"][0] + laps["verify"][0])
+        (around, *_), (layers, *_) = laps["rest"], laps["verify"]
+        if self.picker.rounds is None:
+            layers += around  # which other rounds spend beside layers, too
+        else:
+            self.keep("rest", rows, 1, around)
+        self.keep(piece, rows, 1, layers)
         self.keep("head", 1, rows, laps["head"][0])
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:

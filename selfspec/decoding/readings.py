@@ -10,7 +10,7 @@ from selfspec.control.table import Table
 
 LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
 TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
-REST = 6e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
+REST = 3e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
 
 
 class Readings:
@@ -33,6 +33,7 @@ class Readings:
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
         plain, far = self.typical("plain"), self.typical("long")[1][1]
+        around = Table.of({rows: of_one[1] for rows, of_one in self.typical("rest").items()} or {1: 0.0})
         context = max(0.0, far - plain[1][1]) / beyond / layers if beyond else 0.0
         costs = Costs(
             layers,
@@ -42,7 +43,7 @@ class Readings:
             late={rows: Table.of(by_width) for rows, by_width in late.items()},
             head=Table.of(self.typical("head")[1]),
             pick=Table.of(self.typical("pick")[1]),
-            rest=Table.of({rows: REST * (1 + rows) for rows in (1, 64)}),
+            rest=Table.of({rows: REST * (1 + rows) + around(rows) for rows in (1, *around.points, 64)}),
             short=Table.of(self.typical("short")[1]),
             context=context,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,

@@ -62,7 +62,7 @@ def compiled_round(
     elif plan.exit_layer == LOOKUP:
         given = _given(rows, plan)
         lengths = tuple([0 if one is None else len(one.tokens) for one in given])
-    elif any(lengths):
+    else:
         drafter = _drafter(stack, plan)
         if drafter is None:
             return None
@@ -71,8 +71,9 @@ def compiled_round(
     rooms = [row.room - 1 for row in rows]
     verdicts = [_judged(one) for one in rounds.run(cache, spans, last, how, drafter, given, rooms)]
     fed, *judged = rounds.taken
-    parts = [(_STAGES[i % 3], taken) for i, taken in enumerate(rounds.steps)]
-    parts.append(("rest" if plan.exit_layer is None else "draft", fed))
+    parts = [("rest", 0.0), *((_STAGES[i % 3], taken) for i, taken in enumerate(rounds.steps))]
+    if drafter is not None:
+        parts.append(("draft", fed))
     seconds.laps([*parts, *zip(("verify", "head", "pick"), judged, strict=True)])
     if any(verdict.tree is not None for verdict in verdicts):
         settle(cache, rows, verdicts)
