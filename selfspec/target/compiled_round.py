@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
@@ -108,10 +107,13 @@ class Rounds:
         for row, one in enumerate(given):
             if one is not None:
                 room.give(row, one)
-        cos, sin = body.tables(longest)
-        drafting.cos, drafting.sin, drafting.embedding = cos.data_ptr(), sin.data_ptr(), body.embedding.data_ptr()
+        tables = body.tables(longest)
+        if tables is not room.tables:
+            room.tables = tables
+            drafting.cos, drafting.sin = tables[0].data_ptr(), tables[1].data_ptr()
+        drafting.embedding = body.embedding.data_ptr()
         judging.layers, judging.longest, judging.head = ctypes.addressof(layers), longest, _place(body.packed_head)
-        judging.threads_few, judging.threads = body.threads(1), torch.get_num_threads()
+        judging.threads_few, judging.threads = body.threads(1), body.threads(FEW + 1)
         judging.exit_layer = 0 if drafter is None else drafter.exit_layer
         if drafter is not None:
             rounded = drafter.rounded
@@ -149,6 +151,7 @@ class _Room:
         self._how: tuple[bytes, Any] = b"", None
         self._stops, self._numbers = Stops(), (_doubles(()), _doubles(()))  # the latter: edges and calibration
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
+        self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
         at = ctypes.addressof
         self.drafting = c.Drafting(
             num_rows=count, most=most, norm=body.last_norm.data_ptr(), eps=body.norm.eps, positions=at(self._positions),
@@ -212,12 +215,11 @@ class _Room:
         done = []
         for row, (count, chain, accepted) in enumerate(zip(self._counts, self._chains, self._accepted, strict=True)):
             at, to = row * self.most, row * (self.most + 1)
-            parents = self._parents[at : at + count]
-            is_chain = parents == list(range(count))
-            path = range(accepted) if is_chain else self._path[to : to + accepted]
-            block, sure = self._picks[to : to + accepted], self._sure[at : at + chain] if with_sure else []
-            drafted = self._tokens[at : at + count]
-            done.append(Judged(drafted, None if is_chain else tuple(parents), chain, path, block, sure))
+            drafted, block = self._tokens[at : at + count], self._picks[to : to + accepted]
+            sure, path, tree = self._sure[at : at + chain] if with_sure else [], range(accepted), None
+            if count != chain and (parents := tuple(self._parents[at : at + count])) != tuple(range(count)):
+                path, tree = self._path[to : to + accepted], parents
+            done.append(Judged(drafted, tree, chain, path, block, sure))
         return done
 
 

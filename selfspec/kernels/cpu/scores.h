@@ -50,19 +50,22 @@ constexpr int QUAD_SUMS = LANES / QUAD, TOGETHER = 4;  // keys at once, so that 
 
 constexpr int64_t SOON_KEYS = 2 * LANES;  // that are asked for before they are needed, where nobody did before
 
-// Products of K keys with the queries in `turned` [head_dim][LANES].
-template <int K>
+// Products of K keys with the queries in `turned` [head_dim][LANES]. Sums stay in registers where a head is whole: of as
+// many numbers as fill vectors.
+template <int K, bool whole>
 static inline void products(const float* turned, const float* key, int64_t stride, int64_t away, int64_t d, Vec* out) {
     Vec acc[K][QUAD_SUMS] = {};
     for (int64_t from = 0; from < d; from += LANES) {
+#pragma GCC unroll 4
         for (int i = 0; i < K; i++) {
             ask(key + i * stride + from, away);
             ask(key + i * stride + from, SOON_KEYS * stride);
         }
-        if (d - from >= LANES) {
+        if (whole || d - from >= LANES) {
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) {
                 Vec q = load(turned + (from + j) * LANES);
+#pragma GCC unroll 4
                 for (int i = 0; i < K; i++)
                     acc[i][j / QUAD] = fma(q, splat(key[i * stride + from + j]), acc[i][j / QUAD]);
             }
@@ -73,8 +76,11 @@ static inline void products(const float* turned, const float* key, int64_t strid
                         fma(load(turned + (from + j) * LANES), splat(key[i * stride + from + j]), acc[i][j / QUAD]);
         }
     }
+#pragma GCC unroll 4
     for (int i = 0; i < K; i++) {
+#pragma GCC unroll 4
         for (int step = 1; step < QUAD_SUMS; step *= 2)
+#pragma GCC unroll 4
             for (int j = 0; j < QUAD_SUMS; j += 2 * step) acc[i][j] += acc[i][j + step];
         out[i] = acc[i][0];
     }
@@ -87,6 +93,8 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     int64_t d = s.head_dim, stride = s.kv_heads * d;
     for (int64_t i = 0; i < d; i++)
         for (int lane = 0; lane < LANES; lane++) turned[i * LANES + lane] = queries[lane * d + i];
+    auto one = d % LANES ? products<1, false> : products<1, true>;
+    auto some = d % LANES ? products<TOGETHER, false> : products<TOGETHER, true>;
     Vec most = splat(-INFINITY), never = most;
     for (int64_t at = low; at < limit;) {
         int64_t stop = together_until(s, row, at, limit);
@@ -94,7 +102,7 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
         while (at < stop) {
             int count = stop - at < TOGETHER ? 1 : TOGETHER;
             Vec sums[TOGETHER];
-            (count == 1 ? products<1> : products<TOGETHER>)(turned, key, stride, values - keys, d, sums);
+            (count == 1 ? one : some)(turned, key, stride, values - keys, d, sums);
             for (int i = 0; i < count; i++, at++, key += stride) {
                 Ints seen = position >= int32_t(at);
                 if (window) seen &= position < int32_t(at) + window;
