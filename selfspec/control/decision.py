@@ -90,7 +90,10 @@ def decide(
     if experience.second_rates is not None:
         second = experience.second_rates.of(exit_layer)
         fixed, each = worth.beside(exit_layer, length)
-        second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
+        # Of a first token; later ones are come to less often.
+        likeliest = max([(1 - chance) * other for chance, other in zip(calibration, second, strict=True)])
+        if likeliest > each * rate:
+            second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
     # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
     seen = int(experience.tracker.lasting[:, line].sum())
     most, is_known = min(most, max(UNKNOWN, seen)), seen > UNKNOWN
