@@ -63,7 +63,7 @@ def compiled_round(
         given = _given(rows, plan)
         lengths = tuple([0 if one is None else len(one.tokens) for one in given])
     else:
-        drafter = _drafter(stack, plan)
+        drafter = _drafter(stack, plan, plan.draft_vocab if any(lengths) else None)
         if drafter is None:
             return None
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
@@ -80,11 +80,11 @@ def compiled_round(
     return verdicts
 
 
-def _drafter(stack: Stack, plan: Plan) -> Drafter | None:
-    """Who drafts; None where that is not compiled."""
+def _drafter(stack: Stack, plan: Plan, vocab: int | None) -> Drafter | None:
+    """Who drafts, over so many tokens; None where that is not compiled."""
     assert plan.exit_layer is not None
     rounded = plan.draft_bits is not None
-    head = stack.packed_head(plan.exit_layer, plan.draft_vocab, rounded)
+    head = stack.packed_head(plan.exit_layer, vocab, rounded)
     if head is None:
         return None
     beside = None if plan.second_choices is None else _beside(plan.second_choices)

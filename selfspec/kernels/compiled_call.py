@@ -67,7 +67,7 @@ class Drafting(Structure):
         *_all("how names cos sin embedding norm", c_void_p),
         *_all("eps", c_float),
         *_all("stop", Stop),
-        *_all("counts tokens seconds sure hidden taps taken", c_void_p),
+        *_all("counts tokens seconds sure hidden taps taken waits", c_void_p),
     )
 
 

@@ -60,7 +60,8 @@ def decoded(family, num_rows, seed, policy, new, sampled):
     """What every row came to, and the keys and values that its rows wrote."""
     target = Target(build(family))  # which has not seen yet which tokens are frequent
     engine = Engine(target, policy=policy, max_batch_size=num_rows)
-    told = [{"temperature": 0.9, "top_p": 0.9} if sampled[i] else {"temperature": 0.0} for i in range(num_rows)]
+    ways = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1})
+    told = [ways[sampled[i] * (1 + i % 2)] for i in range(num_rows)]
     for i, prompt in enumerate(make_prompts(LENGTHS[:num_rows], seed=seed)):
         engine.submit(prompt, max_new_tokens=new + i, seed=i, **told[i])
     done, blocks, written = [], [], []

@@ -91,8 +91,14 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
         double between = now();
         selfspec_linear(head, x, n, logits, d.norm, d.eps, h, num_threads);
         double headed = now();
-        selfspec_pick(logits, d.vocab, n, d.vocab, how.data(), asked.data(), d.names, 0, picks.data(),
-                      d.sure ? sure.data() : nullptr, d.seconds ? seconds.data() : nullptr, room, 1);
+        for (int64_t i = 0; i < n; i++) {
+            float* kept = d.waits ? d.waits + (live[i] * d.most + step) * filled_up(d.vocab) : nullptr;
+            if (kept) kept[0] = NAN;
+            const Row row{logits + i * d.vocab, d.vocab, asked[i], d.names, kept};
+            Picked one = pick_row(row, how[i], room, d.sure, d.seconds);
+            picks[i] = d.names ? d.names[one.best] : one.best, sure[i] = one.sure;
+            seconds[i] = d.names ? d.names[one.second] : one.second;
+        }
         for (int64_t i = 0; i < n; i++) {
             int64_t r = live[i], at = r * d.most + step;
             d.tokens[at] = next[r] = picks[i], d.counts[r] = step + 1;

@@ -13,6 +13,7 @@ struct Row {
     const float* logits;
     int64_t vocab, position;
     const int64_t* tokens;  // that the logits are of, ascending; null: all of a vocabulary
+    float* kept = nullptr;  // what `arrivals` says of all of it at this position, or a NaN where nobody asked; or null
 };
 
 struct Picked {
@@ -85,6 +86,7 @@ struct Contest {
     const int64_t* tokens;
     uint64_t key;
     float* shares;
+    float* kept;  // see `Row`
 
     // The place of the winner, -1 where none can be told for being all too far below `most`.
     int64_t winner(float most, float share) const {
@@ -102,9 +104,11 @@ struct Contest {
     // Fills in the shares; returns their sum.
     double run(float most) const {
         double total = 0;
-        float waits[CHUNK];
+        float own[CHUNK];
+        bool is_known = kept && !std::isnan(kept[0]);
         for (int64_t at = 0; at < filled_up(count); at += CHUNK) {
-            arrivals(key, tokens, at, waits);
+            float* waits = kept ? kept + at : own;
+            if (!is_known) arrivals(key, tokens, at, waits);
             Vec part = {};
             for (int64_t i = 0; i < CHUNK; i += LANES) {
                 Vec share = exponential(load(x + at + i) - most) / load(waits + i);
@@ -142,7 +146,7 @@ static Picked sampled(const Row& row, const How& how, float* x, float most, floa
         for (int64_t i = count; i < filled_up(count); i++) x[i] = -INFINITY, names[i] = 0;
         tokens = names;
     }
-    Contest contest{x, count, tokens, key_of(how.seed, row.position), weights};
+    Contest contest{x, count, tokens, key_of(how.seed, row.position), weights, tokens ? nullptr : row.kept};
     double total = contest.run(most);
     int64_t best = contest.winner(most, largest(weights, filled_up(count)));
     Picked picked{best, 0, float(weights[best] / total)};

@@ -11,6 +11,7 @@
 
 #include "drafting.h"
 #include "drafts.h"
+#include "pick.h"
 
 // Who verifies, and what it comes to. Node 0 of a draft is its row's last token, node i > 0 is tokens[i - 1], and goes
 // on from the node parents[i - 1].
@@ -26,7 +27,7 @@ struct Judging {
     int64_t few, threads_few, threads;  // threads of calls of at most so many tokens, and of others
     const Seconds* seconds;             // which second choices are drafted beside; null: none
     int64_t most;                       // tokens of a row's draft
-    int64_t *counts, *tokens, *parents, *chains;  // [num_rows], [num_rows, most] twice, [num_rows]: drafts, given or out
+    int64_t *counts, *tokens, *parents, *chains;  // drafts, given or out: [num_rows], [num_rows, most] twice, [num_rows]
     int64_t *accepted, *path, *picks;  // out: [num_rows] nodes; these [num_rows, most + 1]; and what was picked at each
     double* taken;                     // out: [4] seconds: early layers after the draft, layers, head, picks
 };
@@ -34,6 +35,7 @@ struct Judging {
 namespace {
 
 constexpr int64_t SHARED = 1 << 16;  // logits from which threads share the picks of a round
+constexpr int64_t MOST_KEPT = 1 << 18;  // floats of noise, which is made again where there are more
 
 struct Free {
     void operator()(float* at) const { std::free(at); }
@@ -49,8 +51,9 @@ Floats floats(int64_t count) {
 
 class Round {
     const Model& m;
-    const Drafting& d;
+    Drafting d;
     const Judging& j;
+    Floats waits;
 
     int64_t threads(int64_t n) const { return n > j.few ? j.threads : j.threads_few; }
 
@@ -87,28 +90,43 @@ class Round {
         }
     }
 
-    // From node 0 on to the child that the target picks, as far as there is one.
-    void walk(const Nodes& nodes, const float* logits, int64_t vocab) const {
-        int64_t n = nodes.size(), num_threads = n * vocab > SHARED ? threads(n) : 1;
-        bool is_shared = num_threads > 1;  // else what does not count is not picked
-        std::vector<int64_t> asked(n), picks(n);
+    // The target's pick at a node, with the noise of the drafter's pick at the same place.
+    int64_t pick_at(const Nodes& nodes, const float* logits, int64_t row, int64_t node, float* room) const {
+        int64_t vocab = j.head->out, at = nodes.rows[row] + node;
+        bool is_kept = d.waits && node < j.chains[row];
+        float* kept = is_kept ? d.waits + (row * d.most + node) * filled_up(vocab) : nullptr;
+        Row one{logits + at * vocab, vocab, nodes.positions[at] + 1, nullptr, kept};
+        return pick_row(one, d.how[row], room, false, false).best;
+    }
+
+    // The target's picks at all nodes, by threads that share them.
+    std::vector<int64_t> pick_all(const Nodes& nodes, const float* logits, float* room) const {
+        int64_t n = nodes.size(), vocab = j.head->out;
+        std::vector<int64_t> asked(nodes.positions), picks(n);
         std::vector<How> how(n);
+        for (int64_t& at : asked) at++;
         for (int64_t r = 0; r < d.num_rows; r++)
-            for (int64_t i = nodes.rows[r]; i < nodes.rows[r + 1]; i++)
-                asked[i] = nodes.positions[i] + 1, how[i] = d.how[r];
-        Floats room = floats(num_threads * selfspec_pick_floats(vocab));
-        auto pick = [&](int64_t from, int64_t count) {
-            selfspec_pick(logits + from * vocab, vocab, count, vocab, &how[from], &asked[from], nullptr, 0, &picks[from],
-                          nullptr, nullptr, room.get(), num_threads);
-        };
-        if (is_shared) pick(0, n);
+            std::fill(how.begin() + nodes.rows[r], how.begin() + nodes.rows[r + 1], d.how[r]);
+        selfspec_pick(logits, vocab, n, vocab, how.data(), asked.data(), nullptr, 0, picks.data(), nullptr, nullptr,
+                      room, threads(n));
+        return picks;
+    }
+
+    // From node 0 on to the child that the target picks, as far as there is one.
+    void walk(const Nodes& nodes, const float* logits) const {
+        int64_t n = nodes.size(), vocab = j.head->out;
+        bool is_shared = n * vocab > SHARED && threads(n) > 1;  // else what does not count is not picked
+        Floats room = floats((is_shared ? threads(n) : 1) * pick_floats(vocab));
+        std::vector<int64_t> picks;
+        if (is_shared) picks = pick_all(nodes, logits, room.get());
         for (int64_t r = 0; r < d.num_rows; r++) {
-            int64_t base = nodes.rows[r], count = j.counts[r], length = 0;
+            int64_t count = j.counts[r], length = 0;
+            int64_t *path = j.path + r * (j.most + 1), *out = j.picks + r * (j.most + 1);
             const int64_t *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;
             for (int64_t node = 0; node >= 0; length++) {
-                if (!is_shared) pick(base + node, 1);
-                int64_t made = picks[base + node], next = node + 1;
-                j.path[r * (j.most + 1) + length] = node, j.picks[r * (j.most + 1) + length] = made;
+                int64_t next = node + 1;
+                int64_t made = is_shared ? picks[nodes.rows[r] + node] : pick_at(nodes, logits, r, node, room.get());
+                path[length] = node, out[length] = made;
                 while (next <= count && !(parents[next - 1] == node && tokens[next - 1] == made)) next++;
                 node = next <= count ? next : -1;
             }
@@ -119,7 +137,12 @@ class Round {
    public:
     Round(const Model& m, const Drafting& d, const Judging& j) : m(m), d(d), j(j) {}
 
-    void draft() const {
+    void draft() {
+        int64_t kept = d.num_rows * d.most * filled_up(d.vocab);
+        bool samples = false;
+        for (int64_t r = 0; r < d.num_rows; r++) samples = samples || d.how[r].temperature > 0;
+        if (samples && !d.names && kept <= MOST_KEPT) waits = floats(kept);
+        d.waits = waits.get();
         int64_t num_threads = threads(d.num_rows);
         Floats room = floats(selfspec_draft_floats(&m, &d, j.exit_layer, j.draft_head, j.longest, num_threads));
         selfspec_draft(&m, j.drafters, j.exit_layer, j.draft_head, &d, j.longest, room.get(), num_threads);
@@ -148,7 +171,7 @@ class Round {
         Floats room = floats(selfspec_linear_floats(j.head, n, threads(n)));
         selfspec_linear(j.head, x.get(), n, logits.get(), nullptr, 0, room.get(), threads(n));
         double headed = now();
-        walk(nodes, logits.get(), vocab);
+        walk(nodes, logits.get());
         double *taken = j.taken, end = now();
         taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;
     }
@@ -160,7 +183,7 @@ extern "C" {
 
 // Draft where layers do, and verify. Keys and values of every node are written where it stands among its row's nodes.
 void selfspec_round(const Model* m, const Drafting* d, const Judging* j) {
-    const Round round(*m, *d, *j);
+    Round round(*m, *d, *j);
     if (j->exit_layer) round.draft();
     round.judge();
 }
