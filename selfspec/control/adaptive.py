@@ -26,6 +26,7 @@ from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
+    LOOKUP,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -189,7 +190,8 @@ class Adaptive:
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
             read = self._reading.begin(rows, self._worth, self._decision.usual)
-            found = self._finder.plan(read, self._worth, self._usual(len(rows))) if read else None
+            drafts, usual = self._decision.exit_layer is not None, self._usual(len(rows))
+            found = self._finder.plan(read, self._worth, usual, drafts) if read else None
             if read:
                 self._reading.note(found is not None)
             if found is not None:
@@ -234,9 +236,10 @@ class Adaptive:
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
             if self._reading.is_on(self._batch):
-                self._finder.observe(plan, outcomes)
+                self._finder.observe(plan, outcomes, self._forecast(plan, outcomes))
             if self._worth is not None:
-                self._reading.count(plan, outcomes, self._worth, self._usual(len(outcomes)), self._decision.rounds)
+                usual = self._finder.usual if plan.exit_layer == LOOKUP else self._usual(len(outcomes))
+                self._reading.count(plan, outcomes, self._worth, usual, self._decision.rounds)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.
         tells = 1 < self._plain_run <= BLOCK
@@ -289,6 +292,13 @@ class Adaptive:
     def _usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""
         return self._decision.usual * num_rows / self._batch
+
+    def _forecast(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> float:
+        """Tokens that a round of a single row was to bring, by what is usual now; 0 where no layer drafted."""
+        if not plan.exit_layer or len(outcomes) != 1 or self._decision.exit_layer is None:
+            return 0.0
+        rounds = self._decision.rounds
+        return self._decision.usual * rounds[min(outcomes[0].num_drafted, len(rounds) - 1)]
 
     def _is_worth_a_try(self, decision: Decision, num_rows: int) -> bool:
         """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""

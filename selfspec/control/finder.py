@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.matches import MOST_FOUND, Matches, choose
@@ -34,15 +35,26 @@ class Finder:
         self._most = MOST_FOUND if most is None else min(most, MOST_FOUND)
         self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
+        self._ease = Ease(len(STRENGTHS) + 2, passed)  # the first: nothing is found
+        self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
         self.chains: list[list[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
-    def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
-        """Drafts of what is free; None where that promises less than `usual` tokens per second of all rows."""
+    def plan(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool = False) -> Plan | None:
+        """Drafts of what is free; None where that promises less than is usual.
+
+        Args:
+            usual: tokens per second of all rows.
+            beside_layers: whether that is what drafts by layers come to.
+        """
         branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
         matches = [row.match for row in rows]
         longest = max(matches)
+        compares = beside_layers and len(rows) == 1
+        if compares:
+            usual *= self._ease.ratio(_strength(longest))
+        self.usual = usual
         if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
             self.chains = [[]] * len(rows)
             return None
@@ -66,6 +78,9 @@ class Finder:
         trusted = self._trust.ratio * rate
         if not any(lengths) or trusted < usual:
             return None
+        if compares and self._ease.is_wanted(_strength(longest), trusted, usual):
+            return None
+        self._ease.note(_strength(longest))
         self._forecast = rate * seconds[sum(lengths)]
         trees: list[TokenTree | None] = [None] * len(rows)
         for i, (row, one, length) in enumerate(zip(rows, grown, lengths, strict=True)):
@@ -121,8 +136,12 @@ class Finder:
         grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
         return grown if len(grown.chances) > len(chances) else None
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
-        """Set what came of a round beside what would have been guessed, and beside what it promised."""
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], forecast: float = 0.0) -> None:
+        """Set what came of a round beside what would have been guessed, and beside what it promised.
+
+        Args:
+            forecast: tokens that a round of a single row was to bring, which layers drafted in.
+        """
         emitted = 0
         for outcome in outcomes:
             emitted += outcome.num_emitted
@@ -133,6 +152,8 @@ class Finder:
                 (self.stored if looked.is_stored else self.matches).add(looked, outcome.request_id)
             if looked.ranks:
                 self.ranks.add(looked.ranks)
+        if forecast and outcomes[0].looked is not None:
+            self._ease.add(_strength(outcomes[0].looked.match), emitted, forecast)
         alive = [outcome.request_id for outcome in outcomes]
         self.matches.keep_rows(alive)
         self.stored.keep_rows(alive)
@@ -140,3 +161,8 @@ class Finder:
         self._passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))
+
+
+def _strength(match: int) -> int:
+    """0 where nothing is found."""
+    return 1 + bisect_right(STRENGTHS, match) if match else 0

@@ -194,7 +194,7 @@ class Seconds:
     pick: float = 0.0  # processors, filters, noise, argmax, and the copy to the host
     shadow: float = 0.0  # what other layers would have picked
     control: float = 0.0  # plans and statistics
-    rest: float = 0.0  # acceptance, stops, text
+    rest: float = 0.0  # acceptance, stops, text; what is spent around a round in one compiled call
     _last: float = field(default_factory=perf_counter, repr=False)
 
     def lap(self, stage: str) -> None:

@@ -13,11 +13,11 @@ from selfspec.control.worth import Worth
 
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
 READ_SECONDS = 8e-6  # to take one token into a row's index
-ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came
+ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came; and once more per round
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
-KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
+KEPT = 64  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
 
@@ -35,7 +35,7 @@ class Reading:
         self._num_rows = 0
         self._can_pay = False
         self._balance, self._advance = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
-        self._decided, self._asking = 0.0, ASK_SECONDS  # see `price`; and of one row
+        self._decided, self._asking = 0.0, _asking(1)  # see `price`; and of one row
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
 
@@ -59,7 +59,7 @@ class Reading:
             decided: seconds, by the clock.
         """
         self._decided = decided if num_rows > FEW else 0.0
-        self._asking = max(ASK_SECONDS, self._decided / num_rows)
+        self._asking = max(_asking(num_rows), self._decided) / num_rows
 
     def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
@@ -69,7 +69,7 @@ class Reading:
         """
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
-            self._asking = max(ASK_SECONDS, self._decided / len(rows))
+            self._asking = max(_asking(len(rows)), self._decided) / len(rows)
         if self._advance < 0:
             self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._advance
@@ -130,10 +130,15 @@ class Reading:
 def could_pay(worth: Worth, usual: float) -> bool:
     """Whether lookup would save more than it takes if half the rows had drafts of which nearly every token is right."""
     rows, seconds, tokens = worth.num_rows, worth.lookups(), float(worth.num_rows)
-    some, asking = rows // 2, ASK_SECONDS * rows
+    some, asking = rows // 2, _asking(rows)
     for n, chance in enumerate(HOPED, 1):
         tokens += some * chance
         drafted = some * n
         if drafted < len(seconds) and tokens > usual * (seconds[drafted] + asking):
             return True
     return False
+
+
+def _asking(num_rows: int) -> float:
+    """Seconds to ask for the guesses of so many rows."""
+    return ASK_SECONDS * (1 + num_rows)

@@ -34,7 +34,8 @@ def _stops(min_confidence: float, stop: SurvivalStop | None) -> Stops:
 
 def stops_of(plan: Plan) -> Stops:
     """Where a plan's rows end their drafts, as compiled functions are told; the same object of equal plans."""
-    return _stops(plan.min_confidence, plan.stop)
+    stop = plan.stop
+    return _stops(plan.min_confidence, stop and SurvivalStop(tuple(stop.calibration), stop.least))
 
 
 class Chooser:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, SecondChoices, Seconds
+from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, Seconds
 from selfspec.decoding.choose import stops_of
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
@@ -87,14 +87,15 @@ def _drafter(stack: Stack, plan: Plan, vocab: int | None) -> Drafter | None:
     head = stack.packed_head(plan.exit_layer, vocab, rounded)
     if head is None:
         return None
-    beside = None if plan.second_choices is None else _beside(plan.second_choices)
+    rule = plan.second_choices
+    beside = rule and _beside(tuple(rule.right), tuple(rule.second), *rule[2:])
     return Drafter(plan.exit_layer, head, stops_of(plan), plan.reads_confidence, rounded, beside)
 
 
 @lru_cache(maxsize=64)
-def _beside(rule: SecondChoices) -> Beside:
-    """The same object of equal rules."""
-    return Beside(CONFIDENCE_EDGES, rule.right, rule.second, rule.least, rule.enough, rule.most)
+def _beside(right: Sequence[float], second: Sequence[float], least: float, most: int, enough: float) -> Beside:
+    """The same object of equal rules, see `SecondChoices`."""
+    return Beside(CONFIDENCE_EDGES, right, second, least, enough, most)
 
 
 def _given(rows: Sequence[Row], plan: Plan) -> list[Given | None]:

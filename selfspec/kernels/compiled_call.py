@@ -68,6 +68,7 @@ class Drafting(Structure):
         *_all("eps", c_float),
         *_all("stop", Stop),
         *_all("counts tokens seconds sure hidden taps taken waits", c_void_p),
+        *_all("num_kept", c_int64),
     )
 
 
@@ -112,7 +113,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
         "selfspec_draft_floats": ([p, p, n, p, n, n], n),
         "selfspec_draft": ([p, p, n, p, p, n, p, n], None),
-        "selfspec_round": ([p, p, p], None),
+        "selfspec_round": ([p, p, p], n),
         "selfspec_index_new": ([n, n], p),
         "selfspec_index_free": ([p], None),
         "selfspec_index_bytes": ([p], n),

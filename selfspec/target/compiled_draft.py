@@ -88,7 +88,7 @@ def write(
         ),
         *(ctypes.addressof(counts), ctypes.addressof(tokens), ctypes.addressof(seconds) if with_seconds else None),
         *(ctypes.addressof(sure) if with_sure else None, hidden.data_ptr()),
-        *(ctypes.addressof(places) if tapped else None, ctypes.addressof(taken), None),
+        *(ctypes.addressof(places) if tapped else None, ctypes.addressof(taken), None, 0),
     )
     model, layers = body.rounded_structs(cache, exit_layer) if rounded else body.structs(cache)
     lib, threads = c.functions(), body.threads(count)

@@ -95,6 +95,9 @@ class Rounds:
             drafter: None where drafts are given, or there are none.
             given: every row's draft then.
             rooms: the most tokens that each row may draft, with those beside.
+
+        Raises:
+            MemoryError: there is too little of it.
         """
         body, lengths = self._body, [row.length for row in rows]
         beside = None if drafter is None else drafter.beside
@@ -112,16 +115,20 @@ class Rounds:
             room.tables = tables
             drafting.cos, drafting.sin = tables[0].data_ptr(), tables[1].data_ptr()
         drafting.embedding = body.embedding.data_ptr()
-        judging.layers, judging.longest, judging.head = ctypes.addressof(layers), longest, _place(body.packed_head)
+        head = body.packed_head.struct  # of which a `refresh` meanwhile may make another
+        judging.layers, judging.longest, judging.head = ctypes.addressof(layers), longest, ctypes.addressof(head)
         judging.threads_few, judging.threads = body.threads(1), body.threads(FEW + 1)
         judging.exit_layer = 0 if drafter is None else drafter.exit_layer
         if drafter is not None:
             rounded = drafter.rounded
             drafters = body.rounded_structs(cache, drafter.exit_layer)[1] if rounded else layers
             judging.drafters, judging.are_copies = ctypes.addressof(drafters), rounded
-            judging.draft_head = _place(drafter.head[0])
+            draft_head = drafter.head[0].struct
+            judging.draft_head = ctypes.addressof(draft_head)
             room.draft_by(drafter, rooms)
-        self._lib.selfspec_round(ctypes.byref(model), room.drafting_at, room.judging_at)
+        if self._lib.selfspec_round(ctypes.byref(model), room.drafting_at, room.judging_at):
+            tokens = sum(lengths) + len(rows)
+            raise MemoryError(f"there is too little memory for a round of {tokens} tokens; decode fewer rows at once")
         self.steps, self.taken = room.seconds(drafter is not None)
         return room.judged(drafter is not None and drafter.with_sure)
 
@@ -229,8 +236,3 @@ def _ints(count: int) -> Any:
 
 def _doubles(values: Sequence[float]) -> Any:
     return (ctypes.c_double * len(values))(*values)
-
-
-def _place(packed: Packed) -> int:
-    """Where the struct is, which another `fill` may change."""
-    return ctypes.addressof(packed.struct)

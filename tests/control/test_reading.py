@@ -117,10 +117,10 @@ def test_what_saves_more_than_it_takes_goes_on_however_little_the_share_pays():
 
 
 def test_a_round_that_saved_much_pays_for_one_that_lost_less():
-    for lost, goes_on in ((150, True), (250, False)):
+    for lost, goes_on in ((80, True), (250, False)):
         reading, worth, usual = account(1, slower=1e-2)
         reading.begin(rows_of(1), worth, usual)
-        for saved in (200, -lost):
+        for saved in (100, -lost):
             reading.pass_round(1, worth.plain_seconds, saved * ASK_SECONDS)
         assert bool(reading.begin(rows_of(1, content=51), worth, usual)) == goes_on
 

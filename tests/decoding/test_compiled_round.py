@@ -16,8 +16,8 @@ from selfspec.decoding import rounds, whole
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.picker import Picker
 from tests.decoding.test_mutations import left_where_they_are
-from tests.decoding.test_trees import Knowing, check_known_trees, check_seconds
-from tests.helpers import Adversary, make_prompts
+from tests.decoding.test_trees import Knowing, Seconds, check_known_trees, check_seconds
+from tests.helpers import Adversary, Always, make_prompts
 from tests.models import build, tiny
 
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
@@ -45,6 +45,22 @@ class Dice(Adversary):
         )
 
 
+def compiled(family, **shape):
+    return Target(build(family, **shape), engine="compiled")
+
+
+class Drafts(Always):
+    """Half of the layers draft as many tokens as there is room for, by turns themselves and by copies of them."""
+
+    def __init__(self, longest):
+        super().__init__(2, longest)
+        self.copies = False
+
+    def plan(self, rows):
+        self.copies = not self.copies
+        return replace(super().plan(rows), draft_bits=4 if self.copies else None)
+
+
 @contextmanager
 def in_parts():
     """No round is done in one call."""
@@ -56,9 +72,9 @@ def in_parts():
         rounds.compiled_round = made
 
 
-def decoded(family, num_rows, seed, policy, new, sampled):
+def decoded(family, num_rows, seed, policy, new, sampled, **shape):
     """What every row came to, and the keys and values that its rows wrote."""
-    target = Target(build(family))  # which has not seen yet which tokens are frequent
+    target = compiled(family, **shape)  # which has not seen yet which tokens are frequent
     engine = Engine(target, policy=policy, max_batch_size=num_rows)
     ways = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1})
     told = [ways[sampled[i] * (1 + i % 2)] for i in range(num_rows)]
@@ -72,10 +88,10 @@ def decoded(family, num_rows, seed, policy, new, sampled):
         )
         done += [row.completion for row in result.rows if row.completion is not None]
         for row in engine.rows:
-            layer = engine.cache._layers[target.stack.num_layers - 1]
             at = torch.tensor([row.pages[p // engine.cache.page_size] for p in range(row.num_cached)])
             within = torch.arange(row.num_cached) % engine.cache.page_size
-            written.append([float(pages[at, within].double().sum()) for pages in layer])
+            layers = engine.cache._layers.values()
+            written.append([float(pages[at, within].double().sum()) for layer in layers for pages in layer])
     return [(one.request_id, one.tokens, one.stats) for one in done], blocks, written
 
 
@@ -115,29 +131,45 @@ def test_most_rounds_are_done_in_one_call(monkeypatch):
         return done
 
     monkeypatch.setattr(rounds, "compiled_round", counted)
-    decoded("llama", 3, 0, Dice(0, 4), 24, [False, True, False])
+    decoded("llama", 3, 0, Dice(0, 4), 70, [False, True, False])
     assert calls[True] > 3 * calls[False] > 0
 
 
 def test_only_layers_that_are_compiled_do_whole_rounds():
-    assert Picker(tiny("llama").stack).rounds is not None
+    assert Picker(compiled("llama").stack).rounds is not None
     assert Picker(tiny("gpt_oss").stack).rounds is None
+
+
+@pytest.mark.parametrize("vocab", [9000, 40_000])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_vocabularies_are_picked_from_by_all_threads_and_keep_noise_of_some_tokens(vocab, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        given = ("llama", 3, 1), (14, [True, True, False])
+        found = [decoded(*given[0], Drafts(9), *given[1], vocab_size=vocab)]
+        with in_parts():
+            found.append(decoded(*given[0], Drafts(9), *given[1], vocab_size=vocab))
+        assert found[0] == found[1]
+        assert sum(len(drafted) for step in found[0][1] for _, _, drafted, _ in step) > 30
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("check", [check_known_trees, check_seconds])
 def test_accepted_nodes_that_are_left_where_they_are_are_noticed(monkeypatch, check):
-    check("llama")
+    check("llama", target=compiled("llama"))
     monkeypatch.setattr(whole, "settle", left_where_they_are)
     with pytest.raises(AssertionError):
-        check("llama")
+        check("llama", target=compiled("llama"))
 
 
 def test_rows_of_several_pages_and_trees_of_some_rows_only():
     """Small pages, so that the page of a node is not its row's first one."""
-    target = tiny("llama")
+    target = compiled("llama")
     prompts, outputs = make_prompts(LENGTHS[:4], seed=1), {}
     for paged in (128, 5):
-        for policy in ("plain", Knowing(0, 4, outputs)) if outputs else ("plain",):
+        for policy in ("plain", Knowing(0, 4, outputs), Seconds(1, 4, plain=False)) if outputs else ("plain",):
             engine = Engine(target, policy=policy, max_batch_size=4, max_cached_tokens=640, page_size=paged)
             for prompt in prompts:
                 engine.submit(prompt, max_new_tokens=24)

@@ -92,7 +92,8 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
         selfspec_linear(head, x, n, logits, d.norm, d.eps, h, num_threads);
         double headed = now();
         for (int64_t i = 0; i < n; i++) {
-            float* kept = d.waits ? d.waits + (live[i] * d.most + step) * filled_up(d.vocab) : nullptr;
+            bool is_kept = d.waits && step < d.num_kept;
+            float* kept = is_kept ? d.waits + (live[i] * d.num_kept + step) * filled_up(d.vocab) : nullptr;
             if (kept) kept[0] = NAN;
             const Row row{logits + i * d.vocab, d.vocab, asked[i], d.names, kept};
             Picked one = pick_row(row, how[i], room, d.sure, d.seconds);

@@ -25,7 +25,8 @@ struct Drafting {
     int64_t *counts, *tokens, *seconds;  // out: [num_rows], [num_rows, most], the same or null
     float *sure, *hidden, *const *taps;  // [num_rows, most] or null; [num_rows, most, hidden], the latter per layer or null
     double* taken;                       // [most, 3]: seconds of layers, head and pick
-    float* waits;  // [num_rows, most, vocab filled up]: room to keep picks' noise in, see `Row`; or null
+    float* waits;      // [num_rows, num_kept, vocab filled up]: room to keep picks' noise in, see `Row`; or null
+    int64_t num_kept;  // of so many first tokens
 };
 
 static inline double now() {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 namespace {
@@ -53,7 +54,7 @@ class Index {
 
     Index(int64_t most, int64_t size) : most(most), keys(size * 2 + 33, NO_KEY), children(size * 2 + 33) {}
 
-    int64_t num_bytes() const { return int64_t(keys.size() * 12 + depths.size() * 5 + content.size() * 4); }
+    int64_t num_bytes() const { return int64_t(keys.capacity() * 12 + depths.capacity() * 5 + content.capacity() * 4); }
 
     // Walk down along the tokens before it, backwards, as far as there is a way, and leave a leaf there.
     void add(int64_t token) {
@@ -94,18 +95,25 @@ class Index {
 extern "C" {
 
 // size: tokens that there are to begin with.
-void* selfspec_index_new(int64_t most, int64_t size) { return new Index(most, size); }
+void* selfspec_index_new(int64_t most, int64_t size) try {
+    return new Index(most, size);
+} catch (const std::bad_alloc&) {
+    return nullptr;
+}
 
 void selfspec_index_free(void* index) { delete static_cast<Index*>(index); }
 
 int64_t selfspec_index_bytes(const void* index) { return static_cast<const Index*>(index)->num_bytes(); }
 
-// Add tokens; out [2 + most]: the match of the last one, its place, and where the shorter ones were. Returns how many.
-int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out) {
+// Add tokens; out [2 + most]: the match of the last one, its place, and where the shorter ones were. Returns how many,
+// or -1 where there is too little memory.
+int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out) try {
     Index& one = *static_cast<Index*>(index);
     for (int64_t i = 0; i < n; i++) one.add(tokens[i]);
     out[0] = one.match, out[1] = one.place;
     for (std::size_t i = 0; i < one.shorter.size(); i++) out[2 + i] = one.shorter[i];
     return int64_t(one.shorter.size());
+} catch (const std::bad_alloc&) {
+    return -1;
 }
 }

@@ -4,7 +4,6 @@
 // between the parts of a round that took as long as a quarter of it.
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <vector>
@@ -12,6 +11,12 @@
 #include "drafting.h"
 #include "drafts.h"
 #include "pick.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num() { return 0; }
+#endif
 
 // Who verifies, and what it comes to. Node 0 of a draft is its row's last token, node i > 0 is tokens[i - 1], and goes
 // on from the node parents[i - 1].
@@ -35,19 +40,20 @@ struct Judging {
 namespace {
 
 constexpr int64_t SHARED = 1 << 16;  // logits from which threads share the picks of a round
-constexpr int64_t MOST_KEPT = 1 << 18;  // floats of noise, which is made again where there are more
+constexpr int64_t MOST_KEPT = 1 << 18;  // floats of noise; that of later tokens is made again
 
-struct Free {
-    void operator()(float* at) const { std::free(at); }
+// Floats from where a line of the caches begins, since vectors are read from them; nothing is written to them.
+class Floats {
+    std::unique_ptr<float[]> all;
+    float* first = nullptr;
+
+   public:
+    Floats() {}
+    explicit Floats(int64_t count) : all(new float[count + 16]) {
+        first = all.get() + (-(reinterpret_cast<uintptr_t>(all.get()) / 4) & 15);
+    }
+    float* get() const { return first; }
 };
-typedef std::unique_ptr<float[], Free> Floats;
-
-// Where lines of the caches begin, since vectors are read from it; nothing is written to it.
-Floats floats(int64_t count) {
-    void* at = nullptr;
-    if (posix_memalign(&at, 64, sizeof(float) * (count + 1))) throw std::bad_alloc();
-    return Floats(static_cast<float*>(at));
-}
 
 class Round {
     const Model& m;
@@ -61,7 +67,7 @@ class Round {
     void run(Nodes& nodes, int64_t start, int64_t stop, const float* from, float* x) const {
         int64_t n = nodes.size(), scratch = selfspec_scratch_floats(&m, j.longest);
         int64_t buffers = selfspec_buffer_floats(&m, n);
-        Floats room = floats(buffers + scratch * threads(n));
+        Floats room(buffers + scratch * threads(n));
         Call call = nodes.call(d.cos, d.sin);
         const void* given = start ? static_cast<const void*>(from) : nodes.tokens.data();
         selfspec_run(&m, j.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, nullptr,
@@ -79,7 +85,7 @@ class Round {
     // Layers that draft have not read what they drafted last, or beside it: hidden states of all they did and of these.
     void read_on(float* x) const {
         Nodes unread = nodes_of(true);
-        Floats states = floats(unread.size() * m.hidden);
+        Floats states(unread.size() * m.hidden);
         run(unread, 0, j.exit_layer, nullptr, states.get());
         const float* more = states.get();
         for (int64_t r = 0; r < d.num_rows; r++) {
@@ -93,32 +99,34 @@ class Round {
     // The target's pick at a node, with the noise of the drafter's pick at the same place.
     int64_t pick_at(const Nodes& nodes, const float* logits, int64_t row, int64_t node, float* room) const {
         int64_t vocab = j.head->out, at = nodes.rows[row] + node;
-        bool is_kept = d.waits && node < j.chains[row];
-        float* kept = is_kept ? d.waits + (row * d.most + node) * filled_up(vocab) : nullptr;
+        bool is_kept = d.waits && node < j.chains[row] && node < d.num_kept;
+        float* kept = is_kept ? d.waits + (row * d.num_kept + node) * filled_up(vocab) : nullptr;
         Row one{logits + at * vocab, vocab, nodes.positions[at] + 1, nullptr, kept};
         return pick_row(one, d.how[row], room, false, false).best;
     }
 
-    // The target's picks at all nodes, by threads that share them.
-    std::vector<int64_t> pick_all(const Nodes& nodes, const float* logits, float* room) const {
-        int64_t n = nodes.size(), vocab = j.head->out;
-        std::vector<int64_t> asked(nodes.positions), picks(n);
-        std::vector<How> how(n);
-        for (int64_t& at : asked) at++;
+    // The target's picks at all nodes, by threads that share them; room: `pick_floats` for each.
+    std::vector<int64_t> pick_all(const Nodes& nodes, const float* logits, int64_t num_threads, float* room) const {
+        int64_t n = nodes.size();
+        std::vector<int64_t> picks(n), owners(n);
         for (int64_t r = 0; r < d.num_rows; r++)
-            std::fill(how.begin() + nodes.rows[r], how.begin() + nodes.rows[r + 1], d.how[r]);
-        selfspec_pick(logits, vocab, n, vocab, how.data(), asked.data(), nullptr, 0, picks.data(), nullptr, nullptr,
-                      room, threads(n));
+            std::fill(owners.begin() + nodes.rows[r], owners.begin() + nodes.rows[r + 1], r);
+#pragma omp parallel for num_threads(num_threads)
+        for (int64_t i = 0; i < n; i++) {
+            float* own = room + omp_get_thread_num() * pick_floats(j.head->out);
+            picks[i] = pick_at(nodes, logits, owners[i], i - nodes.rows[owners[i]], own);
+        }
         return picks;
     }
 
     // From node 0 on to the child that the target picks, as far as there is one.
     void walk(const Nodes& nodes, const float* logits) const {
         int64_t n = nodes.size(), vocab = j.head->out;
-        bool is_shared = n * vocab > SHARED && threads(n) > 1;  // else what does not count is not picked
-        Floats room = floats((is_shared ? threads(n) : 1) * pick_floats(vocab));
+        int64_t num_threads = n * vocab > SHARED ? std::min(threads(n), n) : 1;
+        bool is_shared = num_threads > 1;  // else what does not count is not picked
+        Floats room(num_threads * pick_floats(vocab));
         std::vector<int64_t> picks;
-        if (is_shared) picks = pick_all(nodes, logits, room.get());
+        if (is_shared) picks = pick_all(nodes, logits, num_threads, room.get());
         for (int64_t r = 0; r < d.num_rows; r++) {
             int64_t count = j.counts[r], length = 0;
             int64_t *path = j.path + r * (j.most + 1), *out = j.picks + r * (j.most + 1);
@@ -138,13 +146,14 @@ class Round {
     Round(const Model& m, const Drafting& d, const Judging& j) : m(m), d(d), j(j) {}
 
     void draft() {
-        int64_t kept = d.num_rows * d.most * filled_up(d.vocab);
+        int64_t each = d.num_rows * filled_up(d.vocab);
         bool samples = false;
         for (int64_t r = 0; r < d.num_rows; r++) samples = samples || d.how[r].temperature > 0;
-        if (samples && !d.names && kept <= MOST_KEPT) waits = floats(kept);
+        d.num_kept = samples && !d.names ? std::min(d.most, MOST_KEPT / each) : 0;
+        if (d.num_kept) waits = Floats(each * d.num_kept);
         d.waits = waits.get();
         int64_t num_threads = threads(d.num_rows);
-        Floats room = floats(selfspec_draft_floats(&m, &d, j.exit_layer, j.draft_head, j.longest, num_threads));
+        Floats room(selfspec_draft_floats(&m, &d, j.exit_layer, j.draft_head, j.longest, num_threads));
         selfspec_draft(&m, j.drafters, j.exit_layer, j.draft_head, &d, j.longest, room.get(), num_threads);
         for (int64_t r = 0; r < d.num_rows; r++) {
             int64_t count = d.counts[r], *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;
@@ -162,13 +171,13 @@ class Round {
         Nodes nodes = nodes_of(false);
         int64_t n = nodes.size(), vocab = j.head->out;
         bool is_read = j.exit_layer && !j.are_copies;
-        Floats x = floats(n * m.hidden), logits = floats(n * vocab), early = floats(is_read ? n * m.hidden : 0);
+        Floats x(n * m.hidden), logits(n * vocab), early(is_read ? n * m.hidden : 0);
         double before = now();
         if (is_read) read_on(early.get());
         double start = now();
         run(nodes, is_read ? j.exit_layer : 0, j.num_layers, early.get(), x.get());
         double between = now();
-        Floats room = floats(selfspec_linear_floats(j.head, n, threads(n)));
+        Floats room(selfspec_linear_floats(j.head, n, threads(n)));
         selfspec_linear(j.head, x.get(), n, logits.get(), nullptr, 0, room.get(), threads(n));
         double headed = now();
         walk(nodes, logits.get());
@@ -182,9 +191,13 @@ class Round {
 extern "C" {
 
 // Draft where layers do, and verify. Keys and values of every node are written where it stands among its row's nodes.
-void selfspec_round(const Model* m, const Drafting* d, const Judging* j) {
+// Returns 0, or 1 where there is too little memory.
+int64_t selfspec_round(const Model* m, const Drafting* d, const Judging* j) try {
     Round round(*m, *d, *j);
     if (j->exit_layer) round.draft();
     round.judge();
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
 }
 }
