@@ -17,7 +17,7 @@ ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what ca
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
-KEPT = 64  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
+KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
 
