@@ -12,7 +12,7 @@ from selfspec.control.fading import Fading, Passed
 
 HALF_LIFE, BELIEVED = 400.0, 30.0  # tokens: see `Trust`
 EVERY = 16  # rounds that lookup drafts for each that layers draft in its place, to tell what they would have come to
-LEAST = 1.0
+LEAST = 1.0  # ratio: where layers did worse than on the whole, they are not held to it
 CLEAR = 1.5  # unless it promises so many times as much
 
 

@@ -22,7 +22,7 @@ from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_draft import Stops, Written, write
 from selfspec.target.stack import Stack
 
-_STAGES = ("draft", "head", "pick")
+STAGES = ("draft", "head", "pick")  # of every step of a draft
 
 
 @lru_cache(maxsize=64)
@@ -96,7 +96,7 @@ class Chooser:
             stack.lean, cache, spans, last, plan.exit_layer, head, how, stops_of(plan), *asked, tapped, rounded
         )
         self.confidences, self._others = written.sure, written.seconds
-        self._seconds.laps([part for step in written.taken for part in zip(_STAGES, step, strict=True)])
+        self._seconds.laps([part for step in written.taken for part in zip(STAGES, step, strict=True)])
         return written
 
     def block(self, hidden: Tensor, guesses: Sequence[int], num_drafted: int) -> tuple[list[int], bool]:

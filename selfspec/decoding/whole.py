@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, Seconds
-from selfspec.decoding.choose import stops_of
+from selfspec.decoding.choose import STAGES, stops_of
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
@@ -20,8 +20,6 @@ from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PagedCache, Span, Tree
 from selfspec.target.compiled_round import Beside, Drafter, Given, Judged
 from selfspec.target.stack import Stack
-
-_STAGES = ("draft", "head", "pick")  # of every step of a draft
 
 
 def whole_round(
@@ -71,7 +69,7 @@ def compiled_round(
     rooms = [row.room - 1 for row in rows]
     verdicts = [_judged(one) for one in rounds.run(cache, spans, last, how, drafter, given, rooms)]
     fed, *judged = rounds.taken
-    parts = [("rest", 0.0), *((_STAGES[i % 3], taken) for i, taken in enumerate(rounds.steps))]
+    parts = [("rest", 0.0), *((STAGES[i % 3], taken) for i, taken in enumerate(rounds.steps))]
     if drafter is not None:
         parts.append(("draft", fed))
     seconds.laps([*parts, *zip(("verify", "head", "pick"), judged, strict=True)])

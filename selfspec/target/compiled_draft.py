@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,15 +77,12 @@ def write(
     places = (ctypes.c_void_p * exit_layer)()
     for layer, tap in zip(tapped, taps, strict=True):
         places[layer - 1] = tap.data_ptr()
-    edges, calibration = _doubles(stops.edges), None if stops.calibration is None else _doubles(stops.calibration)
+    stop, _kept = stop_of(stops)
     drafting = c.Drafting(
         *(count, most, packed.num_outputs, *map(ctypes.addressof, told), row_pages),
         *(_address(ctypes.c_char_p(how)), None if names is None else names.data_ptr(), cos.data_ptr(), sin.data_ptr()),
         *(body.embedding.data_ptr(), body.last_norm.data_ptr(), body.norm.eps),
-        c.Stop(
-            *(stops.min_confidence, stops.least, ctypes.addressof(edges)),
-            *(None if calibration is None else ctypes.addressof(calibration), len(edges)),
-        ),
+        stop,
         *(ctypes.addressof(counts), ctypes.addressof(tokens), ctypes.addressof(seconds) if with_seconds else None),
         *(ctypes.addressof(sure) if with_sure else None, hidden.data_ptr()),
         *(ctypes.addressof(places) if tapped else None, ctypes.addressof(taken), None, 0),
@@ -125,7 +122,14 @@ def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def _doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+def stop_of(stops: Stops) -> tuple[c.Stop, Any]:
+    """What compiled functions are told, and what that points to, to be kept as long."""
+    edges, calibration = doubles(stops.edges), None if stops.calibration is None else doubles(stops.calibration)
+    told = None if calibration is None else ctypes.addressof(calibration)
+    return c.Stop(stops.min_confidence, stops.least, ctypes.addressof(edges), told, len(edges)), (edges, calibration)
+
+
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
     return (ctypes.c_double * len(values))(*values)
 
 

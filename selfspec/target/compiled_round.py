@@ -15,7 +15,7 @@ from torch import Tensor
 from selfspec.kernels import compiled_call as c
 from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import FEW, CompiledBody
-from selfspec.target.compiled_draft import Stops
+from selfspec.target.compiled_draft import Stops, doubles, stop_of
 from selfspec.target.packed import Packed
 
 STEP = 8  # drafted tokens: buffers are made for multiples of it
@@ -156,7 +156,8 @@ class _Room:
         self._hidden = body.embedding.new_empty(count, most, body.embedding.shape[1])
         self._pages: tuple[list[Sequence[int]], Any] = [], None
         self._how: tuple[bytes, Any] = b"", None
-        self._stops, self._numbers = Stops(), (_doubles(()), _doubles(()))  # the latter: edges and calibration
+        self._stops: Stops | None = None
+        self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
         self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
         at = ctypes.addressof
@@ -200,16 +201,14 @@ class _Room:
         drafting.sure = ctypes.addressof(self._sure) if drafter.with_sure else None
         drafting.seconds = None if beside is None else ctypes.addressof(self._others)
         if stops is not self._stops:
-            self._stops, self._numbers = stops, (_doubles(stops.edges), _doubles(stops.calibration or ()))
-            edges, calibration = map(ctypes.addressof, self._numbers)
-            told = None if stops.calibration is None else calibration
-            drafting.stop = c.Stop(stops.min_confidence, stops.least, edges, told, len(stops.edges))
+            self._stops = stops
+            drafting.stop, self._numbers = stop_of(stops)
         if beside is None:
             self.judging.seconds = None
             return
         self._rooms[:] = rooms
         if beside is not self._beside[0]:
-            lists = [_doubles(one) for one in beside[:3]]
+            lists = [doubles(one) for one in beside[:3]]
             numbers = len(beside.edges), beside.least, beside.enough, ctypes.addressof(self._rooms), beside.most
             self._beside = beside, c.Seconds(*map(ctypes.addressof, lists), *numbers), lists
         self.judging.seconds = ctypes.addressof(self._beside[1])
@@ -232,7 +231,3 @@ class _Room:
 
 def _ints(count: int) -> Any:
     return (ctypes.c_int64 * count)()
-
-
-def _doubles(values: Sequence[float]) -> Any:
-    return (ctypes.c_double * len(values))(*values)
