@@ -60,6 +60,8 @@ def ending(problem: BaseException) -> int:
     if type(problem).__name__ == "OutOfMemoryError":
         sentence = "the device ran out of memory; lower --max-new-tokens, or choose --dtype bfloat16 or --device cpu"
         return say(sentence, RUN)
+    if isinstance(problem, MemoryError):
+        return say(str(problem) or "memory ran out; lower --max-new-tokens, or decode fewer prompts at once", RUN)
     raise problem
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.api import Target
+from selfspec.commands.failure import ending
 from selfspec.control.plan import LOOKUP, NUM_BINS, SecondChoices, SurvivalStop
 from selfspec.decoding import rounds, whole
 from selfspec.decoding.engine import Engine
@@ -178,3 +180,26 @@ def test_rows_of_several_pages_and_trees_of_some_rows_only():
             if not outputs:
                 outputs = {i: (len(prompts[i]), tokens) for i, tokens in done}
             assert [outputs[i][1] for i, _ in done] == [tokens for _, tokens in done]
+
+
+def test_too_little_memory_is_an_error_that_costs_no_token():
+    target = compiled("llama")
+    [whole_output] = [one.tokens for one in target.generate(make_prompts((9,)), max_new_tokens=12, policy="plain")]
+    engine = Engine(target, policy="plain")
+    engine.submit(make_prompts((9,))[0], max_new_tokens=12)
+    found = [token for row in engine.step().rows for token in row.tokens]
+    made = engine._picker.rounds._lib
+    engine._picker.rounds._lib = SimpleNamespace(selfspec_round=lambda *given: 1)
+    with pytest.raises(MemoryError, match="too little memory for a round of 1 tokens; decode fewer rows at once"):
+        engine.step()
+    engine._picker.rounds._lib = made
+    found += [token for result in engine.run() for row in result.rows for token in row.tokens]
+    assert found == whole_output
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"), [(MemoryError("too little"), "too little"), (MemoryError(), "memory ran out")]
+)
+def test_the_command_says_so_in_one_sentence(capsys, problem, said):
+    assert ending(problem) == 1
+    assert capsys.readouterr().err.startswith(f"selfspec: {said}")
