@@ -34,6 +34,7 @@ from selfspec.control.plan import (
     Seconds,
     Shadow,
     ShadowPlan,
+    Steady,
 )
 from selfspec.control.reading import FEW, Reading
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
@@ -46,6 +47,7 @@ LOOK_EVERY = 4  # rounds between looks at the clock
 # before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
 TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
+CHANGES = Steady()
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
 
@@ -94,6 +96,7 @@ class Adaptive:
         self._parts = Parts(costs)  # ways of drafting
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
+        self._steady = CHANGES
 
     @property
     def tracker(self) -> Tracker:
@@ -140,6 +143,11 @@ class Adaptive:
         """Rounds after the one that was planned last that will be plain, unless rows join or leave."""
         return self._times.ahead
 
+    @property
+    def steady(self) -> Steady:
+        """How many of the next rounds are likely to be as the one that was planned last."""
+        return self._steady
+
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
 
@@ -174,7 +182,7 @@ class Adaptive:
         self._times.decide_now()
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._joining = 0
+        self._joining, self._steady = 0, CHANGES
         self._times.begin()
         processes = any(row.has_processors for row in rows)
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
@@ -186,6 +194,7 @@ class Adaptive:
         self._context = max([row.content_length for row in rows])
         if self._block:
             self._block -= 1
+            self._steady = Steady(self._block)
             return self._idle
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
@@ -205,6 +214,7 @@ class Adaptive:
                 return Plan(None, self._idle.draft_lengths, shadow=shadow)
             if self._plain_run > BLOCK and not self.recycles and not self._times.has_clock:
                 self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
+            self._steady = self._until_change(bool(read))
             return self._idle
         most = min(self.most, decision.most)
         lengths = tuple([min(most, row.room - 1) for row in rows])
@@ -214,6 +224,8 @@ class Adaptive:
         guesses = 0
         if read and self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
             guesses = self._worth.guesses(exit_layer, self._finder.chains[0])
+        if shadow is None and not guesses:
+            self._steady = self._until_change(bool(read))
         made = self._made
         if made is not None and shadow is None and made.draft_lengths == lengths and made.guesses == guesses:
             return made  # nothing else changes between decisions
@@ -232,6 +244,11 @@ class Adaptive:
         if shadow is None:
             self._made = made
         return made
+
+    def _until_change(self, reads: bool) -> Steady:
+        """After a round that is not the last of its kind; its rows are looked up, or not."""
+        rounds = min(self._times.until_due, self._looks.rounds_left)
+        return Steady(rounds, self._finder.quiet) if reads and self._finder is not None else Steady(rounds)
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:

@@ -15,6 +15,7 @@ from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
 STRENGTHS = (3,)  # bounds between matches whose forecasts are trusted apart: those of weak ones are too good oftener
+QUIET = 2  # times in a row that nothing was drafted where so many tokens matched, until nobody waits to see it again
 SURE = 0.97  # no chance of being right counts for more where it is asked whether a draft could pay at all
 
 
@@ -36,10 +37,16 @@ class Finder:
         self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
         self._ease = Ease(len(STRENGTHS) + 2, passed)  # the first: nothing is found
+        self._vain: dict[int, int] = {0: QUIET}  # by match: in how many rounds in a row nothing was drafted
         self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
         self.chains: list[list[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
+
+    @property
+    def quiet(self) -> int:
+        """Of which lengths are matches that nothing is drafted by: bit n, of n tokens."""
+        return sum([1 << match for match, times in self._vain.items() if times >= QUIET])
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool = False) -> Plan | None:
         """Drafts of what is free; None where that promises less than is usual.
@@ -48,8 +55,16 @@ class Finder:
             usual: tokens per second of all rows.
             beside_layers: whether that is what drafts by layers come to.
         """
-        branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
         matches = [row.match for row in rows]
+        found = self._plan(rows, matches, worth, usual, beside_layers)
+        for match in matches:
+            self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
+        return found
+
+    def _plan(
+        self, rows: Sequence[RowState], matches: Sequence[int], worth: Worth, usual: float, beside_layers: bool
+    ) -> Plan | None:
+        branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
         longest = max(matches)
         compares = beside_layers and len(rows) == 1
         if compares:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, Steady
+
+ALWAYS = Steady(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
     """Every token by the whole model."""
+
+    steady: ClassVar[Steady] = ALWAYS
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         return Plan(None, (0,) * len(rows))
@@ -32,6 +37,7 @@ class Fixed:
     min_confidence: float = 0.0
     draft_vocab: int | None = None
     draft_bits: int | None = None
+    steady: ClassVar[Steady] = ALWAYS
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)

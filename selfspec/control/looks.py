@@ -26,6 +26,7 @@ class Looks:
         self._costs = costs
         self._most = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
         self._credit = -OWED[has_prior] * self._most  # seconds that shadow picks may still take
+        self._paid = 0.0  # by the last round
         self._turn = 0  # whose turn it is to be looked at in a large batch
 
     @property
@@ -33,9 +34,15 @@ class Looks:
         """Whether earlier rounds have paid for one."""
         return self._credit >= 0
 
+    @property
+    def rounds_left(self) -> int:
+        """Rounds to come before earlier ones have paid for one, if they are like the last."""
+        return int(-self._credit / self._paid) if self._paid > 0 else 0
+
     def pass_idle(self, seconds: float) -> None:
         """Lay by a share of what the forwards of plain rounds took, which could be many."""
-        self._credit += OFF_SHARE * max(0.0, seconds)
+        self._paid = OFF_SHARE * max(0.0, seconds)
+        self._credit += self._paid
 
     def pass_round(self, num_rows: int | None, is_early: bool, seconds: Seconds) -> None:
         """Lay a share of the round's time by, and take out what looking took; and deciding, if nothing is drafted.
@@ -48,7 +55,8 @@ class Looks:
             self._credit -= DECIDING
         if num_rows is not None:
             share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
-        self._credit += share * max(0.0, seconds.draft + seconds.verify + seconds.head) - max(0.0, seconds.shadow)
+        self._paid = share * max(0.0, seconds.draft + seconds.verify + seconds.head)
+        self._credit += self._paid - max(0.0, seconds.shadow)
         self._credit = max(min(self._credit, self._most), -10 * self._most)  # a hiccup is forgiven
 
     def plan(self, layers: Sequence[int], exit_layer: int | None, num_rows: int, emitted: int) -> ShadowPlan | None:

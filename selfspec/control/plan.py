@@ -183,6 +183,13 @@ class RowOutcome(NamedTuple):
         return min(self.num_accepted + 1, self.num_drafted)
 
 
+class Steady(NamedTuple):
+    """How many rounds after the one that was planned last are likely to have the same plan."""
+
+    num_rounds: int = 0
+    quiet: int = 1  # as long as lookup finds matches of these lengths alone, by bit: 1 is 0 tokens, 2 is 1, 4 is 2, ...
+
+
 @dataclass(slots=True)
 class Seconds:
     """Wall time of a round by stage; on CUDA, without a synchronisation, the time to launch it."""
@@ -203,10 +210,10 @@ class Seconds:
         self.add(stage, now - self._last)
         self._last = now
 
-    def laps(self, parts: Sequence[tuple[str, float]]) -> None:
-        """It went to these, one after another; what they leave of it, to the first."""
+    def laps(self, parts: Sequence[tuple[str, float]], elsewhere: float = 0.0) -> None:
+        """It went to these, one after another; what they leave of it, and what went elsewhere, to the first."""
         now = self.now()
-        left = now - self._last - sum(seconds for _, seconds in parts)
+        left = now - self._last - elsewhere - sum([seconds for _, seconds in parts])
         for stage, seconds in parts:
             self.add(stage, seconds + left)
             left = 0.0
@@ -233,9 +240,10 @@ class Policy(Protocol):
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
     and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `plain_ahead` need not be
     asked about so many rounds after the one it planned last, while the rows are the same: they are plain, and before it
-    is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `tell_vocabulary` is
-    handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part of one; one that has
-    `tell_copies`, whether there are copies of the layers in 4 bits to draft by.
+    is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `steady`, a `Steady`,
+    may have rounds decoded before it is asked about them, which hold if it plans them so. One that has
+    `tell_vocabulary` is handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part
+    of one; one that has `tell_copies`, whether there are copies of the layers in 4 bits to draft by.
     """
 
     def plan(self, rows: Sequence[RowState]) -> Plan: ...

@@ -28,6 +28,11 @@ class Timetable:
         return self.round >= self._next
 
     @property
+    def until_due(self) -> int:
+        """Rounds after this one that come before the next that decides."""
+        return max(0, self._next - self.round - 1)
+
+    @property
     def is_early(self) -> bool:
         """Whether these are the first rounds of all."""
         return self.round < EARLY

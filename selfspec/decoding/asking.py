@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds
+from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds, Steady
 from selfspec.decoding.checks import check_plan, check_room
 from selfspec.errors import whole
+
+NOT_STEADY = Steady()
 
 
 class Asked(Protocol):
@@ -28,11 +30,13 @@ class Asking:
 
     Attributes:
         reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`, `recycles`.
+        steady: how many rounds after this one are likely to have its plan.
     """
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
         self.reads_lookup = self.reads_ranks = self.recycles = False
+        self.steady = Steady()
         self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
@@ -48,6 +52,7 @@ class Asking:
         if self._left and self._plan is not None and [row.request_id for row in rows] == self._rows:
             self._left -= 1
             self.reads_lookup = self.reads_ranks = self.recycles = False
+            self.steady = Steady(self._left)
             return self._plan, False
         self._tell()
         policy = self.policy
@@ -57,6 +62,7 @@ class Asking:
         reads_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
         self._check(plan, [row.room for row in rows])
+        self.steady = getattr(policy, "steady", NOT_STEADY)
         ahead = getattr(policy, "plain_ahead", 0)
         if ahead and plan.exit_layer is None and plan.shadow is None:  # no other plan may be followed twice
             whole("a policy's plain_ahead", ahead, 0)

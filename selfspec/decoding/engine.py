@@ -10,7 +10,8 @@ import torch
 
 from selfspec.control.plan import Looked, Plan, Policy, RowOutcome, Seconds
 from selfspec.decoding.afterwards import Teach
-from selfspec.decoding.asking import Asking
+from selfspec.decoding.ahead import Ahead
+from selfspec.decoding.asking import NOT_STEADY, Asking
 from selfspec.decoding.checks import check_request
 from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
@@ -115,6 +116,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
+        self._ahead = Ahead()
 
     @property
     def policy(self) -> Policy:
@@ -163,9 +165,9 @@ class Engine:
         with torch.inference_mode():
             if self._cancelled:
                 self._drop_cancelled()
-            if self._waiting:
+            if not self._ahead:  # else rounds are there already, and nobody waits for them long
                 self._admit()
-            self._prefill()
+                self._prefill()
             seconds.lap("prefill")
             plan = self._decode(seconds)
         if self.learn is not None:
@@ -184,10 +186,12 @@ class Engine:
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
         try:
-            teach = None if self.learn is None else self.learn.take
-            verdicts = decode_round(
-                self.stack, self.cache, ready, plan, seconds, teach, self._picker, recycles, whole=True
-            )
+            verdicts = self._ahead.take(ready, plan, seconds)
+            if verdicts is None:
+                teach = None if self.learn is None else self.learn.take
+                self._ahead.allow(asking.steady if len(ready) == len(self.rows) else NOT_STEADY, reads_lookup)
+                how = teach, self._picker, recycles, True, self._ahead
+                verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
             over_part = self._is_over_part(plan, ready)
             left_out = [over_part and self._is_left_out(plan, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
@@ -210,6 +214,7 @@ class Engine:
                     self._cancel(row)
             if any(row.finish_reason is not None for row in ready):
                 self.rows = [row for row in self.rows if row.finish_reason is None]
+                self._ahead.forget()
         seconds.lap("rest")
         if is_told:
             asking.observe(plan, outcomes, seconds)
@@ -298,6 +303,7 @@ class Engine:
         self.rows = [row for row in self.rows if row.finish_reason is None]
         self._waiting = deque(pair for pair in self._waiting if pair[0] not in self._cancelled)
         self._cancelled.clear()
+        self._ahead.forget()
 
     def _cancel(self, row: Row) -> None:
         row.finish_reason = "cancelled"

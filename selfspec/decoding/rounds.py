@@ -10,13 +10,14 @@ from torch import Tensor
 
 from selfspec.control.plan import LOOKUP, Plan, Seconds
 from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_likely, with_shadows
+from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import filtered
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.process import process_packed
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
-from selfspec.decoding.whole import compiled_round, settle, whole_round
+from selfspec.decoding.whole import compiled_round, whole_round
 from selfspec.drafting.at_once import draft_at_once, draft_unread
 from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
@@ -35,20 +36,23 @@ def decode_round(
     picker: Picker | None = None,
     recycles: bool = False,
     whole: bool = False,
+    ahead: Ahead | None = None,
 ) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`.
 
     Where it `recycles`, verdicts say which tokens were likely at the places that count. A round that is asked for
     `whole` is decoded as one recording, where the stack has a runner that offers it; its time is then told as `verify`.
+    Rounds that were decoded with this one wait with `ahead`.
     """
     done = whole_round(stack, cache, rows, plan, recycles) if whole and teach is None else None
     if done is not None:
         seconds.lap("verify")
         return done
     picker = picker or Picker(stack)
-    done = compiled_round(stack, cache, rows, plan, picker, seconds) if teach is None and not recycles else None
-    if done is not None:
-        return done
+    if teach is None and not recycles:
+        done = compiled_round(stack, cache, rows, plan, picker, seconds, ahead)
+        if done is not None:
+            return done
     if teach is not None and plan.draft_bits is not None:
         plan = replace(plan, draft_bits=None)  # lessons are hidden states of the layers themselves
     tapped = plan.shadow.layers if plan.shadow is not None else ()
@@ -87,6 +91,15 @@ def decode_round(
     if teach is not None:
         hand_on(teach, rows, plan, verdicts, draft.hidden, taps, logits)
     return verdicts
+
+
+def settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+    """Accepted nodes that lie elsewhere than at their positions: move their keys and values there."""
+    for row, verdict in zip(rows, verdicts, strict=True):
+        away = [i for i, node in enumerate(verdict.path) if node != i]
+        if away:
+            base = len(row.content) - 1
+            cache.move(row.pages, [base + verdict.path[i] for i in away], [base + i for i in away])
 
 
 def _draft(

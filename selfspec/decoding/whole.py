@@ -1,6 +1,7 @@
 """Whole rounds at once, from drafts to acceptance: which rounds may be, and what is told of their rows.
 
-On CUDA a runner replays a recording; where layers are compiled for the processor, one compiled call does it.
+On CUDA a runner replays a recording; where layers are compiled for the processor, one compiled call does it, and more
+of them where they are planned alike.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, Seconds
+from selfspec.decoding.ahead import Ahead, Coming
 from selfspec.decoding.choose import STAGES, stops_of
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
@@ -18,7 +20,7 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.device.whole import RoundRow, RowRound
 from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PagedCache, Span, Tree
-from selfspec.target.compiled_round import Beside, Drafter, Given, Judged
+from selfspec.target.round_room import Beside, Done, Drafter, Given, Judged
 from selfspec.target.stack import Stack
 
 
@@ -48,9 +50,19 @@ def _is_plain(rows: Sequence[Row], plan: Plan) -> bool:
 
 
 def compiled_round(
-    stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, picker: Picker, seconds: Seconds
+    stack: Stack,
+    cache: PagedCache,
+    rows: Sequence[Row],
+    plan: Plan,
+    picker: Picker,
+    seconds: Seconds,
+    ahead: Ahead | None = None,
 ) -> list[Verdict] | None:
-    """What became of every row, by one compiled call; None for a round that asks for what that has not."""
+    """What became of every row, by one compiled call; None for a round that asks for what that has not.
+
+    Args:
+        ahead: who says how many rounds are decoded at once, and takes what became of the later ones.
+    """
     rounds = picker.rounds
     if rounds is None or plan.guesses or not _is_plain(rows, plan):
         return None
@@ -65,17 +77,22 @@ def compiled_round(
         if drafter is None:
             return None
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
+    further = None if ahead is None or plan.exit_layer == LOOKUP else ahead.further(rows, plan)
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
-    rooms = [row.room - 1 for row in rows]
-    verdicts = [_judged(one) for one in rounds.run(cache, spans, last, how, drafter, given, rooms)]
-    fed, *judged = rounds.taken
-    parts = [("rest", 0.0), *((STAGES[i % 3], taken) for i, taken in enumerate(rounds.steps))]
-    if drafter is not None:
-        parts.append(("draft", fed))
-    seconds.laps([*parts, *zip(("verify", "head", "pick"), judged, strict=True)])
-    if any(verdict.tree is not None for verdict in verdicts):
-        settle(cache, rows, verdicts)
-    return verdicts
+    done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
+    coming = [Coming([_judged(row) for row in one.rows], _parts(one, drafter is not None)) for one in done]
+    others = sum([taken for one in coming[1:] for _, taken in one.parts])
+    seconds.laps([("rest", 0.0), *coming[0].parts], others)
+    if ahead is not None and further is not None:
+        ahead.put(rows, plan, coming, done)
+    return coming[0].verdicts
+
+
+def _parts(done: Done, has_drafted: bool) -> list[tuple[str, float]]:
+    """Seconds by stage."""
+    fed, *judged = done.taken
+    steps = [(STAGES[i % 3], taken) for i, taken in enumerate(done.steps)]
+    return [*steps, *([("draft", fed)] if has_drafted else []), *zip(("verify", "head", "pick"), judged, strict=True)]
 
 
 def _drafter(stack: Stack, plan: Plan, vocab: int | None) -> Drafter | None:
@@ -108,15 +125,6 @@ def _judged(one: Judged) -> Verdict:
     tree = None if one.parents is None else Tree((-1, *one.parents))
     chain = 0 if tree is None else one.chain
     return Verdict(one.drafted, one.path, one.block, None, None, tree, chain, confidences=tuple(one.sure))
-
-
-def settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
-    """Accepted nodes that lie elsewhere than at their positions: move their keys and values there."""
-    for row, verdict in zip(rows, verdicts, strict=True):
-        away = [i for i, node in enumerate(verdict.path) if node != i]
-        if away:
-            base = len(row.content) - 1
-            cache.move(row.pages, [base + verdict.path[i] for i in away], [base + i for i in away])
 
 
 def _verdict(one: RowRound) -> Verdict:

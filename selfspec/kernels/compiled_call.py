@@ -96,6 +96,17 @@ class Judging(Structure):
     )
 
 
+class Ahead(Structure):
+    _fields_ = (
+        *_all("rounds", c_int64),
+        *_all("seconds", c_double),
+        *_all("rooms ends stops indices", c_void_p),
+        *_all("quiet", c_int64),
+        *_all("found", c_void_p),
+        *_all("found_size done", c_int64),
+    )
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -113,7 +124,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
         "selfspec_draft_floats": ([p, p, n, p, n, n], n),
         "selfspec_draft": ([p, p, n, p, p, n, p, n], None),
-        "selfspec_round": ([p, p, p], n),
+        "selfspec_rounds": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
         "selfspec_index_free": ([p], None),
         "selfspec_index_bytes": ([p], n),

@@ -8,34 +8,15 @@
 #include <new>
 #include <vector>
 
-#include "drafting.h"
 #include "drafts.h"
 #include "pick.h"
+#include "round.h"
 
 #ifdef _OPENMP
 #include <omp.h>
 #else
 static int omp_get_thread_num() { return 0; }
 #endif
-
-// Who verifies, and what it comes to. Node 0 of a draft is its row's last token, node i > 0 is tokens[i - 1], and goes
-// on from the node parents[i - 1].
-struct Judging {
-    const Layer* layers;
-    int64_t num_layers;
-    const Product* head;
-    const float* norm;      // the last one
-    const Layer* drafters;  // who draft: the first `exit_layer` of `layers`, or copies of those
-    int64_t exit_layer;     // 0: drafts are given
-    const Product* draft_head;
-    int64_t are_copies, longest;        // longest: tokens of a row, when all that may be drafted has its place
-    int64_t few, threads_few, threads;  // threads of calls of at most so many tokens, and of others
-    const Seconds* seconds;             // which second choices are drafted beside; null: none
-    int64_t most;                       // tokens of a row's draft
-    int64_t *counts, *tokens, *parents, *chains;  // drafts, given or out: [num_rows], [num_rows, most] twice, [num_rows]
-    int64_t *accepted, *path, *picks;  // out: [num_rows] nodes; these [num_rows, most + 1]; and what was picked at each
-    double* taken;                     // out: [4] seconds: early layers after the draft, layers, head, picks
-};
 
 namespace {
 
@@ -142,6 +123,24 @@ class Round {
         }
     }
 
+    // Right nodes that stand elsewhere than where their tokens come to stand: move their keys and values there.
+    void settle() const {
+        int64_t size = m.shape.page_size, floats = m.shape.kv_heads * m.shape.head_dim;
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            const int64_t *path = j.path + r * (j.most + 1), *pages = d.pages + r * d.row_pages;
+            for (int64_t i = 0; i < j.accepted[r]; i++) {
+                int64_t from = d.positions[r] + path[i], to = d.positions[r] + i;
+                if (from == to) continue;
+                from = (pages[from / size] * size + from % size) * floats;
+                to = (pages[to / size] * size + to % size) * floats;
+                for (const Layer* layer = j.layers; layer < j.layers + j.num_layers; layer++) {
+                    std::copy_n(layer->keys + from, floats, layer->keys + to);
+                    std::copy_n(layer->values + from, floats, layer->values + to);
+                }
+            }
+        }
+    }
+
    public:
     Round(const Model& m, const Drafting& d, const Judging& j) : m(m), d(d), j(j) {}
 
@@ -181,6 +180,7 @@ class Round {
         selfspec_linear(j.head, x.get(), n, logits.get(), nullptr, 0, room.get(), threads(n));
         double headed = now();
         walk(nodes, logits.get());
+        settle();
         double *taken = j.taken, end = now();
         taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;
     }
@@ -190,8 +190,6 @@ class Round {
 
 extern "C" {
 
-// Draft where layers do, and verify. Keys and values of every node are written where it stands among its row's nodes.
-// Returns 0, or 1 where there is too little memory.
 int64_t selfspec_round(const Model* m, const Drafting* d, const Judging* j) try {
     Round round(*m, *d, *j);
     if (j->exit_layer) round.draft();

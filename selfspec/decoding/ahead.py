@@ -1,0 +1,107 @@
+"""`Ahead`: rounds that were decoded in one call with the one before, and wait for their turn.
+
+What a round comes to depends on its rows and its plan alone, and its tokens not even on that. So where the policy is
+likely to plan some rounds alike they may be decoded at once, and are then taken one by one: planned, told of and handed
+out as if each had just been decoded. If something else is planned after all, or other rows are there, what is left is
+forgotten, and its keys and values are overwritten as those of wrong drafts are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from selfspec.control.plan import Plan, Seconds, Steady
+from selfspec.decoding.row import Row
+from selfspec.decoding.verdict import Verdict
+from selfspec.drafting.compiled_lookup import CompiledLookup
+from selfspec.target.compiled_round import MOST_ROUNDS
+from selfspec.target.round_room import Done, Further
+
+SECONDS = 1 / 60  # after which no further round begins: what is streamed still comes with every picture of a screen
+
+
+class Coming(NamedTuple):
+    """A round that waits."""
+
+    verdicts: list[Verdict]
+    parts: list[tuple[str, float]]  # its seconds by stage
+
+
+class Ahead:
+    """The rounds of an engine's rows that wait, oldest first."""
+
+    def __init__(self) -> None:
+        self._coming: deque[Coming] = deque()
+        self._plan: Plan | None = None  # of all of them
+        self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
+        self._steady, self._reads_lookup = Steady(), False
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    def forget(self) -> None:
+        """Rows left that these were of."""
+        self._coming.clear()
+
+    def take(self, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> list[Verdict] | None:
+        """What the next round of these rows came to by this plan, if it is there; else nothing is left to wait."""
+        if not self._coming:
+            return None
+        if [(row.request_id, len(row.content)) for row in rows] != self._rows or plan != self._plan:
+            self._coming.clear()
+            return None
+        verdicts, parts = self._coming.popleft()
+        for stage, taken in parts:
+            seconds.add(stage, taken)
+        self._expect(rows, verdicts)
+        return verdicts
+
+    def allow(self, steady: Steady, reads_lookup: bool) -> None:
+        """As many rounds as the policy is steady for may be decoded with the next one.
+
+        Args:
+            reads_lookup: whether they depend on what is found of their rows.
+        """
+        self._steady, self._reads_lookup = steady, reads_lookup
+
+    def further(self, rows: Sequence[Row], plan: Plan) -> Further | None:
+        """How far to decode on after a round by this plan; None: not at all.
+
+        Nobody waits for a second round before the first token is there.
+        """
+        steady = self._steady
+        num_rounds = min(MOST_ROUNDS, 1 + steady.num_rounds)
+        if num_rounds < 2 or plan.trees is not None or any(len(r.content) == r.num_prompt_tokens for r in rows):
+            return None
+        ends = [sorted(row.stopper.eos) for row in rows]
+        if not self._reads_lookup:
+            return Further(num_rounds, SECONDS, ends)
+        indices: list[int | None] = []
+        size = 0
+        for row in rows:
+            lookup = row.guesser.lookup if row.guesser.is_read else None
+            if row.datastore is not None or (lookup is not None and not isinstance(lookup, CompiledLookup)):
+                return None
+            indices.append(None if lookup is None else lookup.place)
+            if lookup is not None:
+                if indices[-1] is None:
+                    return None
+                size = lookup.told_size
+        return Further(num_rounds, SECONDS, ends, indices if size else (), size, steady.quiet)
+
+    def put(self, rows: Sequence[Row], plan: Plan, rounds: Sequence[Coming], done: Sequence[Done]) -> None:
+        """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""
+        for at, row in enumerate(rows):
+            told = [each for one in done if (each := one.found[at]) is not None]
+            if told:
+                lookup = row.guesser.lookup
+                assert isinstance(lookup, CompiledLookup)
+                lookup.foresee(told, [len(one.rows[at].block) for one in done])
+        self._coming, self._plan = deque(rounds[1:]), plan
+        self._expect(rows, rounds[0].verdicts)
+
+    def _expect(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+        """The next round comes after this one."""
+        self._rows = [(row.request_id, len(row.content) + len(v.block)) for row, v in zip(rows, verdicts, strict=True)]

@@ -1,0 +1,212 @@
+"""What rounds in compiled calls are told, what they tell, and the arrays that this lies in."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from selfspec.kernels import compiled_call as c
+from selfspec.target.cache import Span
+from selfspec.target.compiled import FEW, CompiledBody
+from selfspec.target.compiled_draft import Stops, doubles, stop_of
+from selfspec.target.packed import Packed
+
+
+class Beside(NamedTuple):
+    """Which second choices are drafted beside first ones; see `selfspec.control.plan.SecondChoices`."""
+
+    edges: Sequence[float]
+    right: Sequence[float]
+    second: Sequence[float]
+    least: float
+    enough: float
+    most: int
+
+
+class Drafter(NamedTuple):
+    """Which layers draft, and how; see `compiled_draft.write`."""
+
+    exit_layer: int
+    head: tuple[Packed, Tensor | None]
+    stops: Stops
+    with_sure: bool
+    rounded: bool
+    beside: Beside | None = None
+
+
+class Given(NamedTuple):
+    """A row's draft that no layer made."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]  # of every token: the node that it goes on from; node 0 is the row's last token
+
+
+class Further(NamedTuple):
+    """How far rounds go on after the first one: as long as every row has room for as many tokens as were asked of the
+    first, and none of this says otherwise."""
+
+    num_rounds: int  # at most, with the first one
+    seconds: float  # none begins later
+    ends: Sequence[Sequence[int]]  # of every row: tokens that end it
+    indices: Sequence[int | None] = ()  # of every row: that of its tokens, which is told of them all; empty: none
+    found_size: int = 0  # numbers that these tell at most
+    quiet: int = 0  # bit n: where n tokens of a row are found, rounds go on
+
+
+class Judged(NamedTuple):
+    """What came of a row."""
+
+    drafted: list[int]
+    parents: tuple[int, ...] | None  # where they are no chain
+    chain: int  # of those that a layer drafted: the first ones, which follow one another
+    path: Sequence[int]  # nodes that are right, node 0 first
+    block: list[int]  # what the target picked at these
+    sure: list[float]  # of the chain
+
+
+class Done(NamedTuple):
+    """What came of a round."""
+
+    rows: list[Judged]
+    steps: list[float]  # seconds of the draft: layers, head, pick of the first token; of the second; ...
+    taken: list[float]  # and of early layers on what was drafted last, then of all layers that judged, head, and picks
+    found: list[list[int] | None]  # by row: what its index tells after the round's tokens, where it was told of them
+
+
+class Room:
+    """The arrays that rounds of `count` rows and at most `most` drafted tokens of each read and write."""
+
+    def __init__(self, body: CompiledBody, count: int, most: int, num_rounds: int) -> None:
+        self.count, self.most = count, most
+        self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
+        # Of one round after the other:
+        self._drafted, self._counts, self._chains, self._accepted = (_ints(num_rounds * count) for _ in range(4))
+        self._tokens, self._parents = (_ints(num_rounds * count * most) for _ in range(2))
+        self._path, self._picks = (_ints(num_rounds * count * (most + 1)) for _ in range(2))
+        self._sure = (ctypes.c_float * (num_rounds * count * most))()
+        self._steps, self._taken = (ctypes.c_double * (num_rounds * 3 * most))(), (ctypes.c_double * (num_rounds * 4))()
+        # Of the last one:
+        self._written, self._others = (_ints(count * most) for _ in range(2))
+        self._hidden = body.embedding.new_empty(count, most, body.embedding.shape[1])
+        self._pages: tuple[list[Sequence[int]], Any] = [], None
+        self._how: tuple[bytes, Any] = b"", None
+        self._stops: Stops | None = None
+        self._numbers: Any = None  # which the stop points to
+        self._beside: tuple[Beside | None, Any, Any] = None, None, None
+        self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
+        self._indices, self._found = (ctypes.c_void_p * count)(), _ints(0)
+        self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
+        at = ctypes.addressof
+        self.drafting = c.Drafting(
+            num_rows=count, most=most, norm=body.last_norm.data_ptr(), eps=body.norm.eps, positions=at(self._positions),
+            lengths=at(self._lengths), last=at(self._last), counts=at(self._drafted), tokens=at(self._written),
+            hidden=self._hidden.data_ptr(), taken=at(self._steps),
+        )  # fmt: skip
+        self.judging = c.Judging(
+            num_layers=len(body.layers), norm=body.last_norm.data_ptr(), few=FEW, most=most, counts=at(self._counts),
+            tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains), accepted=at(self._accepted),
+            path=at(self._path), picks=at(self._picks), taken=at(self._taken),
+        )  # fmt: skip
+        self._ahead = c.Ahead(rounds=1, rooms=at(self._rooms))
+        self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._ahead)]
+
+    def tell(
+        self, rows: Sequence[Span], lengths: list[int], last: Sequence[int], how: bytes, rooms: Sequence[int]
+    ) -> None:
+        """Of a round that begins."""
+        self._positions[:] = [row.start for row in rows]
+        self._lengths[:] = lengths
+        self._last[:], self._rooms[:] = last, rooms
+        for counts in (self._counts, self._chains, self._drafted):
+            counts[: self.count] = [0] * self.count
+        pages = [row.pages for row in rows]
+        if pages != self._pages[0]:
+            longest = max(map(len, pages))
+            flat = [page for own in pages for page in (*own, *[0] * (longest - len(own)))]
+            self._pages = [list(own) for own in pages], (ctypes.c_int64 * len(flat))(*flat)
+            self.drafting.pages, self.drafting.row_pages = ctypes.addressof(self._pages[1]), longest
+        if how != self._how[0]:
+            self._how = how, ctypes.create_string_buffer(how, len(how))
+            self.drafting.how = ctypes.addressof(self._how[1])
+
+    def give(self, row: int, draft: Given) -> None:
+        count, at = len(draft.tokens), row * self.most
+        self._counts[row] = count
+        self._tokens[at : at + count], self._parents[at : at + count] = draft.tokens, draft.parents
+
+    def draft_by(self, drafter: Drafter) -> None:
+        packed, names = drafter.head
+        drafting, stops, beside = self.drafting, drafter.stops, drafter.beside
+        drafting.vocab, drafting.names = packed.num_outputs, None if names is None else names.data_ptr()
+        drafting.sure = ctypes.addressof(self._sure) if drafter.with_sure else None
+        drafting.seconds = None if beside is None else ctypes.addressof(self._others)
+        if stops is not self._stops:
+            self._stops = stops
+            drafting.stop, self._numbers = stop_of(stops)
+        if beside is None:
+            self.judging.seconds = None
+            return
+        if beside is not self._beside[0]:
+            lists = [doubles(one) for one in beside[:3]]
+            numbers = len(beside.edges), beside.least, beside.enough, ctypes.addressof(self._rooms), beside.most
+            self._beside = beside, c.Seconds(*map(ctypes.addressof, lists), *numbers), lists
+        self.judging.seconds = ctypes.addressof(self._beside[1])
+
+    def go_on(self, further: Further | None) -> None:
+        """How far, after the first round."""
+        ahead = self._ahead
+        if further is None:
+            ahead.rounds, ahead.seconds, ahead.indices = 1, 0.0, None
+            ahead.ends = ahead.stops = None
+            return
+        ahead.rounds, ahead.seconds, ahead.quiet = further.num_rounds, further.seconds, further.quiet
+        if further.ends != self._ends[0] or self._ends[1] is None:
+            flat = [token for own in further.ends for token in own]
+            stops = [0, *accumulate(map(len, further.ends))]
+            self._ends = further.ends, (ctypes.c_int64 * len(flat))(*flat), (ctypes.c_int64 * len(stops))(*stops)
+        ahead.ends, ahead.stops = map(ctypes.addressof, self._ends[1:])
+        ahead.indices = ctypes.addressof(self._indices) if further.indices else None
+        if further.indices:
+            self._indices[:] = [*further.indices]
+            size = further.num_rounds * self.count * further.found_size
+            if len(self._found) < size:
+                self._found = _ints(size)
+            ahead.found, ahead.found_size = ctypes.addressof(self._found), further.found_size
+
+    def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
+        """What came of every round."""
+        done = []
+        for at in range(self._ahead.done):
+            first, steps = at * self.count, at * 3 * self.most
+            drafted = 0 if drafter is None else max(self._drafted[first : first + self.count])
+            rows = self._judged(first, drafter is not None and drafter.with_sure)
+            found = [self._told(first + row, further) for row in range(self.count)]
+            done.append(Done(rows, self._steps[steps : steps + 3 * drafted], self._taken[4 * at : 4 * at + 4], found))
+        return done
+
+    def _judged(self, first: int, with_sure: bool) -> list[Judged]:
+        done = []
+        for at in range(first, first + self.count):
+            count, chain, accepted = self._counts[at], self._chains[at], self._accepted[at]
+            tokens, picks = at * self.most, at * (self.most + 1)
+            drafted, block = self._tokens[tokens : tokens + count], self._picks[picks : picks + accepted]
+            sure, path, tree = self._sure[tokens : tokens + chain] if with_sure else [], range(accepted), None
+            if count != chain and (parents := tuple(self._parents[tokens : tokens + count])) != tuple(range(count)):
+                path, tree = self._path[picks : picks + accepted], parents
+            done.append(Judged(drafted, tree, chain, path, block, sure))
+        return done
+
+    def _told(self, at: int, further: Further | None) -> list[int] | None:
+        """What the index of a row told in a round; None where it was not told of its tokens."""
+        if further is None or not further.indices or further.indices[at % self.count] is None:
+            return None
+        first = at * further.found_size
+        return self._found[first + 1 : first + 3 + self._found[first]]
+
+
+def _ints(count: int) -> Any:
+    return (ctypes.c_int64 * count)()
