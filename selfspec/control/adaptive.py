@@ -47,7 +47,6 @@ LOOK_EVERY = 4  # rounds between looks at the clock
 # before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
 TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
-CHANGES = Steady()
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
 
@@ -96,7 +95,8 @@ class Adaptive:
         self._parts = Parts(costs)  # ways of drafting
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
-        self._steady = CHANGES
+        self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
+        self._usual_plan: Plan | None = None  # what that was, or would have been without; None: another each time
 
     @property
     def tracker(self) -> Tracker:
@@ -146,7 +146,16 @@ class Adaptive:
     @property
     def steady(self) -> Steady:
         """How many of the next rounds are likely to be as the one that was planned last."""
-        return self._steady
+        usual, read = self._usual_plan, self._were_read
+        rounds = (
+            self._block if usual is self._idle and self._block else min(self._times.until_due, self._looks.rounds_left)
+        )
+        if usual is None or usual.guesses or not rounds:
+            return Steady()
+        if not read or self._finder is None or self._worth is None:
+            return Steady(rounds)
+        drafts, most = self._decision.exit_layer is not None, Steady(rounds, usual=usual)
+        return self._finder.steady(read, self._worth, self._usual(len(read)), drafts, most)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -182,7 +191,7 @@ class Adaptive:
         self._times.decide_now()
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._joining, self._steady = 0, CHANGES
+        self._joining, self._usual_plan, self._were_read = 0, None, ()
         self._times.begin()
         processes = any(row.has_processors for row in rows)
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
@@ -194,17 +203,19 @@ class Adaptive:
         self._context = max([row.content_length for row in rows])
         if self._block:
             self._block -= 1
-            self._steady = Steady(self._block)
+            self._usual_plan = self._idle
             return self._idle
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
-            read = self._reading.begin(rows, self._worth, self._decision.usual)
+            read = self._were_read = self._reading.begin(rows, self._worth, self._decision.usual)
             drafts, usual = self._decision.exit_layer is not None, self._usual(len(rows))
             found = self._finder.plan(read, self._worth, usual, drafts) if read else None
             if read:
                 self._reading.note(found is not None)
             if found is not None:
                 self._times.put_off()
+                if len(rows) == 1:
+                    self._usual_plan = self._by_layers(rows) if drafts else self._idle
                 return found
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer
@@ -214,23 +225,28 @@ class Adaptive:
                 return Plan(None, self._idle.draft_lengths, shadow=shadow)
             if self._plain_run > BLOCK and not self.recycles and not self._times.has_clock:
                 self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
-            self._steady = self._until_change(bool(read))
-            return self._idle
-        most = min(self.most, decision.most)
-        lengths = tuple([min(most, row.room - 1) for row in rows])
-        if not any(lengths):
+            self._usual_plan = self._idle
             return self._idle
         shadow = self._shadow(exit_layer, len(rows)) if due else None
         guesses = 0
         if read and self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
             guesses = self._worth.guesses(exit_layer, self._finder.chains[0])
-        if shadow is None and not guesses:
-            self._steady = self._until_change(bool(read))
-        made = self._made
+        plan = self._by_layers(rows, shadow, guesses)
+        if shadow is None and plan is not self._idle:
+            self._usual_plan = plan
+        return plan
+
+    def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
+        """What was decided; nothing else changes between decisions."""
+        decision, made = self._decision, self._made
+        most = min(self.most, decision.most)
+        lengths = tuple([min(most, row.room - 1) for row in rows])
+        if not any(lengths):
+            return self._idle
         if made is not None and shadow is None and made.draft_lengths == lengths and made.guesses == guesses:
-            return made  # nothing else changes between decisions
+            return made
         made = Plan(
-            exit_layer,
+            decision.exit_layer,
             lengths,
             stop=decision.stop,
             keep_confidence=True,
@@ -244,11 +260,6 @@ class Adaptive:
         if shadow is None:
             self._made = made
         return made
-
-    def _until_change(self, reads: bool) -> Steady:
-        """After a round that is not the last of its kind; its rows are looked up, or not."""
-        rounds = min(self._times.until_due, self._looks.rounds_left)
-        return Steady(rounds, self._finder.quiet) if reads and self._finder is not None else Steady(rounds)
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:

@@ -36,6 +36,11 @@ class Ease(Fading):
         """Whether layers had better draft, for once, where lookup promises so many tokens per second."""
         return promised < CLEAR * usual and self._looked_up[strength] >= EVERY
 
+    @property
+    def rounds_left(self) -> int:
+        """Rounds that lookup may draft until layers may be wanted in place of one."""
+        return min([EVERY - rounds for rounds in self._looked_up if rounds < EVERY], default=EVERY)
+
     def note(self, strength: int) -> None:
         """A round that lookup drafts."""
         self._looked_up[strength] += 1

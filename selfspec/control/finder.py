@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
+from selfspec.control.lengths import TO_ASK, Lengths, Weighed
 from selfspec.control.matches import MOST_FOUND, Matches, choose
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, TokenTree
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, Steady, TokenTree
 from selfspec.control.reading import FEW
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
 STRENGTHS = (3,)  # bounds between matches whose forecasts are trusted apart: those of weak ones are too good oftener
-QUIET = 2  # times in a row that nothing was drafted where so many tokens matched, until nobody waits to see it again
+QUIET = 2  # rounds in a row in which a batch drafted nothing after a match, until it is taken to draft nothing
 SURE = 0.97  # no chance of being right counts for more where it is asked whether a draft could pay at all
 
 
@@ -37,16 +38,12 @@ class Finder:
         self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
         self._ease = Ease(len(STRENGTHS) + 2, passed)  # the first: nothing is found
-        self._vain: dict[int, int] = {0: QUIET}  # by match: in how many rounds in a row nothing was drafted
+        self._lengths = Lengths()
+        self._vain = {0: QUIET}  # by match, of a batch: in how many rounds in a row nothing was drafted
         self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
-        self.chains: list[list[float]] = []
+        self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
-
-    @property
-    def quiet(self) -> int:
-        """Of which lengths are matches that nothing is drafted by: bit n, of n tokens."""
-        return sum([1 << match for match, times in self._vain.items() if times >= QUIET])
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool = False) -> Plan | None:
         """Drafts of what is free; None where that promises less than is usual.
@@ -56,10 +53,54 @@ class Finder:
             beside_layers: whether that is what drafts by layers come to.
         """
         matches = [row.match for row in rows]
-        found = self._plan(rows, matches, worth, usual, beside_layers)
+        if len(rows) == 1:
+            return self._plan_one(rows[0], matches[0], worth, usual, beside_layers)
+        found = self._plan(rows, matches, worth, usual, False)
         for match in matches:
             self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
         return found
+
+    def steady(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool, most: Steady) -> Steady:
+        """For how many rounds after one that was just planned so what is drafted depends on matches alone.
+
+        Args:
+            most: those that there may be, and what is planned without.
+        """
+        guesses = rows[0].guesses
+        if len(rows) > 1 or guesses is None:
+            vain = [self._vain.get(match, 0) >= QUIET for match in range(max(self._vain) + 1)]
+            return most._replace(lengths=(*[0 if is_vain else TO_ASK for is_vain in vain], TO_ASK))
+        if guesses.is_stored or guesses.recalls:
+            return Steady()
+        row, left = rows[0].request_id, self._lengths.rounds_left
+        known = self._lengths.all(lambda n: self._weigh(row, n, worth, usual, beside_layers))
+        lengths = [one.length for one in known]
+        if beside_layers:
+            left = min(left, self._ease.rounds_left)
+            for n, one in enumerate(known):
+                if one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual):
+                    lengths[n] = TO_ASK
+        branches = tuple([one.may_branch for one in known])
+        return most._replace(num_rounds=min(most.num_rounds, left), lengths=tuple(lengths), branches=branches)
+
+    def _plan_one(self, row: RowState, match: int, worth: Worth, usual: float, beside_layers: bool) -> Plan | None:
+        """The same of a single row, as it was weighed lately."""
+        self._lengths.begin(row.request_id, usual, beside_layers)
+        guesses = row.guesses
+        if guesses is None or guesses.is_stored or guesses.recalls:
+            return self._plan([row], [match], worth, usual, beside_layers)
+        known = self._lengths.after(match, lambda n: self._weigh(row.request_id, n, worth, usual, beside_layers))
+        if len(known.chances) >= row.room or (known.may_branch and guesses.first_candidates()[1]):
+            return self._plan([row], [match], worth, usual, beside_layers)
+        self.usual, self.chains = known.usual, [known.chances]
+        self._trust = self._trusts[bisect_right(STRENGTHS, match)]
+        if not known.length or (beside_layers and self._ease.is_wanted(_strength(match), known.promised, known.usual)):
+            return None
+        self._ease.note(_strength(match))
+        self._forecast = known.forecast
+        tokens = tuple(guesses.chain(known.length))
+        tree = TokenTree(tokens, tuple(range(len(tokens))))
+        return Plan(LOOKUP, (len(tokens),), trees=(tree,), speedup=known.promised * worth.plain_seconds)
 
     def _plan(
         self, rows: Sequence[RowState], matches: Sequence[int], worth: Worth, usual: float, beside_layers: bool
@@ -107,6 +148,25 @@ class Finder:
         lengths = [0 if tree is None else len(tree.tokens) for tree in trees]
         speedup = trusted * worth.plain_seconds / len(rows)
         return Plan(LOOKUP, tuple(lengths), trees=tuple(trees), speedup=speedup)
+
+    def _weigh(self, request_id: int, match: int, worth: Worth, usual: float, beside_layers: bool) -> Weighed:
+        """What a row drafts after such a match in its own text."""
+        if beside_layers:
+            usual *= self._ease.ratio(_strength(match))
+        if not match:
+            return Weighed(0, usual=usual)
+        self._trust = trust = self._trusts[bisect_right(STRENGTHS, match)]
+        chances = self.matches.survivals(match, request_id)[: self._most] if self._looks_up else []
+        seconds = worth.lookups()
+        if not self._could_pay([chances], seconds, usual, self.branches):
+            return Weighed(0, usual=usual, chances=chances)
+        wrong = 1 - chances[0] if chances else 1.0
+        least = max(LEAST, usual * worth.least_lookup / trust.ratio)
+        (length,), rate = choose([chances], seconds)
+        if trust.ratio * rate < usual:
+            length = 0
+        may_branch = self.branches and wrong * self.ranks.beside >= least
+        return Weighed(length, trust.ratio * rate, rate * seconds[length], usual, chances, may_branch)
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""
@@ -175,6 +235,9 @@ class Finder:
         tokens = emitted / max(1, len(outcomes))
         self._passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
+            one = outcomes[0]
+            if len(outcomes) == 1 and one.looked and one.looked.match and one.num_accepted < one.num_drafted:
+                self._lengths.forget(one.looked.match)
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))
 
 

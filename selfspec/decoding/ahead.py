@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from selfspec.control.plan import Plan, Seconds, Steady
+from selfspec.control.plan import LOOKUP, Plan, Seconds, Steady
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
@@ -27,6 +27,7 @@ class Coming(NamedTuple):
 
     verdicts: list[Verdict]
     parts: list[tuple[str, float]]  # its seconds by stage
+    found: list[int] | None  # what the only row drafted, if anything, by lookup; None: layers drafted
 
 
 class Ahead:
@@ -34,7 +35,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._coming: deque[Coming] = deque()
-        self._plan: Plan | None = None  # of all of them
+        self._plan: Plan | None = None  # of all of them that are not drafted by lookup
         self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
         self._steady, self._reads_lookup = Steady(), False
 
@@ -49,14 +50,21 @@ class Ahead:
         """What the next round of these rows came to by this plan, if it is there; else nothing is left to wait."""
         if not self._coming:
             return None
-        if [(row.request_id, len(row.content)) for row in rows] != self._rows or plan != self._plan:
+        found = self._coming[0].found
+        is_planned = _is_of(plan, found) if found else plan == self._plan
+        if not is_planned or [(row.request_id, len(row.content)) for row in rows] != self._rows:
             self._coming.clear()
             return None
-        verdicts, parts = self._coming.popleft()
+        verdicts, parts, _ = self._coming.popleft()
         for stage, taken in parts:
             seconds.add(stage, taken)
         self._expect(rows, verdicts)
         return verdicts
+
+    @property
+    def usual(self) -> Plan | None:
+        """The plan of rounds that are not drafted by lookup, if it is another than the next round's."""
+        return self._steady.usual
 
     def allow(self, steady: Steady, reads_lookup: bool) -> None:
         """As many rounds as the policy is steady for may be decoded with the next one.
@@ -73,7 +81,9 @@ class Ahead:
         """
         steady = self._steady
         num_rounds = min(MOST_ROUNDS, 1 + steady.num_rounds)
-        if num_rounds < 2 or plan.trees is not None or any(len(r.content) == r.num_prompt_tokens for r in rows):
+        if num_rounds < 2 or any(len(row.content) == row.num_prompt_tokens for row in rows):
+            return None
+        if plan.exit_layer == LOOKUP and (steady.usual is None or not self._reads_lookup):
             return None
         ends = [sorted(row.stopper.eos) for row in rows]
         if not self._reads_lookup:
@@ -89,7 +99,9 @@ class Ahead:
                 if indices[-1] is None:
                     return None
                 size = lookup.told_size
-        return Further(num_rounds, SECONDS, ends, indices if size else (), size, steady.quiet)
+        if not size:
+            return Further(num_rounds, SECONDS, ends)
+        return Further(num_rounds, SECONDS, ends, indices, size, steady.lengths, steady.branches)
 
     def put(self, rows: Sequence[Row], plan: Plan, rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""
@@ -99,9 +111,15 @@ class Ahead:
                 lookup = row.guesser.lookup
                 assert isinstance(lookup, CompiledLookup)
                 lookup.foresee(told, [len(one.rows[at].block) for one in done])
-        self._coming, self._plan = deque(rounds[1:]), plan
+        self._coming, self._plan = deque(rounds[1:]), self.usual or plan
         self._expect(rows, rounds[0].verdicts)
 
     def _expect(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
         """The next round comes after this one."""
         self._rows = [(row.request_id, len(row.content) + len(v.block)) for row, v in zip(rows, verdicts, strict=True)]
+
+
+def _is_of(plan: Plan, found: list[int]) -> bool:
+    """Whether that is what a plan drafts of a single row, and no branches."""
+    tree = plan.trees[0] if plan.exit_layer == LOOKUP and plan.trees is not None else None
+    return tree is not None and [*tree.tokens] == found and tree.parents == tuple(range(len(found)))

@@ -30,18 +30,24 @@ class Asking:
 
     Attributes:
         reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`, `recycles`.
-        steady: how many rounds after this one are likely to have its plan.
     """
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
         self.reads_lookup = self.reads_ranks = self.recycles = False
-        self.steady = Steady()
         self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
         self._ahead = self._left = 0  # rounds that it goes on for, unasked: of all, and still to come
         self._seconds = 0.0  # of forwards in those that came
+
+    @property
+    def steady(self) -> Steady:
+        """How many rounds after the one that was planned last are likely to be planned in the same way."""
+        if self._ahead:
+            return Steady(self._left)
+        steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
+        return steady
 
     def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:
         """The plan of a round of these rows, and whether the policy is to be told what came of it.
@@ -52,7 +58,6 @@ class Asking:
         if self._left and self._plan is not None and [row.request_id for row in rows] == self._rows:
             self._left -= 1
             self.reads_lookup = self.reads_ranks = self.recycles = False
-            self.steady = Steady(self._left)
             return self._plan, False
         self._tell()
         policy = self.policy
@@ -62,7 +67,6 @@ class Asking:
         reads_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
         self._check(plan, [row.room for row in rows])
-        self.steady = getattr(policy, "steady", NOT_STEADY)
         ahead = getattr(policy, "plain_ahead", 0)
         if ahead and plan.exit_layer is None and plan.shadow is None:  # no other plan may be followed twice
             whole("a policy's plain_ahead", ahead, 0)

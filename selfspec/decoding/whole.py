@@ -66,21 +66,25 @@ def compiled_round(
     rounds = picker.rounds
     if rounds is None or plan.guesses or not _is_plain(rows, plan):
         return None
-    drafter, given, lengths = None, list[Given | None](), plan.draft_lengths
-    if plan.exit_layer is None:
-        lengths = (0,) * len(rows)
-    elif plan.exit_layer == LOOKUP:
-        given = _given(rows, plan)
-        lengths = tuple([0 if one is None else len(one.tokens) for one in given])
-    else:
-        drafter = _drafter(stack, plan, plan.draft_vocab if any(lengths) else None)
-        if drafter is None:
+    further = None if ahead is None else ahead.further(rows, plan)
+    given: list[Given | None] = []
+    by_layers: Plan | None = plan
+    if plan.exit_layer == LOOKUP:
+        given, by_layers = _given(rows, plan), None if ahead is None or further is None else ahead.usual
+    drafter, lengths = None, (0,) * len(rows)
+    if by_layers is not None and by_layers.exit_layer:
+        lengths = by_layers.draft_lengths
+        drafter = _drafter(stack, by_layers, by_layers.draft_vocab if any(lengths) else None)
+        if drafter is None and not given:
             return None
+        further = None if drafter is None else further
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
-    further = None if ahead is None or plan.exit_layer == LOOKUP else ahead.further(rows, plan)
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
     done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
-    coming = [Coming([_judged(row) for row in one.rows], _parts(one, drafter is not None)) for one in done]
+    coming = [
+        Coming([_judged(row) for row in one.rows], _parts(one), one.rows[0].drafted if one.is_given else None)
+        for one in done
+    ]
     others = sum([taken for one in coming[1:] for _, taken in one.parts])
     seconds.laps([("rest", 0.0), *coming[0].parts], others)
     if ahead is not None and further is not None:
@@ -88,11 +92,11 @@ def compiled_round(
     return coming[0].verdicts
 
 
-def _parts(done: Done, has_drafted: bool) -> list[tuple[str, float]]:
+def _parts(done: Done) -> list[tuple[str, float]]:
     """Seconds by stage."""
     fed, *judged = done.taken
     steps = [(STAGES[i % 3], taken) for i, taken in enumerate(done.steps)]
-    return [*steps, *([("draft", fed)] if has_drafted else []), *zip(("verify", "head", "pick"), judged, strict=True)]
+    return [*steps, *([] if done.is_given else [("draft", fed)]), *zip(("verify", "head", "pick"), judged, strict=True)]
 
 
 def _drafter(stack: Stack, plan: Plan, vocab: int | None) -> Drafter | None:

@@ -100,10 +100,8 @@ class Ahead(Structure):
     _fields_ = (
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices", c_void_p),
-        *_all("quiet", c_int64),
-        *_all("found", c_void_p),
-        *_all("found_size done", c_int64),
+        *_all("rooms ends stops indices lengths branches found given", c_void_p),
+        *_all("num_lengths found_size done", c_int64),
     )
 
 
@@ -128,6 +126,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_new": ([n, n], p),
         "selfspec_index_free": ([p], None),
         "selfspec_index_bytes": ([p], n),
+        "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
         "selfspec_pick_floats": ([n], n),
         "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),

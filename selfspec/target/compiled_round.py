@@ -40,13 +40,13 @@ class Rounds:
         """Draft and verify for every row; keys and values are written from its last token on, and stand in its order.
 
         Args:
-            rows: of each, the position of its last token, and how many tokens are drafted at most, or are given.
+            rows: of each, the position of its last token, and how many tokens layers draft at most, or are given.
             last: every row's last token.
             how: what `kernels.compiled_pick.told` says of every row.
             rooms: the most tokens that each row may draft, with those beside.
-            drafter: None where drafts are given, or there are none.
-            given: every row's draft then.
-            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one, as where drafts are given.
+            drafter: None where no layer drafts.
+            given: every row's draft in the first round, if layers draft in later ones at most.
+            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one.
 
         Raises:
             MemoryError: there is too little of it.
@@ -54,8 +54,11 @@ class Rounds:
         body, lengths = self._body, [row.length for row in rows]
         beside = None if drafter is None else drafter.beside
         more = 0 if beside is None else beside.most
-        most, num_rounds = max(lengths) + more, 1 if further is None else further.num_rounds
-        longest = max([row.start + row.length for row in rows]) + 1 + more
+        drafts = [0 if one is None else len(one.tokens) for one in given] or lengths
+        most, num_rounds = max(*drafts, max(lengths) + more), 1
+        if further is not None:
+            most, num_rounds = max([most, *further.lengths]), further.num_rounds
+        longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more
         if num_rounds > 1:  # rows fill their rooms at most
             filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
             longest = max(longest, min(longest + (num_rounds - 1) * (most + 1), filled))
@@ -82,9 +85,9 @@ class Rounds:
             draft_head = drafter.head[0].struct
             judging.draft_head = ctypes.addressof(draft_head)
             room.draft_by(drafter)
-        room.go_on(further)
+        room.go_on(further, drafter is None or bool(given))
         if self._lib.selfspec_rounds(ctypes.byref(model), *room.places):
-            tokens = sum(lengths) + len(rows)
+            tokens = sum(drafts) + len(rows)
             raise MemoryError(f"there is too little memory for a round of {tokens} tokens; decode fewer rows at once")
         return room.done(drafter, further)
 

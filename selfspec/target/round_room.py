@@ -46,15 +46,16 @@ class Given(NamedTuple):
 
 
 class Further(NamedTuple):
-    """How far rounds go on after the first one: as long as every row has room for as many tokens as were asked of the
-    first, and none of this says otherwise."""
+    """How far rounds go on after the first one: as long as every row has room for as many tokens as are asked for, what
+    was drafted by lookup is right, and none of this says otherwise."""
 
     num_rounds: int  # at most, with the first one
     seconds: float  # none begins later
     ends: Sequence[Sequence[int]]  # of every row: tokens that end it
     indices: Sequence[int | None] = ()  # of every row: that of its tokens, which is told of them all; empty: none
     found_size: int = 0  # numbers that these tell at most
-    quiet: int = 0  # bit n: where n tokens of a row are found, rounds go on
+    lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of `branches`
+    branches: Sequence[bool] = ()
 
 
 class Judged(NamedTuple):
@@ -72,6 +73,7 @@ class Done(NamedTuple):
     """What came of a round."""
 
     rows: list[Judged]
+    is_given: bool  # no layer drafted, if anything was drafted
     steps: list[float]  # seconds of the draft: layers, head, pick of the first token; of the second; ...
     taken: list[float]  # and of early layers on what was drafted last, then of all layers that judged, head, and picks
     found: list[list[int] | None]  # by row: what its index tells after the round's tokens, where it was told of them
@@ -97,6 +99,7 @@ class Room:
         self._stops: Stops | None = None
         self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
+        self._table: tuple[Any, Any, Any] = None, None, None  # of lengths and branches, by match
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._indices, self._found = (ctypes.c_void_p * count)(), _ints(0)
         self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
@@ -111,7 +114,8 @@ class Room:
             tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains), accepted=at(self._accepted),
             path=at(self._path), picks=at(self._picks), taken=at(self._taken),
         )  # fmt: skip
-        self._ahead = c.Ahead(rounds=1, rooms=at(self._rooms))
+        self._given = _ints(num_rounds)
+        self._ahead = c.Ahead(rounds=1, rooms=at(self._rooms), given=at(self._given))
         self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._ahead)]
 
     def tell(
@@ -156,14 +160,15 @@ class Room:
             self._beside = beside, c.Seconds(*map(ctypes.addressof, lists), *numbers), lists
         self.judging.seconds = ctypes.addressof(self._beside[1])
 
-    def go_on(self, further: Further | None) -> None:
-        """How far, after the first round."""
+    def go_on(self, further: Further | None, is_given: bool) -> None:
+        """How far, after the first round, whose drafts are given or not."""
         ahead = self._ahead
+        self._given[0] = is_given
         if further is None:
             ahead.rounds, ahead.seconds, ahead.indices = 1, 0.0, None
             ahead.ends = ahead.stops = None
             return
-        ahead.rounds, ahead.seconds, ahead.quiet = further.num_rounds, further.seconds, further.quiet
+        ahead.rounds, ahead.seconds = further.num_rounds, further.seconds
         if further.ends != self._ends[0] or self._ends[1] is None:
             flat = [token for own in further.ends for token in own]
             stops = [0, *accumulate(map(len, further.ends))]
@@ -176,16 +181,23 @@ class Room:
             if len(self._found) < size:
                 self._found = _ints(size)
             ahead.found, ahead.found_size = ctypes.addressof(self._found), further.found_size
+            count = ahead.num_lengths = len(further.lengths)
+            told = further.lengths, further.branches
+            if told != self._table[0]:
+                branches = further.branches or [False] * count
+                self._table = told, (ctypes.c_int64 * count)(*further.lengths), (ctypes.c_int64 * count)(*branches)
+            ahead.lengths, ahead.branches = map(ctypes.addressof, self._table[1:])
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
         """What came of every round."""
-        done = []
+        done, with_sure = [], drafter is not None and drafter.with_sure
         for at in range(self._ahead.done):
-            first, steps = at * self.count, at * 3 * self.most
-            drafted = 0 if drafter is None else max(self._drafted[first : first + self.count])
-            rows = self._judged(first, drafter is not None and drafter.with_sure)
+            first, steps, taken = at * self.count, at * 3 * self.most, at * 4
+            drafted = 0 if self._given[at] else max(self._drafted[first : first + self.count])
+            rows = self._judged(first, with_sure)
             found = [self._told(first + row, further) for row in range(self.count)]
-            done.append(Done(rows, self._steps[steps : steps + 3 * drafted], self._taken[4 * at : 4 * at + 4], found))
+            seconds = self._steps[steps : steps + 3 * drafted], self._taken[taken : taken + 4]
+            done.append(Done(rows, bool(self._given[at]), *seconds, found))
         return done
 
     def _judged(self, first: int, with_sure: bool) -> list[Judged]:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "round.h"
@@ -13,62 +14,80 @@ struct Ahead {
     int64_t rounds;               // at most
     double seconds;               // none begins later
     int64_t* rooms;               // [num_rows]: tokens that each may yet draft; they come to less
-    const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] where each row's begin, or null
+    const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] where they begin; or null
     void* const* indices;         // [num_rows] of the rows' tokens, see `lookup.cpp`; or null
-    int64_t quiet;                // bit n: rounds go on where n tokens of a row are found
-    int64_t* found;               // out: [rounds, num_rows, found_size]: how many shorter matches, and these: `lookup.cpp`
-    int64_t found_size, done;     // done: out, rounds
+    // [num_lengths] each, by match, longer ones as the last: what a single row drafts by lookup, 0 as ever; and whether
+    // that is not known where other tokens followed shorter matches.
+    const int64_t *lengths, *branches;
+    int64_t* found;               // out: [rounds, num_rows, found_size]: how many shorter matches, and these
+    int64_t* given;               // [rounds]: whether no layer drafts; in: of the first, out: of all
+    int64_t num_lengths, found_size, done;  // done: out, rounds
 };
 
-extern "C" int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out);
+extern "C" {
+int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out);
+bool selfspec_index_has_others(const void* index);
+void selfspec_index_draft(const void* index, int64_t n, int64_t* out);
+}
 
 namespace {
+
+constexpr int64_t TO_ASK = -1;
 
 class Going {
     Ahead& a;
     Drafting d;
     Judging j;
+    int64_t exit_layer, drafts = 0;  // the latter: of the next round, by lookup
     std::vector<int64_t> positions, last;
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
-        if (!a.stops) return true;
         const int64_t *first = a.ends + a.stops[row], *end = a.ends + a.stops[row + 1];
         return std::any_of(tokens, tokens + count, [=](int64_t token) { return std::find(first, end, token) != end; });
     }
 
-    // Whether nothing is found that the plan does not know.
-    bool look_up(int64_t row, const int64_t* tokens, int64_t count) const {
-        if (!a.indices || !a.indices[row]) return true;
+    // Tokens to draft by lookup next; 0 where nothing is looked up.
+    int64_t look_up(int64_t row, const int64_t* tokens, int64_t count) const {
+        if (!a.indices || !a.indices[row]) return 0;
         int64_t* out = a.found + (a.done * d.num_rows + row) * a.found_size;
         out[0] = selfspec_index_add(a.indices[row], tokens, count, out + 1);
         if (out[0] < 0) throw std::bad_alloc();
-        return a.quiet >> out[1] & 1;
+        int64_t match = std::min(out[1], a.num_lengths - 1);
+        return a.branches[match] && selfspec_index_has_others(a.indices[row]) ? TO_ASK : a.lengths[match];
     }
 
-    // To where the next round begins; whether it is to.
+    // To where the next round begins; whether there is to be one.
     bool move() {
         bool goes_on = true;
         for (int64_t r = 0; r < d.num_rows; r++) {
             const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
             positions[r] += count, last[r] = picks[count - 1], a.rooms[r] -= count;
-            bool is_quiet = look_up(r, picks, count);
-            goes_on = goes_on && is_quiet && a.rooms[r] >= d.lengths[r] && !ends(r, picks, count);
+            drafts = look_up(r, picks, count);
+            bool is_wrong = a.given[a.done] && count <= j.counts[r];  // lookups are weighed anew after that
+            goes_on = goes_on && drafts != TO_ASK && !is_wrong && a.stops && !ends(r, picks, count) &&
+                      a.rooms[r] >= (drafts ? drafts : d.lengths[r]);
         }
         return goes_on;
     }
 
+    // To the arrays of the next round, and the draft of the only row if it is found.
     void advance() {
         int64_t rows = d.num_rows, most = j.most;
-        d.counts += rows, d.taken += 3 * d.most;
+        d.counts += rows, d.taken += 3 * most;
         if (d.sure) d.sure += rows * most;
         j.counts += rows, j.chains += rows, j.accepted += rows, j.taken += 4;
         j.tokens += rows * most, j.parents += rows * most, j.path += rows * (most + 1), j.picks += rows * (most + 1);
         for (int64_t* counts : {d.counts, j.counts, j.chains}) std::fill(counts, counts + rows, 0);
+        a.given[a.done] = drafts > 0 || !exit_layer;
+        if (!drafts) return;
+        selfspec_index_draft(a.indices[0], drafts, j.tokens);
+        std::iota(j.parents, j.parents + drafts, 0);
+        j.counts[0] = drafts;
     }
 
    public:
     Going(const Drafting& drafting, const Judging& judging, Ahead& ahead)
-        : a(ahead), d(drafting), j(judging), positions(d.positions, d.positions + d.num_rows),
+        : a(ahead), d(drafting), j(judging), exit_layer(j.exit_layer), positions(d.positions, d.positions + d.num_rows),
           last(d.last, d.last + d.num_rows) {
         d.positions = positions.data(), d.last = last.data();
     }
@@ -76,6 +95,7 @@ class Going {
     int64_t run(const Model* m) {
         double begin = now();
         for (a.done = 0;; advance()) {
+            j.exit_layer = a.given[a.done] ? 0 : exit_layer;
             if (selfspec_round(m, &d, &j)) return 1;
             bool goes_on = move();
             if (++a.done >= a.rounds || !goes_on || now() - begin >= a.seconds) return 0;
@@ -87,7 +107,7 @@ class Going {
 
 extern "C" {
 
-// Rounds whose drafts layers make, or that have none. Returns 0, or 1 where there is too little memory.
+// As many as there may be. Returns 0, or 1 where there is too little memory.
 int64_t selfspec_rounds(const Model* m, const Drafting* d, const Judging* j, Ahead* ahead) try {
     return Going(*d, *j, *ahead).run(m);
 } catch (const std::bad_alloc&) {

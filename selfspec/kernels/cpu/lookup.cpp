@@ -1,5 +1,6 @@
 // The index that drafts by lookup are found in; see `selfspec.drafting.lookup.Lookup`, which says the same in Python.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -88,6 +89,20 @@ class Index {
         }
         match = depth;
     }
+
+    // Whether something else followed a shorter match.
+    bool has_others() const {
+        int32_t first = match && place + 1 < int64_t(content.size()) ? content[place + 1] : -1;
+        return std::any_of(shorter.begin(), shorter.end(), [&](int64_t other) {
+            return other + 1 < int64_t(content.size()) && content[other + 1] != first;
+        });
+    }
+
+    // What followed the last time, n tokens; a repetition goes on. Only after a match.
+    void draft(int64_t n, int64_t* out) const {
+        int64_t start = place + 1, period = int64_t(content.size()) - start;
+        for (int64_t i = 0; i < n; i++) out[i] = content[start + i % period];
+    }
 };
 
 }  // namespace
@@ -104,6 +119,10 @@ void* selfspec_index_new(int64_t most, int64_t size) try {
 void selfspec_index_free(void* index) { delete static_cast<Index*>(index); }
 
 int64_t selfspec_index_bytes(const void* index) { return static_cast<const Index*>(index)->num_bytes(); }
+
+bool selfspec_index_has_others(const void* index) { return static_cast<const Index*>(index)->has_others(); }
+
+void selfspec_index_draft(const void* index, int64_t n, int64_t* out) { static_cast<const Index*>(index)->draft(n, out); }
 
 // Add tokens; out [2 + most]: the match of the last one, its place, and where the shorter ones were. Returns how many,
 // or -1 where there is too little memory.

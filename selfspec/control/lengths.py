@@ -1,0 +1,69 @@
+"""`Lengths`: what a row drafts by lookup, by match, kept for some rounds.
+
+To weigh a draft takes the interpreter as long as a small model takes for a layer, and little changes from one round to
+the next. While it is kept, several rounds may be decoded at once, of layers' drafts and of those by lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from selfspec.control.matches import MATCH_EDGES, bin_of
+
+KEPT = 16  # rounds, as long as nothing else is decided
+SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
+TO_ASK = -1  # instead of a length: nobody knows
+
+
+class Weighed(NamedTuple):
+    """What a row drafts by lookup after a match."""
+
+    length: int  # tokens; 0: none, another round promises more
+    promised: float = 0.0  # tokens per second
+    forecast: float = 0.0  # tokens of the round
+    usual: float = 0.0  # tokens per second that it had to promise
+    chances: Sequence[float] = ()  # that the draft is right as far as each token
+    may_branch: bool = False  # what is drafted depends on other candidates, where there are any
+
+
+class Lengths:
+    """By bin of matches, of a single row; what is drafted after a bin's shortest match is after all of it."""
+
+    def __init__(self) -> None:
+        self._known: list[Weighed | None] = []
+        self._for: tuple[int, float, bool] | None = None
+        self._rounds_left = 0
+
+    @property
+    def rounds_left(self) -> int:
+        """Rounds after this one for which what is known is kept."""
+        return self._rounds_left
+
+    def begin(self, request_id: int, usual: float, beside_layers: bool) -> None:
+        """A round begins. Nothing is kept for another row, or where something else is usual."""
+        told = request_id, usual, beside_layers
+        self._rounds_left -= 1
+        if told != self._for or self._rounds_left < 0:
+            self._for, self._rounds_left = told, KEPT - 1
+            self._known = [None] * len(SHORTEST)
+
+    def after(self, match: int, weigh: Callable[[int], Weighed]) -> Weighed:
+        """What is drafted after such a match.
+
+        Args:
+            weigh: says it anew.
+        """
+        at = bin_of(match) + 1 if match else 0
+        known = self._known[at]
+        if known is None:
+            known = self._known[at] = weigh(SHORTEST[at])
+        return known
+
+    def forget(self, match: int) -> None:
+        """A draft after such a match was refused: it is to be weighed anew."""
+        self._known[bin_of(match) + 1] = None
+
+    def all(self, weigh: Callable[[int], Weighed]) -> list[Weighed]:
+        """After matches of 0, 1, 2, .. tokens; of more, as the last."""
+        return [self.after(match, weigh) for match in range(SHORTEST[-1] + 1)]
