@@ -45,7 +45,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "time_to_first_token_p95": ("s", "95th percentile of the same"),
     "per_token_latency_p50": (
         "s",
-        "median over tokens after a turn's first step; a token's latency is its step's time / the step's tokens",
+        "median over tokens after a turn's first step; a token's latency is its step's time / the step's tokens; "
+        "of our rounds that come at once, each has its own share of the time",
     ),
     "per_token_latency_p95": ("s", "95th percentile of the same"),
     "acceptance_length": ("", "1 + accepted / steps that drafted, pooled; counts the target's own token"),

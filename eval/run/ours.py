@@ -92,7 +92,7 @@ class Ours:
             done.tokens,
             seconds,
             accept_lengths=steps.sizes,
-            step_seconds=steps.seconds,
+            step_seconds=_shared(steps.seconds, [round_.seconds.total for round_ in rounds if round_.rows]),
             prefill_seconds=stages["prefill"],
             stage_seconds=stages,
             layer_passes=sum(layer_passes(round_, layers) for round_ in rounds),
@@ -112,6 +112,14 @@ def layer_passes(round_: Round, num_layers: int) -> int:
         return 0
     exit_layer = round_.plan.exit_layer or 0
     return num_layers + exit_layer * len(round_.rows[0].drafted)
+
+
+def _shared(stamped: list[float], own: list[float]) -> list[float]:
+    """What every round after the first took, where several come at once: of all their time by the clock, its share."""
+    if sum(own[1:]) <= 0:
+        return stamped
+    scale = sum(stamped[1:]) / sum(own[1:])
+    return [stamped[0], *(scale * seconds for seconds in own[1:])]
 
 
 def _record(round_: Round) -> dict[str, Any]:

@@ -152,10 +152,9 @@ class Adaptive:
         )
         if usual is None or usual.guesses or not rounds:
             return Steady()
-        if not read or self._finder is None or self._worth is None:
+        if not read or self._finder is None:
             return Steady(rounds)
-        drafts, most = self._decision.exit_layer is not None, Steady(rounds, usual=usual)
-        return self._finder.steady(read, self._worth, self._usual(len(read)), drafts, most)
+        return self._finder.steady(read, self._decision.exit_layer is not None, Steady(rounds, usual=usual))
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.

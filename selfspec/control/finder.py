@@ -60,8 +60,8 @@ class Finder:
             self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
         return found
 
-    def steady(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool, most: Steady) -> Steady:
-        """For how many rounds after one that was just planned so what is drafted depends on matches alone.
+    def steady(self, rows: Sequence[RowState], beside_layers: bool, most: Steady) -> Steady:
+        """For how many rounds after one that was just planned what is drafted depends on matches alone.
 
         Args:
             most: those that there may be, and what is planned without.
@@ -72,8 +72,7 @@ class Finder:
             return most._replace(lengths=(*[0 if is_vain else TO_ASK for is_vain in vain], TO_ASK))
         if guesses.is_stored or guesses.recalls:
             return Steady()
-        row, left = rows[0].request_id, self._lengths.rounds_left
-        known = self._lengths.all(lambda n: self._weigh(row, n, worth, usual, beside_layers))
+        known, left = self._lengths.all(), self._lengths.rounds_left
         lengths = [one.length for one in known]
         if beside_layers:
             left = min(left, self._ease.rounds_left)
@@ -85,11 +84,11 @@ class Finder:
 
     def _plan_one(self, row: RowState, match: int, worth: Worth, usual: float, beside_layers: bool) -> Plan | None:
         """The same of a single row, as it was weighed lately."""
-        self._lengths.begin(row.request_id, usual, beside_layers)
-        guesses = row.guesses
+        guesses, told = row.guesses, (row.request_id, usual, beside_layers)
         if guesses is None or guesses.is_stored or guesses.recalls:
             return self._plan([row], [match], worth, usual, beside_layers)
-        known = self._lengths.after(match, lambda n: self._weigh(row.request_id, n, worth, usual, beside_layers))
+        self._lengths.begin(*told, lambda n: self._weigh(row.request_id, n, worth, usual, beside_layers))
+        known = self._lengths.after(match)
         if len(known.chances) >= row.room or (known.may_branch and guesses.first_candidates()[1]):
             return self._plan([row], [match], worth, usual, beside_layers)
         self.usual, self.chains = known.usual, [known.chances]
@@ -237,7 +236,7 @@ class Finder:
         if plan.exit_layer == LOOKUP:
             one = outcomes[0]
             if len(outcomes) == 1 and one.looked and one.looked.match and one.num_accepted < one.num_drafted:
-                self._lengths.forget(one.looked.match)
+                self._lengths.refuse(one.looked.match)
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))
 
 

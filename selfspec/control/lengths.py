@@ -31,39 +31,40 @@ class Lengths:
     """By bin of matches, of a single row; what is drafted after a bin's shortest match is after all of it."""
 
     def __init__(self) -> None:
-        self._known: list[Weighed | None] = []
+        self._known: list[Weighed] = []
+        self._refused: set[int] = set()  # bins
         self._for: tuple[int, float, bool] | None = None
-        self._rounds_left = 0
-
-    @property
-    def rounds_left(self) -> int:
+        self.rounds_left = 0
         """Rounds after this one for which what is known is kept."""
-        return self._rounds_left
 
-    def begin(self, request_id: int, usual: float, beside_layers: bool) -> None:
-        """A round begins. Nothing is kept for another row, or where something else is usual."""
-        told = request_id, usual, beside_layers
-        self._rounds_left -= 1
-        if told != self._for or self._rounds_left < 0:
-            self._for, self._rounds_left = told, KEPT - 1
-            self._known = [None] * len(SHORTEST)
-
-    def after(self, match: int, weigh: Callable[[int], Weighed]) -> Weighed:
-        """What is drafted after such a match.
+    def begin(self, request_id: int, usual: float, beside_layers: bool, weigh: Callable[[int], Weighed]) -> None:
+        """A round begins. Nothing is kept for another row, or where something else is usual.
 
         Args:
-            weigh: says it anew.
+            weigh: what is drafted after such a match, by all that is known now.
         """
-        at = bin_of(match) + 1 if match else 0
-        known = self._known[at]
-        if known is None:
-            known = self._known[at] = weigh(SHORTEST[at])
-        return known
+        told = request_id, usual, beside_layers
+        self.rounds_left -= 1
+        if told != self._for or self.rounds_left < 0:
+            self._for, self.rounds_left = told, KEPT - 1
+            self._known = [weigh(match) for match in SHORTEST]
+        else:
+            for at in sorted(self._refused):
+                self._known[at] = weigh(SHORTEST[at])
+        self._refused.clear()
 
-    def forget(self, match: int) -> None:
-        """A draft after such a match was refused: it is to be weighed anew."""
-        self._known[bin_of(match) + 1] = None
+    def after(self, match: int) -> Weighed:
+        """What is drafted after such a match."""
+        return self._known[_bin_of(match)]
 
-    def all(self, weigh: Callable[[int], Weighed]) -> list[Weighed]:
+    def refuse(self, match: int) -> None:
+        """A draft after such a match was wrong: what is drafted is to be weighed anew."""
+        self._refused.add(_bin_of(match))
+
+    def all(self) -> list[Weighed]:
         """After matches of 0, 1, 2, .. tokens; of more, as the last."""
-        return [self.after(match, weigh) for match in range(SHORTEST[-1] + 1)]
+        return [self.after(match) for match in range(SHORTEST[-1] + 1)]
+
+
+def _bin_of(match: int) -> int:
+    return bin_of(match) + 1 if match else 0

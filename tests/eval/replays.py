@@ -13,7 +13,7 @@ from eval.replay import replay
 from eval.traces import Trace
 from selfspec.control.costs import Costs
 from selfspec.control.growth import grow
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, SurvivalStop
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, Steady, SurvivalStop
 from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
@@ -125,6 +125,8 @@ class Witness:
             return getattr(self.inner, name, False)
         if name == "plain_ahead":
             return getattr(self.inner, name, 0)
+        if name == "steady":
+            return getattr(self.inner, name, Steady())
         raise AttributeError(name)
 
     def pass_plain(self, num_rounds, seconds):

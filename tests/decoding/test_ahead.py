@@ -1,0 +1,232 @@
+"""Rounds that are decoded in one call come to what they come to one by one, and nobody but the clock can tell."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import selfspec
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.fixed import Fixed, Plain
+from selfspec.control.plan import (
+    DEFAULT_DRAFTS,
+    LOOKUP,
+    NUM_BINS,
+    Plan,
+    SecondChoices,
+    Seconds,
+    Steady,
+    SurvivalStop,
+    TokenTree,
+)
+from selfspec.decoding import ahead
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.request import Request
+from selfspec.target.compiled_round import Rounds
+from tests.decoding.test_compiled_round import LENGTHS, compiled, decoded
+from tests.eval.replays import Witness, made_up_costs
+from tests.helpers import audit_cache, generate, make_prompts
+
+TABLES = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+class Runs:
+    """Plans of one kind for some rounds, then of another; says how long it goes on, and now and then too much.
+
+    Lookup drafts by the match alone.
+    """
+
+    reads_ranks = recycles = False
+
+    def __init__(self, seed, table, branches, reads_lookup):
+        self.dice, self.table, self.branches, self.reads_lookup = random.Random(seed), table, branches, reads_lookup
+        self.left, self.bias, self.usual, self.looks, self.seen = 0, 0, None, (), []
+
+    @property
+    def steady(self):
+        lengths = self.table if len(self.looks) == 1 else [0 if n else -1 for n in self.table]
+        return Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), self.usual)
+
+    def _by_layers(self, rows):
+        if self.left == 0:
+            dice = self.dice
+            right = tuple(dice.random() for _ in range(NUM_BINS))
+            rule = SecondChoices(right, right[::-1], dice.choice([-1, 0.05]), dice.choice([1, 3, 9]), 0.0)
+            self.left, self.bias = dice.choice([1, 4, 30]), dice.choice([0, 0, 0, 5, -2])
+            self.drawn = (
+                (dice.choice([None, 1, 2, 3]), dice.randint(0, 6)),
+                {
+                    "stop": dice.choice([None, SurvivalStop(right, dice.random())]),
+                    "second_choices": dice.choice([None, rule]),
+                    "draft_bits": dice.choice([None, 4]),
+                },
+            )
+        self.left -= 1
+        (exit_layer, longest), more = self.drawn
+        lengths = tuple(min(longest, row.room - 1) for row in rows)
+        if exit_layer is None or not any(lengths):
+            return Plan(None, (0,) * len(rows))
+        return Plan(exit_layer, lengths, **more)
+
+    def plan(self, rows):
+        self.looks, self.usual = rows, self._by_layers(rows)
+        plan = self._by_lookup(rows[0]) if self.reads_lookup and len(rows) == 1 else None
+        if self.reads_lookup and len(rows) > 1 and any(self._entry(row, self.table) == 0 for row in rows):
+            self.left = 0  # a match that is to be asked about: other plans may follow
+        return plan or self.usual
+
+    def _entry(self, row, table):
+        return table[min(row.match, len(table) - 1)]
+
+    def _by_lookup(self, row):
+        length = self._entry(row, self.table)
+        if not row.match or not 0 < length < row.room:
+            return None
+        if self._entry(row, self.branches) and row.guesses.first_candidates()[1]:
+            length = min(2, row.room - 1)
+        tokens = tuple(row.guesses.chain(length))
+        return Plan(LOOKUP, (length,), trees=(TokenTree(tokens, tuple(range(length))),))
+
+    def observe(self, plan, outcomes, seconds):
+        assert min(seconds.draft, seconds.verify, seconds.head, seconds.pick) >= 0
+        self.seen.append((plan, outcomes))
+
+
+@given(
+    seed=st.integers(0, 1 << 16),
+    num_rows=st.integers(1, 4),
+    family=st.sampled_from(["llama", "qwen3", "mistral"]),
+    table=TABLES,
+    branches=st.lists(st.booleans(), min_size=1, max_size=12),
+    reads_lookup=st.booleans(),
+    sampled=st.lists(st.booleans(), min_size=len(LENGTHS), max_size=len(LENGTHS)),
+)
+def test_they_are_what_they_are_one_by_one(seed, num_rows, family, table, branches, reads_lookup, sampled):
+    table, branches = [0, *table], (branches * 13)[: len(table) + 1]
+    found = []
+    for most in (16, 1):
+        policy = Runs(seed, table, branches, reads_lookup)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ahead, "MOST_ROUNDS", most)
+            patch.setattr(ahead, "SECONDS", 60.0)
+            found.append((*decoded(family, num_rows, seed, policy, 40, sampled), policy.seen))
+    assert found[0] == found[1]
+
+
+def counted(monkeypatch):
+    """Rounds of every compiled call."""
+    calls, run = [], Rounds.run
+
+    def counting(*given, **named):
+        done = run(*given, **named)
+        calls.append(len(done))
+        return done
+
+    monkeypatch.setattr(Rounds, "run", counting)
+    return calls
+
+
+@pytest.mark.parametrize("policy", [Plain(), Fixed(2, 3)])
+def test_policies_that_never_change_take_a_call_for_many_rounds(monkeypatch, policy):
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    calls = counted(monkeypatch)
+    engine = Engine(compiled("llama"), policy=policy, max_batch_size=1)
+    engine.submit(make_prompts([7])[0], max_new_tokens=100)
+    rounds = [round_ for round_ in engine.run() if round_.rows]
+    assert calls[0] == 1  # nobody waits for later tokens before the first is there
+    assert len(rounds) == sum(calls) and calls[1] == max(calls) == 16
+    assert len(calls) < len(rounds) / 4
+
+
+def test_lookup_is_drafted_by_without_asking(monkeypatch):
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    calls, policy = counted(monkeypatch), Runs(3, [0, 0, 3], [False], True)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+    engine.submit("class Stack:\n", max_new_tokens=250)  # greedy text, which soon goes round in circles
+    num_rounds = sum(1 for round_ in engine.run() if round_.rows)
+    right = [outcomes for plan, outcomes in policy.seen if plan.exit_layer == LOOKUP and outcomes[0].num_accepted == 3]
+    assert len(right) > 10 and sum(calls) == num_rounds > 2 * len(calls)
+
+
+def test_after_some_time_no_round_begins(monkeypatch):
+    monkeypatch.setattr(ahead, "SECONDS", 0.0)
+    calls = counted(monkeypatch)
+    decoded("llama", 2, 0, Plain(), 20, [False] * 8)
+    assert {*calls} == {1}
+
+
+def tokens_of(rounds):
+    done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
+    return {one.request_id: one for one in done}
+
+
+def test_rows_that_come_and_go_meanwhile(monkeypatch):
+    """Every row's tokens are plain decoding's, and its keys and values those of a forward, after every step."""
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    target, prompts = compiled("llama"), make_prompts([9, 4, 12, 6])
+    engine = Engine(target, policy=Fixed(2, 3), max_batch_size=3)
+    for prompt in prompts[:2]:
+        engine.submit(prompt, max_new_tokens=60)
+    rounds = []
+    for step in range(400):
+        if not engine.has_work:
+            break
+        if step == 4:
+            engine.submit(prompts[2], max_new_tokens=30)
+        if step == 7:
+            engine.cancel(0)
+        if step == 9:
+            engine.submit(prompts[3], max_new_tokens=25)
+        rounds.append(engine.step())
+        audit_cache(engine, target.model)
+    done = tokens_of(rounds)
+    assert done[0].finish_reason == "cancelled" and len(done[0].tokens) > 3
+    for request, (prompt, count) in enumerate(zip(prompts, (60, 60, 30, 25), strict=True)):
+        expected = generate(target.model, prompt, count)
+        assert done[request].tokens == (expected[: len(done[0].tokens)] if request == 0 else expected)
+    assert engine.cache.num_free_pages == engine.cache.num_pages
+
+
+@pytest.mark.parametrize("policy", [Plain(), Fixed(2, 3)])
+def test_nothing_is_decoded_after_an_end(monkeypatch, policy):
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    target, prompt = compiled("llama"), make_prompts([9])[0]
+    text = generate(target.model, prompt, 40)
+    end = next(at for at in range(10, 40) if text[at] not in text[:at])
+    calls = counted(monkeypatch)
+    engine = Engine(target, policy=policy, max_batch_size=1)
+    engine.submit(Request(prompt, 200, eos=frozenset([text[end]])))
+    rounds = list(engine.run())
+    assert tokens_of(rounds)[0].tokens == text[: end + 1]
+    assert sum(calls) == sum(1 for round_ in rounds if round_.rows)
+
+
+class Clocked(Witness):
+    """Hides the clock, but that looks at other layers take their time."""
+
+    def observe(self, plan, outcomes, seconds):
+        self.calls.append(("observe", tuple(outcomes)))
+        shadow = 0.0 if plan.shadow is None else 5e-3
+        self.inner.observe(plan, outcomes, Seconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4, shadow=shadow))
+
+
+@pytest.mark.parametrize("drafts", [None, ["exit", "copies"], ["exit"]])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_adaptive_plans_the_same_whether_or_not_rounds_come_at_once(monkeypatch, num_rows, drafts):
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    calls, found = counted(monkeypatch), []
+    for most in (1, 16):
+        monkeypatch.setattr(ahead, "MOST_ROUNDS", most)
+        calls.clear()
+        policy = Adaptive(made_up_costs(16), drafts=drafts or DEFAULT_DRAFTS)
+        policy.tell_copies(True)
+        witness = Clocked(policy)
+        engine = Engine(selfspec.load("demo", engine="compiled"), policy=witness, max_batch_size=num_rows)
+        for text in ("def mean(values):\n", "class Stack:\n", "import os\n")[:num_rows]:
+            engine.submit(text, max_new_tokens=150)
+        found.append(([row.tokens for round_ in engine.run() for row in round_.rows], repr(witness.calls)))
+    assert found[0] == found[1]
+    assert len(calls) < 0.7 * sum(calls)
