@@ -95,7 +95,7 @@ def decide(
         if likeliest > each * rate:
             second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
     # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
-    seen = int(experience.tracker.lasting[:, line].sum())
+    seen = int(experience.tracker.num_lasting(exit_layer))
     most, is_known = min(most, max(UNKNOWN, seen)), seen > UNKNOWN
     rounds = worth.rounds(exit_layer)
     return Decision(

@@ -123,7 +123,7 @@ class Experience:
 
     def _is_known(self, exit_layer: int) -> bool:
         """Whether so much is known of a layer that what copies come to is rather said of them."""
-        return bool(self._tracker.lasting[:, exit_layer - 1].sum() >= KNOWN)
+        return self._tracker.num_lasting(exit_layer) >= KNOWN
 
     def _count_round(self, recorded: _Recorded) -> None:
         plan, outcomes, seconds, decided, num_idle, looked = recorded

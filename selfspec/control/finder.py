@@ -155,10 +155,14 @@ class Finder:
         if not match:
             return Weighed(0, usual=usual)
         self._trust = trust = self._trusts[bisect_right(STRENGTHS, match)]
-        chances = self.matches.survivals(match, request_id)[: self._most] if self._looks_up else []
         seconds = worth.lookups()
+        # Where it does not pay to verify them, layers may yet check a few.
+        count = 1 if worth.by_copies or not beside_layers else self._most
+        chances = self.matches.survivals(match, request_id, most=count) if self._looks_up else []
         if not self._could_pay([chances], seconds, usual, self.branches):
             return Weighed(0, usual=usual, chances=chances)
+        if count < self._most and chances:
+            chances = self.matches.survivals(match, request_id, most=self._most)
         wrong = 1 - chances[0] if chances else 1.0
         least = max(LEAST, usual * worth.least_lookup / trust.ratio)
         (length,), rate = choose([chances], seconds)

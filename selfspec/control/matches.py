@@ -96,11 +96,12 @@ class Matches(Fading):
                 break
             at = end
 
-    def survivals(self, match: int, request_id: int = 0, least: float = LEAST) -> list[float]:
+    def survivals(self, match: int, request_id: int = 0, least: float = LEAST, most: int = MOST_FOUND) -> list[float]:
         """How likely a row's draft is right as far as each of its tokens, after a match of this length.
 
         Args:
             least: tokens less likely than this are left out, as are those below `LEAST`.
+            most: tokens.
         """
         least = max(least, LEAST)
         own = self._rows.get(request_id)
@@ -113,7 +114,7 @@ class Matches(Fading):
         out: list[float] = []
         survival, at = 1.0, 0
         for pool in range(now, len(FIRST)):
-            end = _end_of(pool, match)
+            end = min(most, _end_of(pool, match))
             pooled = (self._pooled_hits[pool] + first * FIRST[pool]) / (self._pooled_seen[pool] + first)
             pooled *= more
             came, of = (0.0, 0.0) if own is None else (own.hits[pool], own.seen[pool])
@@ -124,6 +125,8 @@ class Matches(Fading):
                     return out
                 out.append(survival)
             at = end
+            if at == most:
+                break
         return out
 
 

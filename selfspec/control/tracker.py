@@ -92,6 +92,13 @@ class Tracker:
         self._settle()
         return self._counts[1]
 
+    def num_lasting(self, layer: int) -> float:
+        """How many of those are of one layer."""
+        hits = len(self._cells) // 2 + (layer - 1) * NUM_BINS
+        misses = hits + self._shape[1] * NUM_BINS
+        counts = self._cells[hits : hits + NUM_BINS] + self._cells[misses : misses + NUM_BINS]
+        return float(sum(counts)) / self._weights[1]
+
     @property
     def overall(self) -> Floats:
         """The same over many texts, for later trackers to start from."""

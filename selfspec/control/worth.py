@@ -207,6 +207,11 @@ class Worth:
         each = self._passes[False] * (many - some) / 4
         return self._passes[False] * (some - narrow) - each, each + wider
 
+    @property
+    def by_copies(self) -> bool:
+        """Whether copies draft, which check no guesses."""
+        return self._way[1]
+
     def guesses(self, exit_layer: int, chances: Sequence[float]) -> int:
         """How many free guesses an early pass of a single row had best check; 0: none are worth it, or copies draft.
 

@@ -190,34 +190,39 @@ class Room:
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
         """What came of every round."""
-        done, with_sure = [], drafter is not None and drafter.with_sure
-        for at in range(self._ahead.done):
-            first, steps, taken = at * self.count, at * 3 * self.most, at * 4
-            drafted = 0 if self._given[at] else max(self._drafted[first : first + self.count])
-            rows = self._judged(first, with_sure)
-            found = [self._told(first + row, further) for row in range(self.count)]
-            seconds = self._steps[steps : steps + 3 * drafted], self._taken[taken : taken + 4]
-            done.append(Done(rows, bool(self._given[at]), *seconds, found))
-        return done
-
-    def _judged(self, first: int, with_sure: bool) -> list[Judged]:
+        num_rounds, count = self._ahead.done, self.count
+        own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure
+        counts, chains, accepted = self._counts[:own], self._chains[:own], self._accepted[:own]
+        given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
+        tokens, steps = self._tokens[: own * most], self._steps[: num_rounds * 3 * most]
+        picks, sure = self._picks[: own * (most + 1)], self._sure[: own * most] if with_sure else []
+        rows, found = [], self._told(own, further)
+        for at, (length, chain, right) in enumerate(zip(counts, chains, accepted, strict=True)):
+            first, to = at * most, at * (most + 1)
+            path, tree = range(right), None
+            if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
+                path, tree = self._path[to : to + right], parents
+            block = picks[to : to + right]
+            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, sure[first : first + chain]))
         done = []
-        for at in range(first, first + self.count):
-            count, chain, accepted = self._counts[at], self._chains[at], self._accepted[at]
-            tokens, picks = at * self.most, at * (self.most + 1)
-            drafted, block = self._tokens[tokens : tokens + count], self._picks[picks : picks + accepted]
-            sure, path, tree = self._sure[tokens : tokens + chain] if with_sure else [], range(accepted), None
-            if count != chain and (parents := tuple(self._parents[tokens : tokens + count])) != tuple(range(count)):
-                path, tree = self._path[picks : picks + accepted], parents
-            done.append(Judged(drafted, tree, chain, path, block, sure))
+        for at in range(num_rounds):
+            row, step = at * count, at * 3 * most
+            last = step if given[at] else step + 3 * max(drafted[row : row + count])
+            seconds = steps[step:last], taken[4 * at : 4 * at + 4]
+            done.append(Done(rows[row : row + count], bool(given[at]), *seconds, found[row : row + count]))
         return done
 
-    def _told(self, at: int, further: Further | None) -> list[int] | None:
-        """What the index of a row told in a round; None where it was not told of its tokens."""
-        if further is None or not further.indices or further.indices[at % self.count] is None:
-            return None
-        first = at * further.found_size
-        return self._found[first + 1 : first + 3 + self._found[first]]
+    def _told(self, num_rows: int, further: Further | None) -> list[list[int] | None]:
+        """What the index of every row told in every round; None where it was not told of its tokens."""
+        if further is None or not further.indices:
+            return [None] * num_rows
+        size = further.found_size
+        told = self._found[: num_rows * size]
+        indices = [*further.indices] * (num_rows // self.count)
+        return [
+            None if index is None else told[at * size + 1 : at * size + 3 + told[at * size]]
+            for at, index in enumerate(indices)
+        ]
 
 
 def _ints(count: int) -> Any:

@@ -17,7 +17,7 @@ from selfspec.control.plan import LOOKUP, NUM_BINS, SecondChoices, SurvivalStop
 from selfspec.decoding import rounds, whole
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.picker import Picker
-from tests.decoding.test_mutations import left_where_they_are
+from selfspec.target.compiled_round import Rounds
 from tests.decoding.test_trees import Knowing, Seconds, check_known_trees, check_seconds
 from tests.helpers import Adversary, Always, make_prompts
 from tests.models import build, tiny
@@ -158,10 +158,19 @@ def test_large_vocabularies_are_picked_from_by_all_threads_and_keep_noise_of_som
         torch.set_num_threads(before)
 
 
+def left_where_they_are(rounds, cache, rows, *given, run=Rounds.run):
+    """As if accepted nodes had not been moved: something else is where they belong."""
+    done = run(rounds, cache, rows, *given)
+    for row, judged in zip(rows, done[0].rows, strict=True):
+        for at in [row.start + i for i, node in enumerate(judged.path) if node != i]:
+            cache._pool[:, :, row.pages[at // cache.page_size], at % cache.page_size] = 0.5
+    return done
+
+
 @pytest.mark.parametrize("check", [check_known_trees, check_seconds])
 def test_accepted_nodes_that_are_left_where_they_are_are_noticed(monkeypatch, check):
     check("llama", target=compiled("llama"))
-    monkeypatch.setattr(whole, "settle", left_where_they_are)
+    monkeypatch.setattr(Rounds, "run", left_where_they_are)
     with pytest.raises(AssertionError):
         check("llama", target=compiled("llama"))
 
@@ -189,7 +198,7 @@ def test_too_little_memory_is_an_error_that_costs_no_token():
     engine.submit(make_prompts((9,))[0], max_new_tokens=12)
     found = [token for row in engine.step().rows for token in row.tokens]
     made = engine._picker.rounds._lib
-    engine._picker.rounds._lib = SimpleNamespace(selfspec_round=lambda *given: 1)
+    engine._picker.rounds._lib = SimpleNamespace(selfspec_rounds=lambda *given: 1)
     with pytest.raises(MemoryError, match="too little memory for a round of 1 tokens; decode fewer rows at once"):
         engine.step()
     engine._picker.rounds._lib = made
