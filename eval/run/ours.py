@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from eval.methods import Endless
@@ -92,7 +93,7 @@ class Ours:
             done.tokens,
             seconds,
             accept_lengths=steps.sizes,
-            step_seconds=_shared(steps.seconds, [round_.seconds.total for round_ in rounds if round_.rows]),
+            step_seconds=_shared(steps.seconds, [round_ for round_ in rounds if round_.rows]),
             prefill_seconds=stages["prefill"],
             stage_seconds=stages,
             layer_passes=sum(layer_passes(round_, layers) for round_ in rounds),
@@ -114,12 +115,19 @@ def layer_passes(round_: Round, num_layers: int) -> int:
     return num_layers + exit_layer * len(round_.rows[0].drafted)
 
 
-def _shared(stamped: list[float], own: list[float]) -> list[float]:
-    """What every round after the first took, where several come at once: of all their time by the clock, its share."""
-    if sum(own[1:]) <= 0:
-        return stamped
-    scale = sum(stamped[1:]) / sum(own[1:])
-    return [stamped[0], *(scale * seconds for seconds in own[1:])]
+def _shared(stamped: list[float], rounds: Sequence[Round]) -> list[float]:
+    """Seconds of every step, by the clock; rounds that came at once share theirs by what each took itself."""
+    shared, at = list(stamped), 0
+    while at < len(rounds):
+        end = at + 1
+        while end < len(rounds) and rounds[end].is_ahead:
+            end += 1
+        own = [round_.seconds.total for round_ in rounds[at:end]]
+        if at and sum(own) > 0:  # the first of all has read the prompt, and comes alone
+            scale = sum(stamped[at:end]) / sum(own)
+            shared[at:end] = [scale * seconds for seconds in own]
+        at = end
+    return shared
 
 
 def _record(round_: Round) -> dict[str, Any]:

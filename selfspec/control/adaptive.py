@@ -96,7 +96,7 @@ class Adaptive:
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
-        self._usual_plan: Plan | None = None  # what that was, or would have been without; None: another each time
+        self._usual_plan: Plan | None = None  # that one, unless it is likely to be another next time
 
     @property
     def tracker(self) -> Tracker:
@@ -154,7 +154,7 @@ class Adaptive:
             return Steady()
         if not read or self._finder is None:
             return Steady(rounds)
-        return self._finder.steady(read, self._decision.exit_layer is not None, Steady(rounds, usual=usual))
+        return self._finder.steady(read, self._decision.exit_layer is not None, Steady(rounds))
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -169,7 +169,7 @@ class Adaptive:
         if self._finder is not None and self._worth is not None:
             self._reading.pass_round(self._batch, num_rounds * self._worth.plain_seconds, 0.0)
         self._experience.add_idle(num_rounds)
-        self._looks.pass_idle(seconds)
+        self._looks.pass_idle(seconds, num_rounds)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
@@ -213,8 +213,6 @@ class Adaptive:
                 self._reading.note(found is not None)
             if found is not None:
                 self._times.put_off()
-                if len(rows) == 1:
-                    self._usual_plan = self._by_layers(rows) if drafts else self._idle
                 return found
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer

@@ -56,7 +56,7 @@ class Finder:
         if len(rows) == 1:
             return self._plan_one(rows[0], matches[0], worth, usual, beside_layers)
         found = self._plan(rows, matches, worth, usual, False)
-        for match in matches:
+        for match in {*matches}:
             self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
         return found
 
@@ -239,8 +239,8 @@ class Finder:
         self._passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             one = outcomes[0]
-            if len(outcomes) == 1 and one.looked and one.looked.match and one.num_accepted < one.num_drafted:
-                self._lengths.refuse(one.looked.match)
+            if len(outcomes) == 1 and one.looked and one.looked.match:
+                self._lengths.change(one.looked.match)
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))
 
 

@@ -32,7 +32,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self._known: list[Weighed] = []
-        self._refused: set[int] = set()  # bins
+        self._changed: set[int] = set()  # bins
         self._for: tuple[int, float, bool] | None = None
         self.rounds_left = 0
         """Rounds after this one for which what is known is kept."""
@@ -49,17 +49,17 @@ class Lengths:
             self._for, self.rounds_left = told, KEPT - 1
             self._known = [weigh(match) for match in SHORTEST]
         else:
-            for at in sorted(self._refused):
+            for at in sorted(self._changed):
                 self._known[at] = weigh(SHORTEST[at])
-        self._refused.clear()
+        self._changed.clear()
 
     def after(self, match: int) -> Weighed:
         """What is drafted after such a match."""
         return self._known[_bin_of(match)]
 
-    def refuse(self, match: int) -> None:
-        """A draft after such a match was wrong: what is drafted is to be weighed anew."""
-        self._refused.add(_bin_of(match))
+    def change(self, match: int) -> None:
+        """There was a draft after such a match, right or wrong: what is drafted is to be weighed anew."""
+        self._changed.add(_bin_of(match))
 
     def all(self) -> list[Weighed]:
         """After matches of 0, 1, 2, .. tokens; of more, as the last."""

@@ -39,10 +39,11 @@ class Looks:
         """Rounds to come before earlier ones have paid for one, if they are like the last."""
         return int(-self._credit / self._paid) if self._paid > 0 else 0
 
-    def pass_idle(self, seconds: float) -> None:
+    def pass_idle(self, seconds: float, num_rounds: int = 1) -> None:
         """Lay by a share of what the forwards of plain rounds took, which could be many."""
-        self._paid = OFF_SHARE * max(0.0, seconds)
-        self._credit += self._paid
+        paid = OFF_SHARE * max(0.0, seconds)
+        self._paid = paid / max(1, num_rounds)
+        self._credit += paid
 
     def pass_round(self, num_rows: int | None, is_early: bool, seconds: Seconds) -> None:
         """Lay a share of the round's time by, and take out what looking took; and deciding, if nothing is drafted.

@@ -184,15 +184,15 @@ class RowOutcome(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """How many rounds after the one that was planned last are likely to be planned in the same way."""
+    """How many rounds after the one that was planned last are likely to have the same plan, but that lookup may draft
+    one of them, the last."""
 
     num_rounds: int = 0
     lengths: tuple[int, ...] = (0,)
     """Of a policy that reads lookups, by the rows' matches, longer ones as the last: tokens that a single row drafts by
-    lookup; 0: it is planned as without; less: the policy has to be asked."""
+    lookup; 0: the plan is the same; less: the policy has to be asked."""
     branches: tuple[bool, ...] = ()
     """The same: whether it has to be asked where other tokens followed shorter matches, too."""
-    usual: Plan | None = None  # without lookup; None: the last plan
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
 from selfspec.target.compiled_round import MOST_ROUNDS
+from selfspec.target.draft_head import Part
 from selfspec.target.round_room import Done, Further
 
 SECONDS = 1 / 60  # after which no further round begins: what is streamed still comes with every picture of a screen
@@ -36,24 +37,36 @@ class Ahead:
     def __init__(self) -> None:
         self._coming: deque[Coming] = deque()
         self._plan: Plan | None = None  # of all of them that are not drafted by lookup
+        self._part: Part | None = None  # of the vocabulary, that they are drafted over
         self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
         self._steady, self._reads_lookup = Steady(), False
+        self._lost = 0.0
 
     def __len__(self) -> int:
         return len(self._coming)
 
     def forget(self) -> None:
-        """Rows left that these were of."""
+        """Rows left that these were of, or they are planned in another way."""
+        self._lost += sum([taken for one in self._coming for _, taken in one.parts])
         self._coming.clear()
 
-    def take(self, rows: Sequence[Row], plan: Plan, seconds: Seconds) -> list[Verdict] | None:
-        """What the next round of these rows came to by this plan, if it is there; else nothing is left to wait."""
+    def lost(self) -> float:
+        """Seconds of all that was forgotten since this was last asked."""
+        lost, self._lost = self._lost, 0.0
+        return lost
+
+    def take(self, rows: Sequence[Row], plan: Plan, part: Part | None, seconds: Seconds) -> list[Verdict] | None:
+        """What the next round of these rows came to by this plan, if it is there; else nothing is left to wait.
+
+        Args:
+            part: of the vocabulary, that it drafts over.
+        """
         if not self._coming:
             return None
         found = self._coming[0].found
-        is_planned = _is_of(plan, found) if found else plan == self._plan
+        is_planned = _is_of(plan, found) if found else plan == self._plan and part is self._part
         if not is_planned or [(row.request_id, len(row.content)) for row in rows] != self._rows:
-            self._coming.clear()
+            self.forget()
             return None
         verdicts, parts, _ = self._coming.popleft()
         for stage, taken in parts:
@@ -61,47 +74,39 @@ class Ahead:
         self._expect(rows, verdicts)
         return verdicts
 
-    @property
-    def usual(self) -> Plan | None:
-        """The plan of rounds that are not drafted by lookup, if it is another than the next round's."""
-        return self._steady.usual
-
-    def allow(self, steady: Steady, reads_lookup: bool) -> None:
+    def allow(self, steady: Steady, part: Part | None, reads_lookup: bool) -> None:
         """As many rounds as the policy is steady for may be decoded with the next one.
 
         Args:
+            part: of the vocabulary, that they draft over.
             reads_lookup: whether they depend on what is found of their rows.
         """
-        self._steady, self._reads_lookup = steady, reads_lookup
+        self._steady, self._part, self._reads_lookup = steady, part, reads_lookup
 
     def further(self, rows: Sequence[Row], plan: Plan) -> Further | None:
-        """How far to decode on after a round by this plan; None: not at all.
+        """How far to decode on after a round by this plan, which begins now; None: not at all.
 
         Nobody waits for a second round before the first token is there.
         """
-        steady = self._steady
-        num_rounds = min(MOST_ROUNDS, 1 + steady.num_rounds)
-        if num_rounds < 2 or any(len(row.content) == row.num_prompt_tokens for row in rows):
-            return None
-        if plan.exit_layer == LOOKUP and (steady.usual is None or not self._reads_lookup):
+        steady, num_rounds = self._steady, min(MOST_ROUNDS, 1 + self._steady.num_rounds)
+        by_lookup = plan.exit_layer == LOOKUP
+        if num_rounds < 2 or by_lookup or any(len(row.content) == row.num_prompt_tokens for row in rows):
             return None
         ends = [sorted(row.stopper.eos) for row in rows]
         if not self._reads_lookup:
             return Further(num_rounds, SECONDS, ends)
-        indices: list[int | None] = []
-        size = 0
-        for row in rows:
-            lookup = row.guesser.lookup if row.guesser.is_read else None
-            if row.datastore is not None or (lookup is not None and not isinstance(lookup, CompiledLookup)):
-                return None
-            indices.append(None if lookup is None else lookup.place)
-            if lookup is not None:
-                if indices[-1] is None:
-                    return None
-                size = lookup.told_size
-        if not size:
+        lookups = [row.guesser.lookup if row.guesser.is_read else None for row in rows]
+        if any(row.datastore is not None for row in rows):
+            return None
+        if not all(one is None or isinstance(one, CompiledLookup) for one in lookups):
+            return None
+        indices = [one.lend() if isinstance(one, CompiledLookup) else None for one in lookups]
+        sizes = [one.told_size for one in lookups if isinstance(one, CompiledLookup)]
+        if not sizes:
             return Further(num_rounds, SECONDS, ends)
-        return Further(num_rounds, SECONDS, ends, indices, size, steady.lengths, steady.branches)
+        longest = max([row.room for row in rows])  # what is longer than that is not drafted
+        lengths = tuple([min(length, longest) for length in steady.lengths])
+        return Further(num_rounds, SECONDS, ends, indices, max(sizes), lengths, steady.branches)
 
     def put(self, rows: Sequence[Row], plan: Plan, rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""
@@ -111,7 +116,7 @@ class Ahead:
                 lookup = row.guesser.lookup
                 assert isinstance(lookup, CompiledLookup)
                 lookup.foresee(told, [len(one.rows[at].block) for one in done])
-        self._coming, self._plan = deque(rounds[1:]), self.usual or plan
+        self._coming, self._plan = deque(rounds[1:]), plan
         self._expect(rows, rounds[0].verdicts)
 
     def _expect(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
@@ -120,6 +125,10 @@ class Ahead:
 
 
 def _is_of(plan: Plan, found: list[int]) -> bool:
-    """Whether that is what a plan drafts of a single row, and no branches."""
-    tree = plan.trees[0] if plan.exit_layer == LOOKUP and plan.trees is not None else None
-    return tree is not None and [*tree.tokens] == found and tree.parents == tuple(range(len(found)))
+    """Whether that is what a plan drafts of a single row, and no branches, and it asks for nothing else."""
+    if plan.exit_layer != LOOKUP or plan.shadow is not None or plan.keep_divergence:
+        return False
+    tree = None if plan.trees is None else plan.trees[0]
+    if tree is None:
+        return plan.trees is None and plan.draft_lengths == (len(found),)
+    return [*tree.tokens] == found and tree.parents == tuple(range(len(found)))

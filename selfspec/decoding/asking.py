@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds, Steady
-from selfspec.decoding.checks import check_plan, check_room
+from selfspec.decoding.checks import check_plan, check_room, check_steady
 from selfspec.errors import whole
 
 NOT_STEADY = Steady()
@@ -43,10 +43,15 @@ class Asking:
 
     @property
     def steady(self) -> Steady:
-        """How many rounds after the one that was planned last are likely to be planned in the same way."""
+        """How many rounds after the one that was planned last are likely to be planned in the same way.
+
+        Raises:
+            ValueError: what the policy says of it is nothing of the kind.
+        """
         if self._ahead:
             return Steady(self._left)
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
+        check_steady(steady)
         return steady
 
     def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, ShadowPlan
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, ShadowPlan, Steady
 from selfspec.decoding.request import Request
 from selfspec.errors import whole
 from selfspec.target.stack import Stack
@@ -45,6 +45,17 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
         whole("a plan's draft length", length)
     if not LOOKUP <= plan.exit_layer <= last:
         raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
+
+
+def check_steady(steady: Steady) -> None:
+    """ValueError unless rounds can be decoded before a policy is asked about them."""
+    whole("the rounds that a policy is steady for", steady.num_rounds, 0)
+    lengths, branches = steady.lengths, steady.branches
+    if not lengths or len(branches) not in (0, len(lengths)) or not all(isinstance(n, int) for n in lengths):
+        raise ValueError(
+            "a steady policy's lengths must be whole numbers, at least one, and its branches as many or none, got "
+            f"{list(lengths)} and {list(branches)}"
+        )
 
 
 def check_room(plan: Plan, room: Sequence[int]) -> None:

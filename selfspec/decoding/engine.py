@@ -25,6 +25,7 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError
+from selfspec.target.draft_head import Part
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -158,6 +159,9 @@ class Engine:
     def step(self) -> Round:
         """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the ready rows.
 
+        Where rounds were decoded in one call with an earlier one (see `decoding.ahead`), the next of them is handed out
+        instead, and nobody is admitted before they all are.
+
         What a caller's processor, criterion or policy raises comes out here. No other row suffers: what it got is
         reported by the next step. A row whose own processor or criterion raised is cancelled.
         """
@@ -169,31 +173,34 @@ class Engine:
                 self._admit()
                 self._prefill()
             seconds.lap("prefill")
-            plan = self._decode(seconds)
+            plan, is_ahead = self._decode(seconds)
+        seconds.add("control", self._ahead.lost())  # what was decoded for a plan that did not come
         if self.learn is not None:
             self.learn.after(sum(row.completion is not None for row in self._results), seconds.total)
             seconds.lap("control")
         results, self._results = self._results, []
-        return Round(results, plan, seconds)
+        return Round(results, plan, seconds, is_ahead)
 
-    def _decode(self, seconds: Seconds) -> Plan | None:
+    def _decode(self, seconds: Seconds) -> tuple[Plan | None, bool]:
+        """One round; its plan, and whether it was there already."""
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
-            return None
+            return None, False
         asking = self._asking
         plan, is_told = asking.plan(ready)
         reads_lookup, reads_ranks, recycles = asking.reads_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
         try:
-            verdicts = self._ahead.take(ready, plan, seconds)
+            part = self._part(plan, ready)
+            verdicts = self._ahead.take(ready, plan, part, seconds)
+            is_ahead = verdicts is not None
             if verdicts is None:
                 teach = None if self.learn is None else self.learn.take
-                self._ahead.allow(asking.steady if len(ready) == len(self.rows) else NOT_STEADY, reads_lookup)
+                self._ahead.allow(asking.steady if len(ready) == len(self.rows) else NOT_STEADY, part, reads_lookup)
                 how = teach, self._picker, recycles, True, self._ahead
                 verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
-            over_part = self._is_over_part(plan, ready)
-            left_out = [over_part and self._is_left_out(plan, verdict) for verdict in verdicts]
+            left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
             if reads_lookup:
                 looks = [row.looked(v.block, reads_ranks) for row, v in zip(ready, verdicts, strict=True)]
@@ -221,7 +228,7 @@ class Engine:
             seconds.lap("control")
         else:
             asking.pass_plain(seconds)
-        return plan
+        return plan, is_ahead
 
     def run(self) -> Iterator[Round]:
         """Rounds until nothing is left to do."""
@@ -256,18 +263,13 @@ class Engine:
     def _prefill(self) -> None:
         prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
 
-    def _is_over_part(self, plan: Plan, rows: Sequence[Row]) -> bool:
-        """Whether drafts are picked among a part of the vocabulary."""
+    def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
+        """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
         if plan.draft_vocab is None or not plan.exit_layer or not self.stack.has_draft_heads:
-            return False
-        return plan.draft_vocab < self.stack.vocab_size and not any(row.request.logits_processor for row in rows)
-
-    def _is_left_out(self, plan: Plan, verdict: Verdict) -> bool:
-        """Whether a draft was refused for a token that the plan's part of the vocabulary does not hold."""
-        if verdict.num_right == (verdict.chain or len(verdict.drafted)):
-            return False
-        assert plan.draft_vocab is not None
-        return verdict.block[verdict.num_right] not in self.stack.frequencies.part(plan.draft_vocab).members
+            return None
+        if plan.draft_vocab >= self.stack.vocab_size or any(row.request.logits_processor for row in rows):
+            return None
+        return self.stack.frequencies.part(plan.draft_vocab)
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
@@ -308,3 +310,10 @@ class Engine:
     def _cancel(self, row: Row) -> None:
         row.finish_reason = "cancelled"
         self._results.append(RowResult(row.request_id, [], row.stopper.flush(), [], 0, self._ended(row)))
+
+
+def _is_left_out(part: Part, verdict: Verdict) -> bool:
+    """Whether a draft was refused for a token that its part of the vocabulary does not hold."""
+    if verdict.num_right == (verdict.chain or len(verdict.drafted)):
+        return False
+    return verdict.block[verdict.num_right] not in part.members

@@ -32,3 +32,4 @@ class Round(NamedTuple):
     rows: list[RowResult]
     plan: Plan | None  # None when no row was ready to decode
     seconds: Seconds
+    is_ahead: bool = False  # whether it was decoded in one call with the one before

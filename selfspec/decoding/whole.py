@@ -66,18 +66,16 @@ def compiled_round(
     rounds = picker.rounds
     if rounds is None or plan.guesses or not _is_plain(rows, plan):
         return None
-    further = None if ahead is None else ahead.further(rows, plan)
-    given: list[Given | None] = []
-    by_layers: Plan | None = plan
-    if plan.exit_layer == LOOKUP:
-        given, by_layers = _given(rows, plan), None if ahead is None or further is None else ahead.usual
-    drafter, lengths = None, (0,) * len(rows)
-    if by_layers is not None and by_layers.exit_layer:
-        lengths = by_layers.draft_lengths
-        drafter = _drafter(stack, by_layers, by_layers.draft_vocab if any(lengths) else None)
-        if drafter is None and not given:
+    drafter, given, lengths = None, list[Given | None](), plan.draft_lengths
+    if plan.exit_layer is None:
+        lengths = (0,) * len(rows)
+    elif plan.exit_layer == LOOKUP:
+        given, lengths = _given(rows, plan), (0,) * len(rows)
+    else:
+        drafter = _drafter(stack, plan, plan.draft_vocab if any(lengths) else None)
+        if drafter is None:
             return None
-        further = None if drafter is None else further
+    further = None if ahead is None else ahead.further(rows, plan)
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
     done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)

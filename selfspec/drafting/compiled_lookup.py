@@ -27,15 +27,22 @@ class CompiledLookup(Lookup):
         if not self._index:
             raise MemoryError(TOO_LITTLE)
         self._told, self._out = (ctypes.c_int64 * AT_ONCE)(), (ctypes.c_int64 * (2 + self.most))()
-        weakref.finalize(self, self._lib.selfspec_index_free, self._index).atexit = False
+        self._free = weakref.finalize(self, self._lib.selfspec_index_free, self._index)
+        self._free.atexit = False
         self._held = 0  # tokens in the index, more than are read where it was told of some beforehand
         self._coming: deque[tuple[int, Sequence[int]]] = deque()  # how many it held, and what it told then
+        self._is_lent = False
 
-    @property
-    def place(self) -> int | None:
-        """Where the index is, for compiled rounds; None while it holds tokens that the row does not yet."""
+    def lend(self) -> int | None:
+        """Where the index is, for compiled rounds that tell it of tokens; None while it holds some beforehand.
+
+        It is theirs until `foresee` says what they told it.
+        """
         self._catch_up()
-        return None if self._coming or self._held > self._read else int(self._index)
+        if self._coming:
+            return None
+        self._is_lent = True
+        return int(self._index)
 
     @property
     def told_size(self) -> int:
@@ -47,6 +54,13 @@ class CompiledLookup(Lookup):
         for count, each in zip(tokens, told, strict=True):
             self._held += count
             self._coming.append((self._held, each))
+        self._is_lent = False
+
+    def _begin_anew(self) -> None:
+        """The row went on in another way than the index was told, or nobody knows what it was told."""
+        self._free()
+        self._read = 0
+        self._make()
 
     @property
     def num_bytes(self) -> int:
@@ -57,9 +71,8 @@ class CompiledLookup(Lookup):
         content, told, out = self._content, self._told, self._out
         while self._coming and self._coming[0][0] <= len(content):
             self._read, (self._match, self._place, *self._shorter) = self._coming.popleft()
-        if self._read < len(content) <= self._held:  # only where a row did not go on round by round
-            self._match, self._place, self._shorter = 0, -1, []
-            return
+        if self._is_lent or self._read < len(content) <= self._held:
+            self._begin_anew()
         while self._held < len(content):
             new = content[self._held : self._held + AT_ONCE]
             told[: len(new)] = [*new]

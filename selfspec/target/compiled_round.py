@@ -45,8 +45,8 @@ class Rounds:
             how: what `kernels.compiled_pick.told` says of every row.
             rooms: the most tokens that each row may draft, with those beside.
             drafter: None where no layer drafts.
-            given: every row's draft in the first round, if layers draft in later ones at most.
-            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one.
+            given: every row's draft where no layer does.
+            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one, as where drafts are given.
 
         Raises:
             MemoryError: there is too little of it.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -25,6 +28,9 @@ from selfspec.control.plan import (
 from selfspec.decoding import ahead
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
+from selfspec.drafting.compiled_lookup import CompiledLookup
+from selfspec.drafting.lookup import Lookup
+from selfspec.kernels.compiled_call import functions
 from selfspec.target.compiled_round import Rounds
 from tests.decoding.test_compiled_round import LENGTHS, compiled, decoded
 from tests.eval.replays import Witness, made_up_costs
@@ -43,12 +49,12 @@ class Runs:
 
     def __init__(self, seed, table, branches, reads_lookup):
         self.dice, self.table, self.branches, self.reads_lookup = random.Random(seed), table, branches, reads_lookup
-        self.left, self.bias, self.usual, self.looks, self.seen = 0, 0, None, (), []
+        self.left, self.bias, self.looks, self.seen = 0, 0, (), []
 
     @property
     def steady(self):
         lengths = self.table if len(self.looks) == 1 else [0 if n else -1 for n in self.table]
-        return Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), self.usual)
+        return Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches))
 
     def _by_layers(self, rows):
         if self.left == 0:
@@ -62,6 +68,7 @@ class Runs:
                     "stop": dice.choice([None, SurvivalStop(right, dice.random())]),
                     "second_choices": dice.choice([None, rule]),
                     "draft_bits": dice.choice([None, 4]),
+                    "draft_vocab": dice.choice([None, 40]),
                 },
             )
         self.left -= 1
@@ -72,11 +79,11 @@ class Runs:
         return Plan(exit_layer, lengths, **more)
 
     def plan(self, rows):
-        self.looks, self.usual = rows, self._by_layers(rows)
+        self.looks, usual = rows, self._by_layers(rows)
         plan = self._by_lookup(rows[0]) if self.reads_lookup and len(rows) == 1 else None
         if self.reads_lookup and len(rows) > 1 and any(self._entry(row, self.table) == 0 for row in rows):
             self.left = 0  # a match that is to be asked about: other plans may follow
-        return plan or self.usual
+        return plan or usual
 
     def _entry(self, row, table):
         return table[min(row.match, len(table) - 1)]
@@ -143,12 +150,13 @@ def test_policies_that_never_change_take_a_call_for_many_rounds(monkeypatch, pol
 
 def test_lookup_is_drafted_by_without_asking(monkeypatch):
     monkeypatch.setattr(ahead, "SECONDS", 60.0)
-    calls, policy = counted(monkeypatch), Runs(3, [0, 0, 3], [False], True)
+    calls, policy = counted(monkeypatch), Runs(3, [0, 0, 3], [False] * 3, True)
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
     engine.submit("class Stack:\n", max_new_tokens=250)  # greedy text, which soon goes round in circles
-    num_rounds = sum(1 for round_ in engine.run() if round_.rows)
-    right = [outcomes for plan, outcomes in policy.seen if plan.exit_layer == LOOKUP and outcomes[0].num_accepted == 3]
-    assert len(right) > 10 and sum(calls) == num_rounds > 2 * len(calls)
+    rounds = [round_ for round_ in engine.run() if round_.rows]
+    by_lookup = [round_ for round_ in rounds if round_.plan.exit_layer == LOOKUP]
+    assert any(round_.is_ahead and round_.rows[0].num_accepted for round_ in by_lookup)
+    assert sum(calls) == len(rounds) > len(calls)  # nothing was in vain
 
 
 def test_after_some_time_no_round_begins(monkeypatch):
@@ -202,6 +210,117 @@ def test_nothing_is_decoded_after_an_end(monkeypatch, policy):
     rounds = list(engine.run())
     assert tokens_of(rounds)[0].tokens == text[: end + 1]
     assert sum(calls) == sum(1 for round_ in rounds if round_.rows)
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
+def test_an_index_that_was_told_of_tokens_nobody_heard_of_is_made_anew(monkeypatch, at, problem):
+    """What is interrupted right after a compiled call has lost that call, and nothing else."""
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    run, found = Rounds.run, []
+    for interrupted in (False, True):
+        policy, left = Runs(3, [0, 0, 3], [False] * 3, True), [at if interrupted else -1]
+        policy.left, policy.drawn = 1000, ((2, 3), {"keep_confidence": True})
+
+        def running(*given, left=left, **named):
+            done = run(*given, **named)
+            left[0] -= 1
+            if left[0] == 0:
+                raise problem
+            return done
+
+        monkeypatch.setattr(Rounds, "run", running)
+        engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+        engine.submit("class Stack:\n", max_new_tokens=120)
+        rounds = []
+        while engine.has_work:
+            try:
+                rounds.append(engine.step())
+            except problem:
+                policy.left += 1
+        found.append(([row.tokens for round_ in rounds for row in round_.rows], policy.seen))
+        assert left[0] < 0  # so it was, if it was to be
+    assert found[0] == found[1]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=30, max_size=80),
+    read=st.integers(1, 20),
+    told=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    grown=st.lists(st.integers(1, 5), min_size=1, max_size=30),
+    is_lost=st.booleans(),
+)
+def test_an_index_that_knows_more_than_its_row_tells_what_it_would(tokens, read, told, grown, is_lost):
+    """Whatever it was told beforehand, and however the row goes on then."""
+    functions()
+    content = tokens[:read]
+    known, plain = CompiledLookup(content), Lookup(content)
+    place, out = known.lend(), (ctypes.c_int64 * known.told_size)()
+    heard, at = [], read
+    for count in told:
+        new = tokens[at : at + count]
+        if not new:
+            break
+        at += len(new)
+        out[0] = functions().selfspec_index_add(
+            place, (ctypes.c_int64 * len(new))(*new), len(new), ctypes.byref(out, 8)
+        )
+        heard.append((out[1 : 3 + out[0]], len(new)))
+    if not is_lost:
+        known.foresee([each for each, _ in heard], [count for _, count in heard])
+    for count in grown:
+        new = tokens[len(content) : len(content) + count]
+        content += new
+        assert (known.match, known.draft(9), known.alternatives()) == (
+            plain.match,
+            plain.draft(9),
+            plain.alternatives(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("steady", "said"),
+    [
+        (Steady(-1), "the rounds that a policy is steady for must be"),
+        (Steady(0.5), "the rounds that a policy is steady for must be"),
+        (Steady(3, ()), "lengths must be whole numbers, at least one"),
+        (Steady(3, (0, 1), (True,)), "its branches as many or none"),
+    ],
+)
+def test_what_is_no_steadiness_is_refused(steady, said):
+    policy = Fixed(1, 1)
+    engine = Engine(compiled("llama"), policy=SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=steady))
+    engine.submit(make_prompts([5])[0], max_new_tokens=4)
+    with pytest.raises(ValueError, match=said):
+        engine.step()
+
+
+@pytest.mark.parametrize("lengths", [(-2,), (3, 3), (0, 1 << 40), (0, 0, -7)])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_policies_that_say_what_they_do_not_do_lose_time_alone(lengths, num_rows):
+    policy = Runs(1, [0], [False], True)
+    policy.left, policy.drawn = 1000, ((2, 3), {"keep_confidence": True})
+    lying = SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=Steady(9, lengths), reads_lookup=True)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=lying, max_batch_size=num_rows)
+    texts = ("def mean(values):\n", "class Stack:\n")[:num_rows]
+    for text in texts:
+        engine.submit(text, max_new_tokens=60)
+    done = tokens_of(engine.run())
+    expected = engine.target.generate(texts, max_new_tokens=60, policy="plain")
+    assert [done[i].tokens for i in range(num_rows)] == [one.tokens for one in expected]
+
+
+def test_seconds_of_what_was_in_vain_are_told(monkeypatch):
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    rounds = []
+    policy = Runs(5, [0], [False], False)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+    engine.submit("class Stack:\n", max_new_tokens=400)
+    begin = perf_counter()
+    rounds += engine.run()
+    took = perf_counter() - begin
+    told = sum(round_.seconds.total for round_ in rounds)
+    assert any(round_.is_ahead for round_ in rounds) and 0.8 * took < told <= took
 
 
 class Clocked(Witness):

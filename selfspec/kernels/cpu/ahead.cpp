@@ -32,7 +32,7 @@ void selfspec_index_draft(const void* index, int64_t n, int64_t* out);
 
 namespace {
 
-constexpr int64_t TO_ASK = -1;
+constexpr int64_t TO_ASK = -1;  // or anything below 0
 
 class Going {
     Ahead& a;
@@ -63,8 +63,9 @@ class Going {
             const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
             positions[r] += count, last[r] = picks[count - 1], a.rooms[r] -= count;
             drafts = look_up(r, picks, count);
-            bool is_wrong = a.given[a.done] && count <= j.counts[r];  // lookups are weighed anew after that
-            goes_on = goes_on && drafts != TO_ASK && !is_wrong && a.stops && !ends(r, picks, count) &&
+            bool is_known = drafts == 0 || (drafts > 0 && drafts <= j.most && d.num_rows == 1);
+            bool was_found = a.given[a.done] && j.counts[r] > 0;  // lookups are weighed anew after each
+            goes_on = goes_on && is_known && !was_found && a.stops && !ends(r, picks, count) &&
                       a.rooms[r] >= (drafts ? drafts : d.lengths[r]);
         }
         return goes_on;

@@ -122,7 +122,9 @@ int64_t selfspec_index_bytes(const void* index) { return static_cast<const Index
 
 bool selfspec_index_has_others(const void* index) { return static_cast<const Index*>(index)->has_others(); }
 
-void selfspec_index_draft(const void* index, int64_t n, int64_t* out) { static_cast<const Index*>(index)->draft(n, out); }
+void selfspec_index_draft(const void* index, int64_t n, int64_t* out) {
+    static_cast<const Index*>(index)->draft(n, out);
+}
 
 // Add tokens; out [2 + most]: the match of the last one, its place, and where the shorter ones were. Returns how many,
 // or -1 where there is too little memory.
