@@ -12,6 +12,7 @@ SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 DECIDING = 5e-4  # seconds of the interpreter that every look takes beside, where it makes somebody decide anew
+NOTHING_TO_SEE = 64  # rounds
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
 
 
@@ -36,7 +37,10 @@ class Looks:
 
     @property
     def rounds_left(self) -> int:
-        """Rounds to come before earlier ones have paid for one, if they are like the last."""
+        """Rounds to come before earlier ones have paid for one, if they are like the last; many if they have already,
+        for then there was nothing to look at."""
+        if self._credit >= 0:
+            return NOTHING_TO_SEE
         return int(-self._credit / self._paid) if self._paid > 0 else 0
 
     def pass_idle(self, seconds: float, num_rounds: int = 1) -> None:
