@@ -194,9 +194,9 @@ def test_the_longest_unused_recordings_are_given_up():
 def test_rounds_are_recorded_anew_with_new_exit_heads():
     target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
     before = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
-    heads = ExitHeads([1], 32, 4)
+    heads, dice = ExitHeads([1], 32, 4), torch.Generator().manual_seed(0)
     for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+        torch.nn.init.normal_(parameter, std=0.5, generator=dice)
     target.exit_heads, runner = heads, target.stack.runner
     recorded, kept = runner.graphs.num_recorded, len(runner.graphs)
     after = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
