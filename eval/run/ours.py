@@ -93,7 +93,7 @@ class Ours:
             done.tokens,
             seconds,
             accept_lengths=steps.sizes,
-            step_seconds=_shared(steps.seconds, [round_ for round_ in rounds if round_.rows]),
+            step_seconds=shared(steps.seconds, [round_ for round_ in rounds if round_.rows]),
             prefill_seconds=stages["prefill"],
             stage_seconds=stages,
             layer_passes=sum(layer_passes(round_, layers) for round_ in rounds),
@@ -115,7 +115,7 @@ def layer_passes(round_: Round, num_layers: int) -> int:
     return num_layers + exit_layer * len(round_.rows[0].drafted)
 
 
-def _shared(stamped: list[float], rounds: Sequence[Round]) -> list[float]:
+def shared(stamped: list[float], rounds: Sequence[Round]) -> list[float]:
     """Seconds of every step, by the clock; rounds that came at once share theirs by what each took itself."""
     shared, at = list(stamped), 0
     while at < len(rounds):

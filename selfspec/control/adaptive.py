@@ -96,7 +96,7 @@ class Adaptive:
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
-        self._usual_plan: Plan | None = None  # that one, unless it is likely to be another next time
+        self._likely: Plan | None = None  # that one, unless it is likely to be another next time
 
     @property
     def tracker(self) -> Tracker:
@@ -146,11 +146,10 @@ class Adaptive:
     @property
     def steady(self) -> Steady:
         """How many of the next rounds are likely to be as the one that was planned last."""
-        usual, read = self._usual_plan, self._were_read
-        rounds = (
-            self._block if usual is self._idle and self._block else min(self._times.until_due, self._looks.rounds_left)
-        )
-        if usual is None or usual.guesses or not rounds:
+        likely, read = self._likely, self._were_read
+        rounds = self._block if likely is self._idle else 0
+        rounds = rounds or min(self._times.until_due, self._looks.rounds_left)
+        if likely is None or likely.guesses or not rounds:
             return Steady()
         if not read or self._finder is None:
             return Steady(rounds)
@@ -190,7 +189,7 @@ class Adaptive:
         self._times.decide_now()
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._joining, self._usual_plan, self._were_read = 0, None, ()
+        self._joining, self._likely, self._were_read = 0, None, ()
         self._times.begin()
         processes = any(row.has_processors for row in rows)
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
@@ -202,7 +201,7 @@ class Adaptive:
         self._context = max([row.content_length for row in rows])
         if self._block:
             self._block -= 1
-            self._usual_plan = self._idle
+            self._likely = self._idle
             return self._idle
         read: Sequence[RowState] = ()
         if self._finder is not None and self._worth is not None:
@@ -222,7 +221,7 @@ class Adaptive:
                 return Plan(None, self._idle.draft_lengths, shadow=shadow)
             if self._plain_run > BLOCK and not self.recycles and not self._times.has_clock:
                 self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
-            self._usual_plan = self._idle
+            self._likely = self._idle
             return self._idle
         shadow = self._shadow(exit_layer, len(rows)) if due else None
         guesses = 0
@@ -230,7 +229,7 @@ class Adaptive:
             guesses = self._worth.guesses(exit_layer, self._finder.chains[0])
         plan = self._by_layers(rows, shadow, guesses)
         if shadow is None and plan is not self._idle:
-            self._usual_plan = plan
+            self._likely = plan
         return plan
 
     def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:

@@ -64,7 +64,7 @@ class Finder:
         """For how many rounds after one that was just planned what is drafted depends on matches alone.
 
         Args:
-            most: those that there may be, and what is planned without.
+            most: those that there may be.
         """
         guesses = rows[0].guesses
         if len(rows) > 1 or guesses is None:

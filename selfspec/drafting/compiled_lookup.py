@@ -58,6 +58,7 @@ class CompiledLookup(Lookup):
 
     def _begin_anew(self) -> None:
         """The row went on in another way than the index was told, or nobody knows what it was told."""
+        self._is_lent = True  # until it is made: there may be too little memory
         self._free()
         self._read = 0
         self._make()
@@ -78,6 +79,7 @@ class CompiledLookup(Lookup):
             told[: len(new)] = [*new]
             count = self._lib.selfspec_index_add(self._index, told, len(new), out)
             if count < 0:
+                self._is_lent = True  # nobody knows how many of them it took
                 raise MemoryError(TOO_LITTLE)
             self._held += len(new)
             self._read = self._held

@@ -55,15 +55,13 @@ class Rounds:
         beside = None if drafter is None else drafter.beside
         more = 0 if beside is None else beside.most
         drafts = [0 if one is None else len(one.tokens) for one in given] or lengths
-        most, num_rounds = max(*drafts, max(lengths) + more), 1
-        if further is not None:
-            most, num_rounds = max([most, *further.lengths]), further.num_rounds
+        most = max(*drafts, max(lengths) + more, *(() if further is None else further.lengths))
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more
-        if num_rounds > 1:  # rows fill their rooms at most
+        if further is not None:  # rows fill their rooms at most
             filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
-            longest = max(longest, min(longest + (num_rounds - 1) * (most + 1), filled))
+            longest = max(longest, min(longest + (further.num_rounds - 1) * (most + 1), filled))
         model, layers = body.structs(cache)
-        room = self._room(len(rows), most, num_rounds)
+        room = self._room(len(rows), most, 1 if further is None else further.num_rounds)
         drafting, judging = room.drafting, room.judging
         room.tell(rows, lengths, last, how, rooms)
         for row, one in enumerate(given):

@@ -9,9 +9,12 @@ import pytest
 
 from eval.run.items import choice_of, groups, item_of
 from eval.run.metrics import METRICS, Group, figures
+from eval.run.ours import shared
 from eval.run.report import render, shown
 from eval.run.summary import fastest_plain, harness_share, summarise
 from eval.run.turns import Turn
+from selfspec.control.plan import Seconds
+from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
 
@@ -179,3 +182,12 @@ def test_a_report_without_answers_or_with_chosen_columns():
     assert shown("time_to_first_token_p50", 0.01234) == "12.3 ms" and shown("speedup", 1234.5) == "1234"
     assert shown("acceptance_by_position", [{"joint": 0.5, "conditional": 1}]) == "0.50/1.00"
     assert shown("stage_shares", {"draft": 0.5}) == "draft 50%"
+
+
+def test_rounds_that_come_at_once_share_their_time_by_what_each_took():
+    """A burst of three after the first one, and one alone: together they take what the clock says."""
+    own, ahead = [9.0, 2.0, 1.0, 1.0, 5.0], [False, False, True, True, False]
+    rounds = [Round([], None, Seconds(verify=taken), is_ahead) for taken, is_ahead in zip(own, ahead, strict=True)]
+    stamped = [10.0, 7.9, 0.05, 0.05, 6.0]
+    assert shared(stamped, rounds) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
+    assert shared(stamped[:1], rounds[:1]) == stamped[:1] and shared([], []) == []
