@@ -96,7 +96,7 @@ class Adaptive:
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
-        self._likely: Plan | None = None  # that one, unless it is likely to be another next time
+        self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
 
     @property
     def tracker(self) -> Tracker:
@@ -153,7 +153,7 @@ class Adaptive:
             return Steady()
         if not read or self._finder is None:
             return Steady(rounds)
-        return self._finder.steady(read, self._decision.exit_layer is not None, Steady(rounds))
+        return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -212,6 +212,8 @@ class Adaptive:
                 self._reading.note(found is not None)
             if found is not None:
                 self._times.put_off()
+                if not self._looks.are_due:
+                    self._likely = self._by_layers(rows) if drafts else self._idle
                 return found
         decision, due = self._decision, self._looks.are_due
         exit_layer = decision.exit_layer
@@ -224,13 +226,17 @@ class Adaptive:
             self._likely = self._idle
             return self._idle
         shadow = self._shadow(exit_layer, len(rows)) if due else None
-        guesses = 0
-        if read and self._cascades and self._finder is not None and self._worth is not None and self._batch == 1:
-            guesses = self._worth.guesses(exit_layer, self._finder.chains[0])
+        guesses = self._checks(self._finder.chains[0]) if read and self._finder is not None else 0
         plan = self._by_layers(rows, shadow, guesses)
         if shadow is None and plan is not self._idle:
             self._likely = plan
         return plan
+
+    def _checks(self, chances: Sequence[float]) -> int:
+        """How many guesses that are as likely, the first, the first two, .. an early pass checks."""
+        if self._decision.exit_layer is None or not self._cascades or self._worth is None or self._batch != 1:
+            return 0
+        return self._worth.guesses(self._decision.exit_layer, chances)
 
     def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
         """What was decided; nothing else changes between decisions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
@@ -60,11 +60,14 @@ class Finder:
             self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
         return found
 
-    def steady(self, rows: Sequence[RowState], beside_layers: bool, most: Steady) -> Steady:
+    def steady(
+        self, rows: Sequence[RowState], beside_layers: bool, most: Steady, checks: Callable[[Sequence[float]], int]
+    ) -> Steady:
         """For how many rounds after one that was just planned what is drafted depends on matches alone.
 
         Args:
             most: those that there may be.
+            checks: how many guesses that are as likely an early pass checks, where they are not drafted.
         """
         guesses = rows[0].guesses
         if len(rows) > 1 or guesses is None:
@@ -77,7 +80,8 @@ class Finder:
         if beside_layers:
             left = min(left, self._ease.rounds_left)
             for n, one in enumerate(known):
-                if one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual):
+                is_wanted = one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual)
+                if is_wanted or len(one.chances) >= rows[0].room or (not one.length and checks(one.chances)):
                     lengths[n] = TO_ASK
         branches = tuple([one.may_branch for one in known])
         return most._replace(num_rounds=min(most.num_rounds, left), lengths=tuple(lengths), branches=branches)
@@ -239,7 +243,8 @@ class Finder:
         self._passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             one = outcomes[0]
-            if len(outcomes) == 1 and one.looked and one.looked.match:
+            # Else little is learned, and rounds may go on in one call.
+            if len(outcomes) == 1 and one.looked and one.looked.match and one.num_accepted == one.num_drafted:
                 self._lengths.change(one.looked.match)
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))
 

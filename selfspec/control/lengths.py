@@ -58,7 +58,7 @@ class Lengths:
         return self._known[_bin_of(match)]
 
     def change(self, match: int) -> None:
-        """There was a draft after such a match, right or wrong: what is drafted is to be weighed anew."""
+        """There was a draft after such a match that was all right: what is drafted is to be weighed anew."""
         self._changed.add(_bin_of(match))
 
     def all(self) -> list[Weighed]:

@@ -138,6 +138,11 @@ class Plan:
         )
         return wants and self.exit_layer != LOOKUP
 
+    @property
+    def asks_for_more(self) -> bool:
+        """Whether for more than tokens and their confidences."""
+        return self.shadow is not None or self.keep_divergence
+
 
 class Shadow(NamedTuple):
     """Shadow picks of one row: what layers that were not the exit would have picked, against the target's picks."""
@@ -185,7 +190,7 @@ class RowOutcome(NamedTuple):
 
 class Steady(NamedTuple):
     """How many rounds after the one that was planned last are likely to have the same plan, but that lookup may draft
-    one of them, the last."""
+    some of them: up to the first of its drafts that is right as a whole, after which longer ones may be worth it."""
 
     num_rounds: int = 0
     lengths: tuple[int, ...] = (0,)
@@ -193,6 +198,8 @@ class Steady(NamedTuple):
     lookup; 0: the plan is the same; less: the policy has to be asked."""
     branches: tuple[bool, ...] = ()
     """The same: whether it has to be asked where other tokens followed shorter matches, too."""
+    usual: Plan | None = None
+    """After a round that lookup drafts: the plan of the others; None: that is not known."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,8 @@ class Ahead:
 
     def __init__(self) -> None:
         self._coming: deque[Coming] = deque()
-        self._plan: Plan | None = None  # of all of them that are not drafted by lookup
+        self.usual = Plan(None, ())
+        """The plan of all of them that are not drafted by lookup, or of those that may come."""
         self._part: Part | None = None  # of the vocabulary, that they are drafted over
         self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
         self._steady, self._reads_lookup = Steady(), False
@@ -64,7 +65,7 @@ class Ahead:
         if not self._coming:
             return None
         found = self._coming[0].found
-        is_planned = _is_of(plan, found) if found else plan == self._plan and part is self._part
+        is_planned = _is_of(plan, found) if found else plan == self.usual and part is self._part
         if not is_planned or [(row.request_id, len(row.content)) for row in rows] != self._rows:
             self.forget()
             return None
@@ -74,23 +75,26 @@ class Ahead:
         self._expect(rows, verdicts)
         return verdicts
 
-    def allow(self, steady: Steady, part: Part | None, reads_lookup: bool) -> None:
+    def allow(self, steady: Steady, usual: Plan, part: Part | None, reads_lookup: bool) -> None:
         """As many rounds as the policy is steady for may be decoded with the next one.
 
         Args:
+            usual: the plan of those that lookup does not draft.
             part: of the vocabulary, that they draft over.
             reads_lookup: whether they depend on what is found of their rows.
         """
         self._steady, self._part, self._reads_lookup = steady, part, reads_lookup
+        self.usual = usual
 
-    def further(self, rows: Sequence[Row], plan: Plan) -> Further | None:
-        """How far to decode on after a round by this plan, which begins now; None: not at all.
+    def further(self, rows: Sequence[Row]) -> Further | None:
+        """How far to decode on after the round that begins now; None: not at all.
 
         Nobody waits for a second round before the first token is there.
         """
-        steady, num_rounds = self._steady, min(MOST_ROUNDS, 1 + self._steady.num_rounds)
-        by_lookup = plan.exit_layer == LOOKUP
-        if num_rounds < 2 or by_lookup or any(len(row.content) == row.num_prompt_tokens for row in rows):
+        steady, num_rounds, usual = self._steady, min(MOST_ROUNDS, 1 + self._steady.num_rounds), self.usual
+        if num_rounds < 2 or any(len(row.content) == row.num_prompt_tokens for row in rows):
+            return None
+        if usual.exit_layer == LOOKUP or usual.guesses or usual.asks_for_more:
             return None
         ends = [sorted(row.stopper.eos) for row in rows]
         if not self._reads_lookup:
@@ -108,7 +112,7 @@ class Ahead:
         lengths = tuple([min(length, longest) for length in steady.lengths])
         return Further(num_rounds, SECONDS, ends, indices, max(sizes), lengths, steady.branches)
 
-    def put(self, rows: Sequence[Row], plan: Plan, rounds: Sequence[Coming], done: Sequence[Done]) -> None:
+    def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""
         for at, row in enumerate(rows):
             told = [each for one in done if (each := one.found[at]) is not None]
@@ -116,7 +120,7 @@ class Ahead:
                 lookup = row.guesser.lookup
                 assert isinstance(lookup, CompiledLookup)
                 lookup.foresee(told, [len(one.rows[at].block) for one in done])
-        self._coming, self._plan = deque(rounds[1:]), plan
+        self._coming = deque(rounds[1:])
         self._expect(rows, rounds[0].verdicts)
 
     def _expect(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
@@ -126,7 +130,7 @@ class Ahead:
 
 def _is_of(plan: Plan, found: list[int]) -> bool:
     """Whether that is what a plan drafts of a single row, and no branches, and it asks for nothing else."""
-    if plan.exit_layer != LOOKUP or plan.shadow is not None or plan.keep_divergence:
+    if plan.exit_layer != LOOKUP or plan.asks_for_more:
         return False
     tree = None if plan.trees is None else plan.trees[0]
     if tree is None:

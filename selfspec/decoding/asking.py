@@ -38,6 +38,7 @@ class Asking:
         self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
+        self._room: Sequence[int] = ()  # of the rows that were asked about last
         self._ahead = self._left = 0  # rounds that it goes on for, unasked: of all, and still to come
         self._seconds = 0.0  # of forwards in those that came
 
@@ -52,6 +53,8 @@ class Asking:
             return Steady(self._left)
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
         check_steady(steady)
+        if steady.usual is not None:
+            self._check(steady.usual, self._room)
         return steady
 
     def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:
@@ -71,7 +74,8 @@ class Asking:
         self.recycles = getattr(policy, "recycles", False)
         reads_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
-        self._check(plan, [row.room for row in rows])
+        self._room = [row.room for row in rows]
+        self._check(plan, self._room)
         ahead = getattr(policy, "plain_ahead", 0)
         if ahead and plan.exit_layer is None and plan.shadow is None:  # no other plan may be followed twice
             whole("a policy's plain_ahead", ahead, 0)

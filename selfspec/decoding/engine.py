@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from selfspec.control.plan import Looked, Plan, Policy, RowOutcome, Seconds
+from selfspec.control.plan import LOOKUP, Looked, Plan, Policy, RowOutcome, Seconds
 from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.asking import NOT_STEADY, Asking
@@ -196,8 +196,8 @@ class Engine:
             verdicts = self._ahead.take(ready, plan, part, seconds)
             is_ahead = verdicts is not None
             if verdicts is None:
+                self._look_ahead(plan, ready)
                 teach = None if self.learn is None else self.learn.take
-                self._ahead.allow(asking.steady if len(ready) == len(self.rows) else NOT_STEADY, part, reads_lookup)
                 how = teach, self._picker, recycles, True, self._ahead
                 verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
             left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
@@ -262,6 +262,15 @@ class Engine:
 
     def _prefill(self) -> None:
         prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
+
+    def _look_ahead(self, plan: Plan, rows: Sequence[Row]) -> None:
+        """How far rounds may be decoded together with one of this plan."""
+        steady = self._asking.steady if len(rows) == len(self.rows) else NOT_STEADY
+        by_lookup = plan.exit_layer == LOOKUP
+        if by_lookup and steady.usual is None:
+            steady = NOT_STEADY
+        usual = steady.usual if by_lookup and steady.usual is not None else plan
+        self._ahead.allow(steady, usual, self._part(usual, rows), self._asking.reads_lookup)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""

@@ -44,7 +44,7 @@ def whole_round(
 
 def _is_plain(rows: Sequence[Row], plan: Plan) -> bool:
     """Whether a round asks for nothing but its tokens: no processors, kept logits, looks at layers or divergences."""
-    if plan.shadow is not None or plan.keep_divergence:
+    if plan.asks_for_more:
         return False
     return not any(row.request.logits_processor or row.request.keep_logits for row in rows)
 
@@ -66,16 +66,15 @@ def compiled_round(
     rounds = picker.rounds
     if rounds is None or plan.guesses or not _is_plain(rows, plan):
         return None
-    drafter, given, lengths = None, list[Given | None](), plan.draft_lengths
-    if plan.exit_layer is None:
-        lengths = (0,) * len(rows)
-    elif plan.exit_layer == LOOKUP:
-        given, lengths = _given(rows, plan), (0,) * len(rows)
-    else:
-        drafter = _drafter(stack, plan, plan.draft_vocab if any(lengths) else None)
-        if drafter is None:
+    given = _given(rows, plan) if plan.exit_layer == LOOKUP else []
+    further = None if ahead is None else ahead.further(rows)
+    usual = plan if ahead is None or further is None else ahead.usual
+    drafter = _drafter(stack, usual) if usual.exit_layer else None
+    if usual.exit_layer and drafter is None:
+        if not given:
             return None
-    further = None if ahead is None else ahead.further(rows, plan)
+        further = None
+    lengths = (0,) * len(rows) if drafter is None else usual.draft_lengths
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
     done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
@@ -86,7 +85,7 @@ def compiled_round(
     others = sum([taken for one in coming[1:] for _, taken in one.parts])
     seconds.laps([("rest", 0.0), *coming[0].parts], others)
     if ahead is not None and further is not None:
-        ahead.put(rows, plan, coming, done)
+        ahead.put(rows, coming, done)
     return coming[0].verdicts
 
 
@@ -97,10 +96,10 @@ def _parts(done: Done) -> list[tuple[str, float]]:
     return [*steps, *([] if done.is_given else [("draft", fed)]), *zip(("verify", "head", "pick"), judged, strict=True)]
 
 
-def _drafter(stack: Stack, plan: Plan, vocab: int | None) -> Drafter | None:
-    """Who drafts, over so many tokens; None where that is not compiled."""
+def _drafter(stack: Stack, plan: Plan) -> Drafter | None:
+    """Who drafts; None where that is not compiled."""
     assert plan.exit_layer is not None
-    rounded = plan.draft_bits is not None
+    rounded, vocab = plan.draft_bits is not None, plan.draft_vocab if any(plan.draft_lengths) else None
     head = stack.packed_head(plan.exit_layer, vocab, rounded)
     if head is None:
         return None

@@ -64,8 +64,9 @@ class Going {
             positions[r] += count, last[r] = picks[count - 1], a.rooms[r] -= count;
             drafts = look_up(r, picks, count);
             bool is_known = drafts == 0 || (drafts > 0 && drafts <= j.most && d.num_rows == 1);
-            bool was_found = a.given[a.done] && j.counts[r] > 0;  // lookups are weighed anew after each
-            goes_on = goes_on && is_known && !was_found && a.stops && !ends(r, picks, count) &&
+            // Lookups are weighed anew after a draft that was right as a whole.
+            bool was_right = a.given[a.done] && j.counts[r] > 0 && count > j.counts[r];
+            goes_on = goes_on && is_known && !was_right && a.stops && !ends(r, picks, count) &&
                       a.rooms[r] >= (drafts ? drafts : d.lengths[r]);
         }
         return goes_on;
