@@ -80,7 +80,7 @@ class Adaptive:
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         self._worth: Worth | None = None
         self._worth_for = (0, 0)  # rows, and steps of context of the longest
-        self._times = Timetable()
+        self._times = Timetable(self._has_prior)
         self._batch = 0
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
@@ -269,7 +269,9 @@ class Adaptive:
                 self._finder.observe(plan, outcomes, self._forecast(plan, outcomes))
             if self._worth is not None:
                 usual = self._finder.usual if plan.exit_layer == LOOKUP else self._usual(len(outcomes))
-                self._reading.count(plan, outcomes, self._worth, usual, self._decision.rounds)
+                decision = self._decision
+                beside_layers = decision.exit_layer is not None
+                self._reading.count(plan, outcomes, self._worth, usual, decision.rounds, beside_layers)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.
         tells = 1 < self._plain_run <= BLOCK

@@ -189,8 +189,9 @@ class RowOutcome(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """How many rounds after the one that was planned last are likely to have the same plan, but that lookup may draft
-    some of them: up to the first of its drafts that is right as a whole, after which longer ones may be worth it."""
+    """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
+    are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds, up to
+    the first of its drafts that is right as a whole, after which longer ones may be worth it."""
 
     num_rounds: int = 0
     lengths: tuple[int, ...] = (0,)

@@ -18,6 +18,9 @@ PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then 
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
+# By how much more than is usual lookup must bring to have saved anything where layers draft, too: what it finds is
+# easier than the rest of a text for them as well, so that without it they would bring more than beside it.
+CAUTION = 1.3
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
 
@@ -97,13 +100,20 @@ class Reading:
         return read if known else ()
 
     def count(
-        self, plan: Plan, outcomes: Sequence[RowOutcome], worth: Worth, usual: float, rounds: Sequence[float]
+        self,
+        plan: Plan,
+        outcomes: Sequence[RowOutcome],
+        worth: Worth,
+        usual: float,
+        rounds: Sequence[float],
+        beside_layers: bool,
     ) -> None:
         """Count a round, and what lookup saved in it, by the table of costs.
 
         Args:
             usual: tokens per second of all rows without.
             rounds: seconds of rounds that layers draft in, by drafted tokens per row.
+            beside_layers: whether they would have drafted instead.
         """
         if plan.exit_layer is None:
             self.pass_round(worth.num_rows, worth.plain_seconds, 0.0)
@@ -112,7 +122,7 @@ class Reading:
             took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
             took = max(worth.plain_seconds, took - self._decided)  # which was paid for when it began
             came = sum([outcome.num_emitted for outcome in outcomes])
-            self.pass_round(worth.num_rows, took, came / usual - took)
+            self.pass_round(worth.num_rows, took, came / (CAUTION * usual if beside_layers else usual) - took)
         else:
             longest = max([outcome.num_drafted for outcome in outcomes])
             self.pass_round(worth.num_rows, rounds[min(longest, len(rounds) - 1)], 0.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-REPLAN, EARLY_REPLAN, EARLY = 24, 6, 24  # rounds between decisions; once layers begin to draft, and for how many rounds
+# Rounds between decisions; once layers begin to draft, where earlier texts told nothing of them and where they did; and
+# for how many rounds that is.
+REPLAN, EARLY_REPLAN, EARLY = 24, (6, 12), 24
 FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
@@ -12,12 +14,16 @@ AHEAD = 15  # plain rounds that nobody need ask about after one that found nothi
 class Timetable:
     """Counts rounds.
 
+    Args:
+        has_prior: whether earlier texts have told of the layers already.
+
     Attributes:
         round: how many have begun.
         ahead: rounds after this one that are plain, and that nobody need ask about.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_prior: bool = False) -> None:
+        self._early_replan = EARLY_REPLAN[has_prior]
         self.round = self.ahead = 0
         self._next = self._last = 0  # the rounds of the next decision, and of the last one
         self._began = 0  # since when layers draft
@@ -74,5 +80,5 @@ class Timetable:
         if begins:
             self._began = self.round
         rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
-        soon = EARLY_REPLAN if is_known else FIRST_REPLAN
+        soon = self._early_replan if is_known else FIRST_REPLAN
         self.decide_after((soon if self.round < self._began + EARLY else REPLAN) * rarer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.control.plan import LOOKUP, Plan, Seconds, Steady
@@ -20,7 +21,7 @@ from selfspec.target.compiled_round import MOST_ROUNDS
 from selfspec.target.draft_head import Part
 from selfspec.target.round_room import Done, Further
 
-SECONDS = 1 / 60  # after which no further round begins: what is streamed still comes with every picture of a screen
+SECONDS = 1 / 30  # after which no further round begins: what is streamed still seems to flow
 
 
 class Coming(NamedTuple):
@@ -64,9 +65,9 @@ class Ahead:
         """
         if not self._coming:
             return None
-        found = self._coming[0].found
-        is_planned = _is_of(plan, found) if found else plan == self.usual and part is self._part
-        if not is_planned or [(row.request_id, len(row.content)) for row in rows] != self._rows:
+        found, are_there = self._coming[0].found, [(row.request_id, len(row.content)) for row in rows] == self._rows
+        is_planned = are_there and (_is_of(plan, found) if found else part is self._part and plan == self._cut(rows))
+        if not is_planned:
             self.forget()
             return None
         verdicts, parts, _ = self._coming.popleft()
@@ -122,6 +123,11 @@ class Ahead:
                 lookup.foresee(told, [len(one.rows[at].block) for one in done])
         self._coming = deque(rounds[1:])
         self._expect(rows, rounds[0].verdicts)
+
+    def _cut(self, rows: Sequence[Row]) -> Plan:
+        """The usual plan, as far as rows have room for it."""
+        lengths = tuple([min(n, row.room - 1) for n, row in zip(self.usual.draft_lengths, rows, strict=True)])
+        return self.usual if lengths == self.usual.draft_lengths else replace(self.usual, draft_lengths=lengths)
 
     def _expect(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
         """The next round comes after this one."""

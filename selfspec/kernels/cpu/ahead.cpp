@@ -39,7 +39,7 @@ class Going {
     Drafting d;
     Judging j;
     int64_t exit_layer, drafts = 0;  // the latter: of the next round, by lookup
-    std::vector<int64_t> positions, last;
+    std::vector<int64_t> positions, last, lengths;
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
         const int64_t *first = a.ends + a.stops[row], *end = a.ends + a.stops[row + 1];
@@ -66,8 +66,9 @@ class Going {
             bool is_known = drafts == 0 || (drafts > 0 && drafts <= j.most && d.num_rows == 1);
             // Lookups are weighed anew after a draft that was right as a whole.
             bool was_right = a.given[a.done] && j.counts[r] > 0 && count > j.counts[r];
-            goes_on = goes_on && is_known && !was_right && a.stops && !ends(r, picks, count) &&
-                      a.rooms[r] >= (drafts ? drafts : d.lengths[r]);
+            int64_t least = drafts ? drafts : std::min<int64_t>(1, lengths[r]);
+            goes_on = goes_on && is_known && !was_right && a.stops && !ends(r, picks, count) && a.rooms[r] >= least;
+            lengths[r] = std::min(lengths[r], a.rooms[r]);
         }
         return goes_on;
     }
@@ -90,8 +91,8 @@ class Going {
    public:
     Going(const Drafting& drafting, const Judging& judging, Ahead& ahead)
         : a(ahead), d(drafting), j(judging), exit_layer(j.exit_layer), positions(d.positions, d.positions + d.num_rows),
-          last(d.last, d.last + d.num_rows) {
-        d.positions = positions.data(), d.last = last.data();
+          last(d.last, d.last + d.num_rows), lengths(d.lengths, d.lengths + d.num_rows) {
+        d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
     }
 
     int64_t run(const Model* m) {
