@@ -22,19 +22,22 @@ class Agreement(Fading):
     def __init__(self, num_layers: int, passed: Passed) -> None:
         super().__init__(HALF_LIFE, passed)
         self._came, self._expected = np.zeros((2, num_layers - 1))
+        self._in_all = [0.0, 0.0]  # their sums
 
     def add(self, exit_layer: int, came: float, expected: float) -> None:
         """Count tokens of a draft by copies that were right, and as many as the layers would have had right."""
         self._fade()
         self._came[exit_layer - 1] += came * self._weight
         self._expected[exit_layer - 1] += expected * self._weight
+        self._in_all[0] += came * self._weight
+        self._in_all[1] += expected * self._weight
 
     @property
     def pooled(self) -> float:
         """Of all exits together, at most 1."""
         self._fade()
-        believed = BELIEVED * self._weight
-        return min(1.0, float((self._came.sum() + believed) / (self._expected.sum() + believed)))
+        believed, (came, expected) = BELIEVED * self._weight, self._in_all
+        return min(1.0, (came + believed) / (expected + believed))
 
     @property
     def is_good(self) -> bool:
@@ -49,3 +52,4 @@ class Agreement(Fading):
     def _divide(self, by: float) -> None:
         self._came /= by
         self._expected /= by
+        self._in_all[:] = [count / by for count in self._in_all]

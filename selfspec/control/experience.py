@@ -136,11 +136,12 @@ class Experience:
                 # What no draft could have picked says nothing of the layer: it is in the part's coverage.
                 judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
                 hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
-                sure = outcome.confidences[:judged]
-                if plan.draft_bits is not None and plan.stop is not None and self._is_known(exit_layer):
+                sure, copies = outcome.confidences[:judged], plan.draft_bits is not None
+                is_known = copies and self._is_known(exit_layer)
+                if is_known and plan.stop is not None:
                     chances = [plan.stop.calibration[confidence_bin(one)] for one in sure]
                     self._agreement.add(exit_layer, sum(hits), sum(chances) / self._covered)
-                if plan.draft_bits is None or self._agreement.is_good or not self._is_known(exit_layer):
+                if not is_known or self._agreement.is_good:
                     self._tracker.add(exit_layer, hits, sure)
             if outcome.shadow is not None:
                 self._tracker.add_shadow(outcome.shadow)
