@@ -272,6 +272,8 @@ class Adaptive:
                 decision = self._decision
                 beside_layers = decision.exit_layer is not None
                 self._reading.count(plan, outcomes, self._worth, usual, decision.rounds, beside_layers)
+            if not self._times.has_decided:
+                self._reading.clock(seconds.control, plan is self._idle)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.
         tells = 1 < self._plain_run <= BLOCK

@@ -14,6 +14,10 @@ from selfspec.control.worth import Worth
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
 READ_SECONDS = 8e-6  # to take one token into a row's index
 ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came; and once more per round
+# Of few rows the clock tells, too. Planning is what is clocked: to set guesses beside what came takes as long again,
+# and in a round that is plain after all, so do asking at all, and a call for fewer rounds.
+CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
+CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
@@ -39,7 +43,9 @@ class Reading:
         self._can_pay = False
         self._balance, self._advance = 0.0, -1.0  # seconds; and of decoding, for which the share was paid in before
         self._decided, self._asking = 0.0, _asking(1)  # see `price`; and of one row
+        self._slower = 1.0  # how much longer asking takes by the clock, of few rows
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
+        self._reads = False  # whether any was looked up for the last round
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
 
     def is_on(self, num_rows: int) -> bool:
@@ -62,7 +68,24 @@ class Reading:
             decided: seconds, by the clock.
         """
         self._decided = decided if num_rows > FEW else 0.0
-        self._asking = max(_asking(num_rows), self._decided) / num_rows
+        self._set_price(num_rows)
+
+    def clock(self, planned: float, is_plain: bool) -> None:
+        """Take on what planning the last round took, if few rows were looked up for it.
+
+        Args:
+            planned: seconds.
+            is_plain: whether nothing came of it, and nothing else is drafted.
+        """
+        if self._reads and self._num_rows <= FEW:
+            took = (CLOCKED_PLAIN if is_plain else CLOCKED) * planned
+            ratio = min(max(took / _asking(self._num_rows), 1.0), MOST_ASKING)
+            self._slower += CLOCK_STEP * (ratio - self._slower)
+            self._set_price(self._num_rows)
+
+    def _set_price(self, num_rows: int) -> None:
+        slower = self._slower if num_rows <= FEW else 1.0
+        self._asking = max(slower * _asking(num_rows), self._decided) / num_rows
 
     def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
@@ -70,9 +93,10 @@ class Reading:
         Args:
             usual: tokens per second of all rows without.
         """
+        self._reads = False
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
-            self._asking = max(_asking(len(rows)), self._decided) / len(rows)
+            self._set_price(len(rows))
         if self._advance < 0:
             self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._advance
@@ -81,7 +105,8 @@ class Reading:
         asking = self._asking
         if not self._is_on or not self._can_pay or self._balance < 0:
             # Guesses come with the next round's rows, once they can be paid for again.
-            self._is_on = self._can_pay and self._balance > TRIAL * asking * len(rows)
+            least = min([READ_SECONDS * (row.content_length - self._read.get(row.request_id, 0)) for row in rows])
+            self._is_on = self._can_pay and self._balance > (1 + TRIAL * len(rows)) * asking + least
             return ()
         read, known, left = [], dict[int, int](), self._balance
         for row in rows:
@@ -97,6 +122,7 @@ class Reading:
             known[row.request_id] = row.content_length
             read.append(row)
         self._read = known
+        self._is_on = self._reads = bool(known)
         return read if known else ()
 
     def count(

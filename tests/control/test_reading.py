@@ -9,7 +9,7 @@ import pytest
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.plan import LOOKUP, RowState
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
@@ -117,12 +117,50 @@ def test_what_saves_more_than_it_takes_goes_on_however_little_the_share_pays():
 
 
 def test_a_round_that_saved_much_pays_for_one_that_lost_less():
-    for lost, goes_on in ((80, True), (250, False)):
-        reading, worth, usual = account(1, slower=1e-2)
-        reading.begin(rows_of(1), worth, usual)
+    for lost, goes_on in ((80, True), (700, False)):
+        reading, worth, usual = account(1)
+        assert reading.begin(rows_of(1), worth, usual)
         for saved in (100, -lost):
             reading.pass_round(1, worth.plain_seconds, saved * ASK_SECONDS)
         assert bool(reading.begin(rows_of(1, content=51), worth, usual)) == goes_on
+
+
+def test_rows_that_cannot_be_paid_for_are_not_looked_up_for_nothing():
+    reading, worth, usual = account(1, slower=0.2)
+    assert reading.begin(rows_of(1, content=2000), worth, usual) == () and not reading.is_on(1)
+    for at in range(2000):
+        reading.pass_round(1, worth.plain_seconds, 0.0)
+        begins = reading.begin(rows_of(1, content=2001 + at), worth, usual)
+        if reading.is_on(1):
+            break
+    assert begins == () and reading.begin(rows_of(1, content=2001 + at), worth, usual) != ()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_the_clock_raises_the_price_and_hiccups_do_not_raise_it_far(is_plain):
+    rounds = {}
+    for planned in (0.0, 3e-4, 1.0):
+        reading, worth, usual = account(1, slower=0.5)
+        rounds[planned] = 0
+        for at in range(3000):
+            if reading.begin(rows_of(1, content=50 + at), worth, usual):
+                rounds[planned] += 1
+                reading.clock(planned, is_plain)
+            reading.pass_round(1, worth.plain_seconds, 0.0)
+    assert rounds[0.0] > 2 * rounds[3e-4] and rounds[3e-4] > 0.9 * rounds[1.0] > 90
+
+
+def test_beside_layers_it_must_bring_more_than_they_do():
+    """What lookup finds is easy for layers, too."""
+    emitted = RowOutcome(0, 6, 5)
+    balances = {}
+    for beside_layers in (False, True):
+        reading, worth, usual = account(1)
+        reading.begin(rows_of(1), worth, usual)
+        plan = Plan(LOOKUP, (6,))
+        reading.count(plan, [emitted], worth, 6 / worth.lookups()[6], [], beside_layers)  # no faster than is usual
+        balances[beside_layers] = reading._balance
+    assert balances[True] < balances[False]
 
 
 # --------------------------------------------------------------------------------------------------------- the default
