@@ -151,10 +151,10 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed) 
     clock = Seconds()
     plan, is_told = asking.plan(ready)
     clock.lap("control")
-    reads_lookup, reads_ranks, recycles = asking.reads_lookup, asking.reads_ranks, asking.recycles
+    hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
     context = max(row.state.content_length for row in ready)
     outcomes = _outcomes(ready, plan)
-    if reads_lookup:
+    if hears_lookup:
         pairs = zip(ready, outcomes, strict=True)
         outcomes = [o._replace(looked=_looked(row, o.num_emitted, reads_ranks)) for row, o in pairs]
     if recycles:

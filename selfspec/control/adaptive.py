@@ -21,6 +21,7 @@ from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spr
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
 from selfspec.control.kinds import BLOCK, BY_LAYERS, BY_LOOKUP, rounds_apart
+from selfspec.control.lengths import TO_ASK
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.pieces import MOST
@@ -36,7 +37,7 @@ from selfspec.control.plan import (
     ShadowPlan,
     Steady,
 )
-from selfspec.control.reading import FEW, Reading
+from selfspec.control.reading import FEW, GATE, Reading
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
@@ -129,6 +130,11 @@ class Adaptive:
         return self._finder is not None and self._reading.is_on(self._batch)
 
     @property
+    def hears_lookup(self) -> bool:
+        """Whether what would have come of lookups in the round that was planned last is worth telling."""
+        return bool(self._were_read)
+
+    @property
     def reads_ranks(self) -> bool:
         """Whether branches may be drafted beside what lookup finds."""
         return self._finder is not None and self._finder.branches and self._batch <= FEW
@@ -152,7 +158,10 @@ class Adaptive:
         if likely is None or likely.guesses or not rounds:
             return Steady()
         if not read or self._finder is None:
-            return Steady(rounds)
+            if not self._reading.waits:
+                return Steady(rounds)
+            return Steady(min(rounds, self._reading.rounds_left), (*(0,) * GATE, TO_ASK))
+        rounds = min(rounds, self._reading.rounds_left)
         return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
@@ -265,13 +274,13 @@ class Adaptive:
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
-            if self._reading.is_on(self._batch):
+            if self._were_read:
                 self._finder.observe(plan, outcomes, self._forecast(plan, outcomes))
+            elif outcomes:
+                self._finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
             if self._worth is not None:
                 usual = self._finder.usual if plan.exit_layer == LOOKUP else self._usual(len(outcomes))
-                decision = self._decision
-                beside_layers = decision.exit_layer is not None
-                self._reading.count(plan, outcomes, self._worth, usual, decision.rounds, beside_layers)
+                self._reading.count(plan, outcomes, self._worth, usual, self._decision.rounds)
             if not self._times.has_decided:
                 self._reading.clock(seconds.control, plan is self._idle)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0

@@ -12,19 +12,19 @@ from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
-READ_SECONDS = 8e-6  # to take one token into a row's index
+READ_SECONDS = 4e-6  # to take one token into a row's index
 ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came; and once more per round
 # Of few rows the clock tells, too. Planning is what is clocked: to set guesses beside what came takes as long again,
 # and in a round that is plain after all, so do asking at all, and a call for fewer rounds.
 CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
-PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
+PATIENCE, MOST_PAUSE = 8, 15  # rounds asked about in vain for each that is then passed over between two; most of those
+GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
+USUAL_TOKENS = 4  # of a round
+FEW_ADVANCE = 0.3  # of the time of few rows, that it is paid for beforehand; of more rows, all of it
 TRIAL = 8  # rounds that must be affordable for a row's index to be made
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
-# By how much more than is usual lookup must bring to have saved anything where layers draft, too: what it finds is
-# easier than the rest of a text for them as well, so that without it they would bring more than beside it.
-CAUTION = 1.3
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
 
@@ -45,7 +45,10 @@ class Reading:
         self._decided, self._asking = 0.0, _asking(1)  # see `price`; and of one row
         self._slower = 1.0  # how much longer asking takes by the clock, of few rows
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
-        self._reads = False  # whether any was looked up for the last round
+        self._reads = False  # whether any was asked about for the last round
+        self._least, self._pays = -1.0, 0.0  # what the account must hold for rows to be asked about; what a round pays
+        self.waits = False
+        """Whether the rows of the last round were not asked about for want of a long match."""
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
 
     def is_on(self, num_rows: int) -> bool:
@@ -55,6 +58,15 @@ class Reading:
     def note(self, has_drafted: bool) -> None:
         """Whether anything came of the rows' guesses in a round."""
         self._vain = 0 if has_drafted else self._vain + 1
+
+    @property
+    def rounds_left(self) -> int:
+        """Rounds to come before few rows are asked about after all, or no more, if nothing is saved meanwhile."""
+        if self._num_rows > FEW:
+            return KEPT
+        if self.waits:
+            return max(0, int((self._least - self._balance) / self._pays))
+        return max(0, int(self._balance / (self._asking + USUAL_TOKENS * READ_SECONDS)))
 
     @property
     def pause(self) -> int:
@@ -93,37 +105,69 @@ class Reading:
         Args:
             usual: tokens per second of all rows without.
         """
-        self._reads = False
+        self._reads = self.waits = False
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
             self._set_price(len(rows))
         if self._advance < 0:
             self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
+            self._advance *= FEW_ADVANCE if len(rows) <= FEW else 1.0
             self._balance += SHARE * self._advance
         if not self._is_priced and len(rows) > FEW:
             return ()
-        asking = self._asking
-        if not self._is_on or not self._can_pay or self._balance < 0:
-            # Guesses come with the next round's rows, once they can be paid for again.
-            least = min([READ_SECONDS * (row.content_length - self._read.get(row.request_id, 0)) for row in rows])
-            self._is_on = self._can_pay and self._balance > (1 + TRIAL * len(rows)) * asking + least
+        self._pays = SHARE * worth.plain_seconds
+        if not self._is_on or not self._can_pay:
+            # Guesses come with the next round's rows, once they can be paid for.
+            self._is_on = self._can_pay and self._balance > self._to_begin(rows)
             return ()
-        read, known, left = [], dict[int, int](), self._balance
+        pays, debt = self._pays_now(rows), TRIAL * self._asking if len(rows) <= FEW else 0.0
+        if self._balance < -debt:
+            self._is_on = False
+            return ()
+        read, indexing = self._affordable(rows)
+        if not self._is_on:
+            return ()
+        self._balance -= indexing
+        self.waits = not pays and not any(row.match >= GATE for row in read)
+        self._reads = not self.waits
+        if self.waits:
+            self._vain += 1
+            return ()
+        self._balance -= self._asking * len(self._read)
+        return read
+
+    def _pays_now(self, rows: Sequence[RowState]) -> bool:
+        """Whether rows may be asked about: of few, those that may not for a while are only watched."""
+        if len(rows) > FEW:
+            return self._balance >= 0
+        if self._balance < 0 or self._least < 0:
+            self._least = self._to_begin(rows)
+        if self._balance >= self._least:
+            self._least = 0.0
+        return self._balance >= self._least
+
+    def _to_begin(self, rows: Sequence[RowState]) -> float:
+        """What the account must hold for rows to be asked about from now on."""
+        indexing = [READ_SECONDS * (row.content_length - self._read.get(row.request_id, 0)) for row in rows]
+        return (1 + TRIAL * len(rows)) * self._asking + min(indexing)
+
+    def _affordable(self, rows: Sequence[RowState]) -> tuple[list[RowState], float]:
+        """The rows, without guesses where nothing pays for an index; and seconds for the others' indices."""
+        asking, read, known, left, indexing = self._asking, list[RowState](), dict[int, int](), self._balance, 0.0
         for row in rows:
             before = self._read.get(row.request_id)
-            cost = asking + READ_SECONDS * (row.content_length - (before or 0))
-            if before is None and cost + TRIAL * asking > left:
+            index = READ_SECONDS * (row.content_length - (before or 0))
+            cost = index + (asking + (TRIAL * asking if before is None else 0.0) if len(rows) > FEW else 0.0)
+            if before is None and cost > left:
                 read.append(row._replace(guesses=None))
                 continue
             if before is None:
                 self._vain = 0
-            left -= cost if before is not None else cost + TRIAL * asking
-            self._balance -= cost
+            left, indexing = left - cost, indexing + index
             known[row.request_id] = row.content_length
             read.append(row)
-        self._read = known
-        self._is_on = self._reads = bool(known)
-        return read if known else ()
+        self._read, self._is_on = known, bool(known)
+        return read, indexing
 
     def count(
         self,
@@ -132,14 +176,12 @@ class Reading:
         worth: Worth,
         usual: float,
         rounds: Sequence[float],
-        beside_layers: bool,
     ) -> None:
         """Count a round, and what lookup saved in it, by the table of costs.
 
         Args:
             usual: tokens per second of all rows without.
             rounds: seconds of rounds that layers draft in, by drafted tokens per row.
-            beside_layers: whether they would have drafted instead.
         """
         if plan.exit_layer is None:
             self.pass_round(worth.num_rows, worth.plain_seconds, 0.0)
@@ -148,7 +190,7 @@ class Reading:
             took = seconds[min(sum([outcome.num_drafted for outcome in outcomes]), len(seconds) - 1)]
             took = max(worth.plain_seconds, took - self._decided)  # which was paid for when it began
             came = sum([outcome.num_emitted for outcome in outcomes])
-            self.pass_round(worth.num_rows, took, came / (CAUTION * usual if beside_layers else usual) - took)
+            self.pass_round(worth.num_rows, took, came / usual - took)
         else:
             longest = max([outcome.num_drafted for outcome in outcomes])
             self.pass_round(worth.num_rows, rounds[min(longest, len(rounds) - 1)], 0.0)

@@ -106,6 +106,8 @@ class Ahead:
         if not all(one is None or isinstance(one, CompiledLookup) for one in lookups):
             return None
         indices = [one.lend() if isinstance(one, CompiledLookup) else None for one in lookups]
+        if any(index is None and one is not None for index, one in zip(indices, lookups, strict=True)):
+            return None
         sizes = [one.told_size for one in lookups if isinstance(one, CompiledLookup)]
         if not sizes:
             return Further(num_rounds, SECONDS, ends)

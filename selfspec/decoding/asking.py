@@ -30,11 +30,12 @@ class Asking:
 
     Attributes:
         reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`, `recycles`.
+        hears_lookup: whether it is told what lookups would have come to, too.
     """
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
-        self.reads_lookup = self.reads_ranks = self.recycles = False
+        self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
         self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
@@ -65,7 +66,7 @@ class Asking:
         """
         if self._left and self._plan is not None and [row.request_id for row in rows] == self._rows:
             self._left -= 1
-            self.reads_lookup = self.reads_ranks = self.recycles = False
+            self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
         self._tell()
         policy = self.policy
@@ -74,6 +75,7 @@ class Asking:
         self.recycles = getattr(policy, "recycles", False)
         reads_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
+        self.hears_lookup = getattr(policy, "hears_lookup", reads_lookup)
         self._room = [row.room for row in rows]
         self._check(plan, self._room)
         ahead = getattr(policy, "plain_ahead", 0)

@@ -188,7 +188,7 @@ class Engine:
             return None, False
         asking = self._asking
         plan, is_told = asking.plan(ready)
-        reads_lookup, reads_ranks, recycles = asking.reads_lookup, asking.reads_ranks, asking.recycles
+        hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
         try:
@@ -202,7 +202,7 @@ class Engine:
                 verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
             left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
-            if reads_lookup:
+            if hears_lookup:
                 looks = [row.looked(v.block, reads_ranks) for row, v in zip(ready, verdicts, strict=True)]
             for row, verdict in zip(ready, verdicts, strict=True) if recycles else ():
                 if verdict.likely is not None:

@@ -9,8 +9,8 @@ import pytest
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
-from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, could_pay
+from selfspec.control.plan import LOOKUP, RowState
+from selfspec.control.reading import ASK_SECONDS, GATE, READ_SECONDS, SHARE, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
@@ -136,6 +136,17 @@ def test_rows_that_cannot_be_paid_for_are_not_looked_up_for_nothing():
     assert begins == () and reading.begin(rows_of(1, content=2001 + at), worth, usual) != ()
 
 
+def test_where_asking_does_not_pay_only_long_matches_are_asked_about():
+    reading, worth, usual = account(1)
+    assert reading.begin(rows_of(1), worth, usual) and not reading.waits
+    reading.pass_round(1, worth.plain_seconds, -reading._balance - 1e-6)
+    for match, waits in ((GATE - 1, True), (GATE, False), (3, True)):
+        asked = reading.begin([RowState(0, 51, 200, found(match))], worth, usual)
+        assert reading.is_on(1) and bool(asked) != waits == reading.waits
+    reading.pass_round(1, worth.plain_seconds, 1.0)  # a match of those saved a lot
+    assert reading.begin([RowState(0, 51, 200, found(3))], worth, usual)
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_the_clock_raises_the_price_and_hiccups_do_not_raise_it_far(is_plain):
     rounds = {}
@@ -148,19 +159,6 @@ def test_the_clock_raises_the_price_and_hiccups_do_not_raise_it_far(is_plain):
                 reading.clock(planned, is_plain)
             reading.pass_round(1, worth.plain_seconds, 0.0)
     assert rounds[0.0] > 2 * rounds[3e-4] and rounds[3e-4] > 0.9 * rounds[1.0] > 90
-
-
-def test_beside_layers_it_must_bring_more_than_they_do():
-    """What lookup finds is easy for layers, too."""
-    emitted = RowOutcome(0, 6, 5)
-    balances = {}
-    for beside_layers in (False, True):
-        reading, worth, usual = account(1)
-        reading.begin(rows_of(1), worth, usual)
-        plan = Plan(LOOKUP, (6,))
-        reading.count(plan, [emitted], worth, 6 / worth.lookups()[6], [], beside_layers)  # no faster than is usual
-        balances[beside_layers] = reading._balance
-    assert balances[True] < balances[False]
 
 
 # --------------------------------------------------------------------------------------------------------- the default

@@ -50,11 +50,13 @@ class Runs:
     def __init__(self, seed, table, branches, reads_lookup):
         self.dice, self.table, self.branches, self.reads_lookup = random.Random(seed), table, branches, reads_lookup
         self.left, self.bias, self.looks, self.seen = 0, 0, (), []
+        self.usual, self.tells_usual = None, seed % 2 == 1
 
     @property
     def steady(self):
         lengths = self.table if len(self.looks) == 1 else [0 if n else -1 for n in self.table]
-        return Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches))
+        usual = self.usual if self.tells_usual else None
+        return Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), usual)
 
     def _by_layers(self, rows):
         if self.left == 0:
@@ -80,6 +82,7 @@ class Runs:
 
     def plan(self, rows):
         self.looks, usual = rows, self._by_layers(rows)
+        self.usual = usual
         plan = self._by_lookup(rows[0]) if self.reads_lookup and len(rows) == 1 else None
         if self.reads_lookup and len(rows) > 1 and any(self._entry(row, self.table) == 0 for row in rows):
             self.left = 0  # a match that is to be asked about: other plans may follow
@@ -157,6 +160,46 @@ def test_lookup_is_drafted_by_without_asking(monkeypatch):
     by_lookup = [round_ for round_ in rounds if round_.plan.exit_layer == LOOKUP]
     assert any(round_.is_ahead and round_.rows[0].num_accepted for round_ in by_lookup)
     assert sum(calls) == len(rounds) > len(calls)  # nothing was in vain
+
+
+@pytest.mark.parametrize("tells_usual", [False, True])
+def test_a_call_may_begin_with_a_round_by_lookup_if_it_is_known_how_others_are_planned(monkeypatch, tells_usual):
+    """And goes on after one that was wrong somewhere; after one that was all right the policy is asked."""
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    policy, run, began = Runs(3, [0, 5], [False] * 2, True), Rounds.run, []
+    policy.left, policy.drawn, policy.tells_usual = 1000, ((2, 3), {"keep_confidence": True}), tells_usual
+
+    def running(*given, **named):
+        done = run(*given, **named)
+        began.append([one.is_given and bool(one.rows[0].drafted) for one in done])
+        for one in done[:-1]:
+            assert not one.is_given or len(one.rows[0].block) <= len(one.rows[0].drafted)
+        return done
+
+    monkeypatch.setattr(Rounds, "run", running)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+    engine.submit("class Stack:\n", max_new_tokens=250, temperature=0.8, seed=1)
+    rounds = [round_ for round_ in engine.run() if round_.rows]
+    expected = engine.target.generate("class Stack:\n", max_new_tokens=250, temperature=0.8, seed=1, policy="plain")
+    assert [token for round_ in rounds for token in round_.rows[0].tokens] == expected[0].tokens
+    longest = max(len(call) for call in began if call[0])
+    assert longest > 3 if tells_usual else longest == 1
+    assert sum(map(len, began)) == len(rounds)  # nothing was in vain
+
+
+def test_drafts_are_cut_to_what_rows_have_room_for(monkeypatch):
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    calls = counted(monkeypatch)
+    for left in range(1, 12):
+        engine = Engine(compiled("llama"), policy=Fixed(2, 9), max_batch_size=2)
+        prompts = make_prompts([7, 5])
+        for prompt, more in zip(prompts, (left, 2 * left), strict=True):
+            engine.submit(prompt, max_new_tokens=more)
+        done = tokens_of(engine.run())
+        assert [done[i].tokens for i in (0, 1)] == [
+            generate(engine.target.model, prompt, more) for prompt, more in zip(prompts, (left, 2 * left), strict=True)
+        ]
+    assert sum(calls) > len(calls)
 
 
 def test_after_some_time_no_round_begins(monkeypatch):

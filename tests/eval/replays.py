@@ -123,6 +123,8 @@ class Witness:
     def __getattr__(self, name):
         if name in ("reads_lookup", "reads_ranks", "recycles"):
             return getattr(self.inner, name, False)
+        if name == "hears_lookup":
+            return getattr(self.inner, name, self.reads_lookup)
         if name == "plain_ahead":
             return getattr(self.inner, name, 0)
         if name == "steady":
