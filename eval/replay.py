@@ -60,7 +60,7 @@ class Replayed:
     rounds: list[ReplayedRound] = field(default_factory=list)
     seconds: float = 0.0  # of all rounds, and of looking at prompts; reading prompts is left out
     plain_seconds: float = 0.0  # what plain decoding would take for the same tokens, in the same batches
-    control: float = 0.0  # real seconds that the policy itself took
+    control: float = 0.0  # real seconds that the policy itself took; it is told of none
 
     @property
     def num_tokens(self) -> int:

@@ -89,6 +89,7 @@ class Adaptive:
         self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._block = 0  # plain rounds still to come before drafts go on
+        self._in_block = False  # whether the last round was one of those
         self._trying = 0  # rounds still to come of drafts that are tried
         self._tried: set[int] = set()  # bit lengths of batches' sizes
         self._may_copy, self._has_copies = "copies" in drafts, False
@@ -153,8 +154,9 @@ class Adaptive:
     def steady(self) -> Steady:
         """How many of the next rounds are likely to be as the one that was planned last."""
         likely, read = self._likely, self._were_read
-        rounds = self._block if likely is self._idle else 0
-        rounds = rounds or min(self._times.until_due, self._looks.rounds_left)
+        if likely is not None and self._in_block:
+            return Steady(self._block)
+        rounds = min(self._times.until_due, self._looks.rounds_left)
         if likely is None or likely.guesses or not rounds:
             return Steady()
         if not read or self._finder is None:
@@ -208,6 +210,7 @@ class Adaptive:
         if len(rows) != len(self._idle.draft_lengths):
             self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
         self._context = max([row.content_length for row in rows])
+        self._in_block = self._block > 0
         if self._block:
             self._block -= 1
             self._likely = self._idle
@@ -281,7 +284,7 @@ class Adaptive:
             if self._worth is not None:
                 usual = self._finder.usual if plan.exit_layer == LOOKUP else self._usual(len(outcomes))
                 self._reading.count(plan, outcomes, self._worth, usual, self._decision.rounds)
-            if not self._times.has_decided:
+            if self._were_read and not self._times.has_decided:
                 self._reading.clock(seconds.control, plan is self._idle)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         # The first plain round finds the caches as a long one left them, the next ones are looked at.

@@ -30,6 +30,10 @@ class Led:
         return self._asks("reads_lookup")
 
     @property
+    def hears_lookup(self) -> bool:
+        return self._leads and bool(getattr(self.inner, "hears_lookup", self.reads_lookup))
+
+    @property
     def reads_ranks(self) -> bool:
         return self._asks("reads_ranks")
 

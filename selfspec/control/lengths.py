@@ -1,7 +1,7 @@
 """`Lengths`: what a row drafts by lookup, by match, kept for some rounds.
 
 To weigh a draft takes the interpreter as long as a small model takes for a layer, and little changes from one round to
-the next. As long as it is kept, rounds may be decoded at once up to the first that lookup drafts.
+the next. As long as it is kept, rounds may be decoded at once, by lookup too.
 """
 
 from __future__ import annotations

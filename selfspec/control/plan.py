@@ -248,8 +248,8 @@ class Policy(Protocol):
     """Chooses plans; its decisions change speed, never tokens.
 
     A policy whose `reads_lookup` is true is told what lookup finds (`RowState.guesses`, `RowOutcome.looked`), which
-    takes an index of every row (of one that has `hears_lookup`, the latter where that is true once it has planned); one
-    whose `reads_ranks` is true, also where tokens stood among other candidates; and
+    takes an index of every row; if it has `hears_lookup`, which is asked once it has planned, `looked` only where that
+    is true; one whose `reads_ranks` is true, also where tokens stood among other candidates; and
     where `recycles` is true, what verification thought likely is kept for later. A policy may also have
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
     and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `plain_ahead` need not be

@@ -20,10 +20,11 @@ CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
 PATIENCE, MOST_PAUSE = 8, 15  # rounds asked about in vain for each that is then passed over between two; most of those
 GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
-SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
+# Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
+SHARE = 0.02
 USUAL_TOKENS = 4  # of a round
 FEW_ADVANCE = 0.3  # of the time of few rows, that it is paid for beforehand; of more rows, all of it
-TRIAL = 8  # rounds that must be affordable for a row's index to be made
+TRIAL = 8  # rounds that must be affordable for rows to be asked about again; and the debt in which few are watched
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
@@ -32,6 +33,7 @@ class Reading:
     """An account in seconds, which a share of the decoded time is paid into, and everything that lookup saves.
 
     Rows are looked up one after another, as the account allows, so that the first tell whether the others are worth it.
+    Where it does not, few rows are watched: their indices are kept, and they are asked about after long matches.
 
     Args:
         is_priced: whether it is known what verifying the drafts of many rows takes; if not, only few are looked up.
@@ -45,7 +47,7 @@ class Reading:
         self._decided, self._asking = 0.0, _asking(1)  # see `price`; and of one row
         self._slower = 1.0  # how much longer asking takes by the clock, of few rows
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
-        self._reads = False  # whether any was asked about for the last round
+        self._indexing = 0.0  # seconds that indices took in the last round that any was asked about for
         self._least, self._pays = -1.0, 0.0  # what the account must hold for rows to be asked about; what a round pays
         self.waits = False
         """Whether the rows of the last round were not asked about for want of a long match."""
@@ -65,7 +67,8 @@ class Reading:
         if self._num_rows > FEW:
             return KEPT
         if self.waits:
-            return max(0, int((self._least - self._balance) / self._pays))
+            unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
+            return max(0, int((self._least - self._balance + unpaid) / self._pays))
         return max(0, int(self._balance / (self._asking + USUAL_TOKENS * READ_SECONDS)))
 
     @property
@@ -83,14 +86,14 @@ class Reading:
         self._set_price(num_rows)
 
     def clock(self, planned: float, is_plain: bool) -> None:
-        """Take on what planning the last round took, if few rows were looked up for it.
+        """Take on what planning the last round took, in which rows were asked about.
 
         Args:
-            planned: seconds.
+            planned: seconds, those for indices among them.
             is_plain: whether nothing came of it, and nothing else is drafted.
         """
-        if self._reads and self._num_rows <= FEW:
-            took = (CLOCKED_PLAIN if is_plain else CLOCKED) * planned
+        if self._num_rows <= FEW:
+            took = (CLOCKED_PLAIN if is_plain else CLOCKED) * (planned - self._indexing)
             ratio = min(max(took / _asking(self._num_rows), 1.0), MOST_ASKING)
             self._slower += CLOCK_STEP * (ratio - self._slower)
             self._set_price(self._num_rows)
@@ -105,7 +108,7 @@ class Reading:
         Args:
             usual: tokens per second of all rows without.
         """
-        self._reads = self.waits = False
+        self.waits = False
         if len(rows) != self._num_rows:
             self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
             self._set_price(len(rows))
@@ -129,7 +132,7 @@ class Reading:
             return ()
         self._balance -= indexing
         self.waits = not pays and not any(row.match >= GATE for row in read)
-        self._reads = not self.waits
+        self._indexing = indexing
         if self.waits:
             self._vain += 1
             return ()

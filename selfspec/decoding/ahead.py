@@ -105,9 +105,9 @@ class Ahead:
             return None
         if not all(one is None or isinstance(one, CompiledLookup) for one in lookups):
             return None
-        indices = [one.lend() if isinstance(one, CompiledLookup) else None for one in lookups]
-        if any(index is None and one is not None for index, one in zip(indices, lookups, strict=True)):
+        if any(isinstance(one, CompiledLookup) and not one.may_lend for one in lookups):
             return None
+        indices = [one.lend() if isinstance(one, CompiledLookup) else None for one in lookups]
         sizes = [one.told_size for one in lookups if isinstance(one, CompiledLookup)]
         if not sizes:
             return Further(num_rounds, SECONDS, ends)
@@ -128,6 +128,8 @@ class Ahead:
 
     def _cut(self, rows: Sequence[Row]) -> Plan:
         """The usual plan, as far as rows have room for it."""
+        if self.usual.exit_layer is None:
+            return self.usual
         lengths = tuple([min(n, row.room - 1) for n, row in zip(self.usual.draft_lengths, rows, strict=True)])
         return self.usual if lengths == self.usual.draft_lengths else replace(self.usual, draft_lengths=lengths)
 

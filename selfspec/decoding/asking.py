@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds, Steady
+from selfspec.control.plan import LOOKUP, Plan, Policy, RowOutcome, RowState, Seconds, Steady
 from selfspec.decoding.checks import check_plan, check_room, check_steady
 from selfspec.errors import whole
 
@@ -43,9 +43,8 @@ class Asking:
         self._ahead = self._left = 0  # rounds that it goes on for, unasked: of all, and still to come
         self._seconds = 0.0  # of forwards in those that came
 
-    @property
-    def steady(self) -> Steady:
-        """How many rounds after the one that was planned last are likely to be planned in the same way.
+    def steady(self, plan: Plan) -> Steady:
+        """How many rounds after the one of this plan, the last one, are likely to be planned in the same way.
 
         Raises:
             ValueError: what the policy says of it is nothing of the kind.
@@ -54,7 +53,7 @@ class Asking:
             return Steady(self._left)
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
         check_steady(steady)
-        if steady.usual is not None:
+        if plan.exit_layer == LOOKUP and steady.usual is not None:
             self._check(steady.usual, self._room)
         return steady
 

@@ -56,6 +56,8 @@ def check_steady(steady: Steady) -> None:
             "a steady policy's lengths must be whole numbers, at least one, and its branches as many or none, got "
             f"{list(lengths)} and {list(branches)}"
         )
+    if steady.usual is not None and not isinstance(steady.usual, Plan):
+        raise ValueError(f"a steady policy's usual must be a plan or None, got {steady.usual!r}")
 
 
 def check_room(plan: Plan, room: Sequence[int]) -> None:

@@ -265,11 +265,10 @@ class Engine:
 
     def _look_ahead(self, plan: Plan, rows: Sequence[Row]) -> None:
         """How far rounds may be decoded together with one of this plan."""
-        steady = self._asking.steady if len(rows) == len(self.rows) else NOT_STEADY
-        by_lookup = plan.exit_layer == LOOKUP
-        if by_lookup and steady.usual is None:
-            steady = NOT_STEADY
-        usual = steady.usual if by_lookup and steady.usual is not None else plan
+        steady = self._asking.steady(plan) if len(rows) == len(self.rows) else NOT_STEADY
+        usual = steady.usual if plan.exit_layer == LOOKUP else plan
+        if usual is None:
+            steady, usual = NOT_STEADY, plan
         self._ahead.allow(steady, usual, self._part(usual, rows), self._asking.reads_lookup)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:

@@ -67,13 +67,14 @@ def compiled_round(
     if rounds is None or plan.guesses or not _is_plain(rows, plan):
         return None
     given = _given(rows, plan) if plan.exit_layer == LOOKUP else []
-    further = None if ahead is None else ahead.further(rows)
-    usual = plan if ahead is None or further is None else ahead.usual
+    usual = plan if ahead is None else ahead.usual
     drafter = _drafter(stack, usual) if usual.exit_layer else None
-    if usual.exit_layer and drafter is None:
-        if not given:
-            return None
-        further = None
+    if usual.exit_layer and drafter is None and not given:
+        return None
+    is_ready = drafter is not None or not usual.exit_layer
+    further = ahead.further(rows) if ahead is not None and is_ready else None
+    if further is None and given:
+        drafter = None
     lengths = (0,) * len(rows) if drafter is None else usual.draft_lengths
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])

@@ -33,14 +33,18 @@ class CompiledLookup(Lookup):
         self._coming: deque[tuple[int, Sequence[int]]] = deque()  # how many it held, and what it told then
         self._is_lent = False
 
-    def lend(self) -> int | None:
-        """Where the index is, for compiled rounds that tell it of tokens; None while it holds some beforehand.
+    @property
+    def may_lend(self) -> bool:
+        """Whether it holds no tokens beforehand."""
+        self._catch_up()
+        return not self._coming
+
+    def lend(self) -> int:
+        """Where the index is, for compiled rounds that tell it of tokens; only where it `may_lend`.
 
         It is theirs until `foresee` says what they told it.
         """
         self._catch_up()
-        if self._coming:
-            return None
         self._is_lent = True
         return int(self._index)
 

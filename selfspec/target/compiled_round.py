@@ -40,13 +40,13 @@ class Rounds:
         """Draft and verify for every row; keys and values are written from its last token on, and stand in its order.
 
         Args:
-            rows: of each, the position of its last token, and how many tokens layers draft at most, or are given.
+            rows: of each, the position of its last token, and how many tokens layers draft at most.
             last: every row's last token.
             how: what `kernels.compiled_pick.told` says of every row.
             rooms: the most tokens that each row may draft, with those beside.
             drafter: None where no layer drafts.
-            given: every row's draft where no layer does.
-            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one, as where drafts are given.
+            given: every row's draft in the first round, where no layer makes it.
+            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one.
 
         Raises:
             MemoryError: there is too little of it.

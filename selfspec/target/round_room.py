@@ -46,8 +46,8 @@ class Given(NamedTuple):
 
 
 class Further(NamedTuple):
-    """How far rounds go on after the first one: as long as every row has room for as many tokens as are asked for, no
-    token ends one, and nobody has to be asked; at most until lookup has drafted a round."""
+    """How far rounds go on after the first one: as long as every row has room for a drafted token, where any are, no
+    token ends one, and nobody has to be asked; at most until a draft by lookup is right as a whole."""
 
     num_rounds: int  # at most, with the first one
     seconds: float  # none begins later

@@ -189,6 +189,49 @@ def test_a_call_may_begin_with_a_round_by_lookup_if_it_is_known_how_others_are_p
     assert sum(map(len, began)) == len(rounds)  # nothing was in vain
 
 
+@pytest.mark.parametrize("usual", [Plan(99, (2,)), Plan(2, (1 << 30,)), Plan(2, (2, 2)), Plan(2, (-1,))])
+def test_a_usual_plan_that_cannot_be_is_refused_where_it_would_count(usual):
+    policy = Runs(3, [0, 2], [False] * 2, True)
+    policy.left, policy.drawn = 1000, ((2, 3), {"keep_confidence": True})
+    steady = Steady(9, (0, 2), usual=usual)
+    lying = SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=steady, reads_lookup=True)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=lying, max_batch_size=1)
+    engine.submit("class Stack:\n", max_new_tokens=200)
+    with pytest.raises(ValueError, match="a plan's"):
+        list(engine.run())
+    assert any(plan.exit_layer == 2 for plan, _ in policy.seen)  # until lookup drafted
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_plain_plans_need_no_lengths(lies):
+    """Nor do those that are only told of as usual."""
+    plain, runs = Plan(None, ()), Runs(3, [0, 2], [False] * 2, True)
+    runs.left, runs.drawn = 1000, ((None, 0), {})
+    plan = runs.plan if lies else lambda rows: plain
+    steady = Steady(9, (0, 2), usual=plain)
+    policy = SimpleNamespace(plan=plan, observe=lambda *given: None, steady=steady, reads_lookup=lies)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+    engine.submit("class Stack:\n", max_new_tokens=60)
+    expected = engine.target.generate("class Stack:\n", max_new_tokens=60, policy="plain")
+    assert tokens_of(engine.run())[0].tokens == expected[0].tokens
+
+
+def test_indices_are_lent_to_all_rows_or_none(monkeypatch):
+    """What was lent and is not told of is made anew; no row pays for another's being ahead."""
+    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    made = []
+    anew = CompiledLookup._begin_anew
+    monkeypatch.setattr(CompiledLookup, "_begin_anew", lambda self: made.append(self) or anew(self))
+    policy = Runs(1, [0], [False], True)
+    policy.left, policy.drawn = 1 << 20, ((2, 3), {"keep_confidence": True})
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=2)
+    engine.submit("def mean(values):\n", max_new_tokens=20)
+    for text in ("class Stack:\n", "import os\n", "def f(x):\n"):
+        engine.submit(text, max_new_tokens=90)
+    list(engine.run())
+    assert len(made) <= 4  # once for each row at most, where another ended
+
+
 def test_drafts_are_cut_to_what_rows_have_room_for(monkeypatch):
     monkeypatch.setattr(ahead, "SECONDS", 60.0)
     calls = counted(monkeypatch)
@@ -345,6 +388,7 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
         (Steady(0.5), "the rounds that a policy is steady for must be"),
         (Steady(3, ()), "lengths must be whole numbers, at least one"),
         (Steady(3, (0, 1), (True,)), "its branches as many or none"),
+        (Steady(3, usual=3), "usual must be a plan or None, got 3"),
     ],
 )
 def test_what_is_no_steadiness_is_refused(steady, said):
