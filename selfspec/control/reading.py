@@ -18,7 +18,8 @@ ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what ca
 # and in a round that is plain after all, so do asking at all, and a call for fewer rounds.
 CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
-PATIENCE, MOST_PAUSE = 8, 15  # rounds asked about in vain for each that is then passed over between two; most of those
+PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
+WATCH_PAUSE = 15  # the same where rows are only watched
 GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
 # Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
 SHARE = 0.02
@@ -74,7 +75,7 @@ class Reading:
     @property
     def pause(self) -> int:
         """Plain rounds to pass over before the next one that is asked about: the more, the longer it was in vain."""
-        return min(self._vain // PATIENCE, MOST_PAUSE)
+        return WATCH_PAUSE if self.waits else min(self._vain // PATIENCE, MOST_PAUSE)
 
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
@@ -134,7 +135,6 @@ class Reading:
         self.waits = not pays and not any(row.match >= GATE for row in read)
         self._indexing = indexing
         if self.waits:
-            self._vain += 1
             return ()
         self._balance -= self._asking * len(self._read)
         return read
