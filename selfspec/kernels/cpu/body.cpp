@@ -7,13 +7,7 @@
 #include "attention.h"
 #include "nibbles.h"
 #include "packing.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#else  // a compiler without it: one thread
-static int omp_get_thread_num() { return 0; }
-static int omp_get_num_threads() { return 1; }
-#endif
+#include "team.h"
 
 static void norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
     Vec squares = {};
@@ -22,12 +16,18 @@ static void norm(const float* x, const float* weight, float eps, int64_t size, f
     float total = sum(squares);
     for (; i < size; i++) total += x[i] * x[i];
     float factor = 1.f / std::sqrt(total / size + eps);
-    for (i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+    for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i < size; i++) out[i] = x[i] * factor * weight[i];
 }
 
 static void rotate(float* x, const float* cos, const float* sin, int64_t size) {
-    int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i++) {
+    int64_t half = size / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Vec a = load(x + i), b = load(x + i + half);
+        store(x + i, a * load(cos + i) + b * load(sin + i));
+        store(x + i + half, b * load(cos + i + half) + a * load(sin + i + half));
+    }
+    for (; i < half; i++) {
         float a = x[i], b = x[i + half];
         x[i] = a * cos[i] + b * sin[i];
         x[i + half] = b * cos[i + half] + a * sin[i + half];
@@ -55,11 +55,9 @@ constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
 static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
 
-// Floats of room for n rows as a product reads them, from wherever on.
+// Floats of room for n rows as a product reads them, where it reads no floats, from wherever on.
 static int64_t turned_floats(int64_t n, int64_t in) {
-    int64_t parts = parts_floats(n, in);
-    int64_t rounded = rounded_floats(n, in), turned = parts > n * in ? parts : n * in;
-    return (rounded > turned ? rounded : turned) + LINE;
+    return std::max(parts_floats(n, in), rounded_floats(n, in)) + LINE;
 }
 
 // What every thread had better make ready for itself than wait until each has done its share.
@@ -88,9 +86,10 @@ static Stretch stretch_of(const Product& p, Share share) {
 // take time.
 constexpr int64_t NEAR = 1 << 19;
 
-// Room for tokens as products read them: all threads' together, and each thread's own.
+// Room for tokens as products read them: all threads' together, and each thread's own; and who shares it.
 struct Room {
     float *shared, *own;
+    Team& team;
 };
 
 // y from x, by all threads. `next`: the product after it, or null, and what becomes of its outputs.
@@ -113,20 +112,16 @@ static void share_product(const Product& p, After after, const float* x, int64_t
         int64_t each = rounded_floats(1, p.in);
         int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
         for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, turned + t * each);
-    } else if (n > 1) {
-        turn(x, n, p.in, turned, p.in * thread / threads, p.in * (thread + 1) / threads);
     }
-    if (!alone) {
-#pragma omp barrier
-    }
+    if (!alone && (p.kind == AMX || p.kind == INT4)) room.team.wait();
     if (p.kind == AMX) {
         product_of_parts(p, after, turned, n, y, first, last, prefetcher);
     } else if (p.kind == INT4) {
         product_of_nibbles(p, after, turned, n, y, first, last, is_near ? nullptr : &prefetcher);
     } else {
-        product(p, after, n > 1 ? turned : x, n, y, first, last, prefetcher);
+        product(p, after, x, n, y, first, last, prefetcher);
     }
-#pragma omp barrier
+    room.team.wait();
 }
 
 static Span span_of(const Call& call, int64_t row) {
@@ -156,7 +151,7 @@ static void for_own_tasks(const Shape& s, const Call& call, Of of) {
 }
 
 // Put the tokens of this thread's tasks where they belong; where others attend to them too, wait for all threads.
-static void place_all(const Model& m, const Layer& layer, const Call& call, float* qkv) {
+static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, float* qkv) {
     const Shape& s = m.shape;
     bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head is always the same thread's
     if (!are_own && !call.roots) {
@@ -167,12 +162,10 @@ static void place_all(const Model& m, const Layer& layer, const Call& call, floa
     for_own_tasks(s, call, [&](const Task& task) {
         for (int64_t t = 0; !task.block && t < task.row.count; t++) place(m, layer, call, task.row, task.head, t, qkv);
     });
-    if (!are_own) {
-#pragma omp barrier
-    }
+    if (!are_own) team.wait();
 }
 
-static void attend_all(const Model& m, const Layer& layer, const Call& call, const float* qkv, float* out,
+static void attend_all(const Model& m, const Layer& layer, const Call& call, Team& team, const float* qkv, float* out,
                        float* scratch) {
     const Shape& s = m.shape;
     int64_t share = s.heads / s.kv_heads, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
@@ -191,7 +184,7 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, con
         task.asked = known;
     });
     if (task.head >= 0) run({});
-#pragma omp barrier
+    team.wait();
 }
 
 static int64_t widest(const Model& m) {  // of what products read
@@ -233,19 +226,22 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
                                      : static_cast<const float*>(from) + t * m.hidden;
         std::memcpy(x + t * m.hidden, own, sizeof(float) * m.hidden);
     }
-#pragma omp parallel num_threads(num_threads)
-    {
+    Team team;
+    Team::run(num_threads, [&] {
         float *own = scratch + omp_get_thread_num() * scratch_floats;
-        const Room room{shared, own};
+        const Room room{shared, own, team};
         bool alone = is_little(n, m.hidden);
         float* normed = alone ? own + own_floats(widest(m)) : h;
+        auto norm_one = [&](const float* weight, float eps, int64_t t) {
+            norm(x + t * m.hidden, weight, eps, m.hidden, normed + t * m.hidden);
+        };
         auto norm_all = [&](const float* weight, float eps) {
             if (alone) {
-                for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, weight, eps, m.hidden, normed + t * m.hidden);
+                for (int64_t t = 0; t < n; t++) norm_one(weight, eps, t);
                 return;
             }
-#pragma omp for
-            for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, weight, eps, m.hidden, h + t * m.hidden);
+            Team::share(n, [&](int64_t t) { norm_one(weight, eps, t); });
+            team.wait();
         };
         Prefetcher prefetcher;
         for (int64_t i = 0; i < num_layers; i++) {
@@ -253,40 +249,37 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
             norm_all(layer.norm, m.eps);
             share_product(layer.qkv, STORE, normed, n, room, qkv, prefetcher, &layer.o);
-            place_all(m, layer, call, qkv);
-            attend_all(m, layer, call, qkv, mixed, own);
+            place_all(m, layer, call, team, qkv);
+            attend_all(m, layer, call, team, qkv, mixed, own);
             share_product(layer.o, ADD, mixed, n, room, x, prefetcher, &layer.gate_up, SWIGLU);
             norm_all(layer.mlp_norm, m.mlp_eps);
             share_product(layer.gate_up, SWIGLU, normed, n, room, inner, prefetcher, &layer.down);
             share_product(layer.down, ADD, inner, n, room, x, prefetcher, following);
             if (taps && taps[i]) {
-#pragma omp single
-                std::memcpy(taps[i], x, sizeof(float) * n * m.hidden);
+                Team::share(n, [&](int64_t t) { std::memcpy(taps[i] + t * m.hidden, x + t * m.hidden, sizeof(float) * m.hidden); });
+                team.wait();
             }
         }
-        if (last) {
-#pragma omp for
-            for (int64_t t = 0; t < n; t++) norm(x + t * m.hidden, last, m.eps, m.hidden, x + t * m.hidden);
-        }
+        if (last) Team::share(n, [&](int64_t t) { norm(x + t * m.hidden, last, m.eps, m.hidden, x + t * m.hidden); });
         release_tiles();
-    }
+    });
 }
 
 // y [n, out] = x [n, in] times packed weights; `weight`: of a norm before it; h: `selfspec_linear_floats` of room.
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads) {
-#pragma omp parallel num_threads(num_threads)
-    {
+    Team team;
+    Team::run(num_threads, [&] {
         float* shared = h + n * p->in;
-        const Room room{shared, shared + turned_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in)};
+        const Room room{shared, shared + turned_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in), team};
         if (weight) {
-#pragma omp for
-            for (int64_t t = 0; t < n; t++) norm(x + t * p->in, weight, eps, p->in, h + t * p->in);
+            Team::share(n, [&](int64_t t) { norm(x + t * p->in, weight, eps, p->in, h + t * p->in); });
+            team.wait();
         }
         Prefetcher prefetcher;
         share_product(*p, STORE, weight ? h : x, n, room, y, prefetcher);
         release_tiles();
-    }
+    });
 }
 
 }

@@ -3,8 +3,7 @@
 // Weights [out, in] are packed in panels of PANEL outputs, the last one filled up with zeros: FULL, [panels][in][PANEL]
 // numbers of 32 bits, or, where no weight is lost by it, HALF: bfloat16, the upper half of those bits, of two inputs in
 // one word, [panels][depth / 2][PANEL], the first input's below. An output is summed over `in` from first to last in
-// one register: its bits depend neither on how many rows there are nor on how weights are packed. Rows [n, in] are
-// turned first, [blocks][in][rows of the block], so that they are read in one stream too.
+// one register: its bits depend neither on how many rows there are nor on how weights are packed.
 #pragma once
 
 #include "prefetch.h"
@@ -27,62 +26,102 @@ static inline int64_t panel_bytes(const Product& p) {
     return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
 }
 
+// Where R rows are read from, `apart` floats from each other. Processors add up to two distances to an address.
 template <int R>
-static inline void add(const float* x, Vec low, Vec high, Vec (&a)[R][2]) {
+class Rows {
+    const float* every_third[(R + 2) / 3];
+    int64_t apart;
+
+   public:
+    Rows(const float* x, int64_t apart) : apart(apart) {
+        for (int i = 0; i < (R + 2) / 3; i++) every_third[i] = x + 3 * i * apart;
+    }
+    float at(int r, int64_t k) const { return every_third[r / 3][r % 3 * apart + k]; }
+    void advance(int64_t count) {
+        for (const float*& one : every_third) one += count;
+    }
+};
+
+// An input of R rows times as many weights of P panels.
+template <int R, int P>
+static inline void add(const Rows<R>& x, int64_t k, const Vec (&weights)[P][2], Vec (&a)[P][R][2]) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-        Vec one = splat(x[r]);
-        a[r][0] = fma(one, low, a[r][0]);
-        a[r][1] = fma(one, high, a[r][1]);
-    }
-}
-
-template <int R>
-static inline void add_full(const float* x, int64_t in, const char* panel, Vec (&a)[R][2]) {
-    for (int64_t k = 0; k < in; k++, panel += PANEL * 4, x += R) {
-        Vec low = load(panel), high = load(panel + LANES * 4);
-        add<R>(x, low, high, a);
-    }
-}
-
-template <int R>
-static inline void add_halves(const float* x, int64_t in, const char* panel, Vec (&a)[R][2]) {
-    for (int64_t k = 0; k < in; k += 2, panel += PANEL * 4, x += 2 * R) {
-        Ints low = (Ints)load(panel), high = (Ints)load(panel + LANES * 4);
-        add<R>(x, (Vec)(low << 16), (Vec)(high << 16), a);
-        if (k + 1 < in) add<R>(x + R, (Vec)(low & UPPER), (Vec)(high & UPPER), a);
-    }
-}
-
-// R rows times a panel; `prefetcher` is told of every PORTION, if given.
-template <int R, Kind kind>
-static void tile(const float* x, int64_t in, const char* panel, const float* bias, Prefetcher* prefetcher,
-                 Vec (&acc)[ROWS][2]) {
-    constexpr int64_t inputs = PORTION / (PANEL * (kind == FULL ? 4 : 2));
-    Vec a[R][2];
-    for (int r = 0; r < R; r++)
-        for (int half = 0; half < 2; half++) a[r][half] = bias ? load(bias + half * LANES) : Vec{};
-    int64_t k = 0;
-    for (; k < in; k += inputs, panel += PORTION, x += inputs * R) {
-        if (prefetcher) prefetcher->advance();
-        int64_t some = in - k < inputs ? in - k : inputs;
-        if (kind == FULL) {
-            add_full<R>(x, some, panel, a);
-        } else {
-            add_halves<R>(x, some, panel, a);
+        Vec one = splat(x.at(r, k));
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++) {
+            a[p][r][0] = fma(one, weights[p][0], a[p][r][0]);
+            a[p][r][1] = fma(one, weights[p][1], a[p][r][1]);
         }
     }
-    for (; kind == HALF && prefetcher && k < depth_of(in); k += inputs) prefetcher->advance();
-    for (int r = 0; r < R; r++) acc[r][0] = a[r][0], acc[r][1] = a[r][1];
 }
 
-typedef void (*Tile)(const float*, int64_t, const char*, const float*, Prefetcher*, Vec (&)[ROWS][2]);
+template <int R, int P>
+static inline void add_full(Rows<R>& x, int64_t in, const char* panel, int64_t size, Vec (&a)[P][R][2]) {
+    for (int64_t k = 0; k < in; k++, panel += PANEL * 4, x.advance(1)) {
+        Vec weights[P][2];
+        for (int p = 0; p < P; p++)
+            for (int half = 0; half < 2; half++) weights[p][half] = load(panel + p * size + half * LANES * 4);
+        add<R, P>(x, 0, weights, a);
+    }
+}
+
+// Weights are loaded again for every second input: registers hold sums.
+template <int R, int P>
+static inline void add_halves(Rows<R>& x, int64_t in, const char* panel, int64_t size, Vec (&a)[P][R][2]) {
+    for (int64_t k = 0; k < in; k += 2, panel += PANEL * 4, x.advance(2)) {
+        auto both = [&](int p, int half) { return (Ints)load(panel + p * size + half * LANES * 4); };
+        Vec weights[P][2];
+        for (int p = 0; p < P; p++)
+            for (int half = 0; half < 2; half++) weights[p][half] = (Vec)(both(p, half) << 16);
+        add<R, P>(x, 0, weights, a);
+        if (k + 1 == in) break;
+        for (int p = 0; p < P; p++)
+            for (int half = 0; half < 2; half++) weights[p][half] = (Vec)(both(p, half) & UPPER);
+        add<R, P>(x, 1, weights, a);
+    }
+}
+
+typedef Vec Sums[ROWS][2];
+
+// R rows [in], `apart` from each other, times P panels one after another; `prefetcher` is told of every PORTION, if
+// given. Sums of a few rows would wait for each other: then there are two panels abreast.
+template <int R, int P, Kind kind>
+static void tile(const float* from, int64_t apart, int64_t in, const char* panel, const float* bias,
+                 Prefetcher* prefetcher, Sums* acc) {
+    constexpr int64_t inputs = PORTION / (PANEL * (kind == FULL ? 4 : 2));
+    int64_t size = PANEL * (kind == FULL ? 4 * in : 2 * depth_of(in)), k = 0;
+    Rows<R> x(from, apart);
+    Vec a[P][R][2];
+    for (int p = 0; p < P; p++)
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) a[p][r][half] = bias ? load(bias + p * PANEL + half * LANES) : Vec{};
+    for (; k < in; k += inputs, panel += PORTION) {
+        for (int p = 0; prefetcher && p < P; p++) prefetcher->advance();
+        int64_t some = in - k < inputs ? in - k : inputs;
+        if (kind == FULL) {
+            add_full<R, P>(x, some, panel, size, a);
+        } else {
+            add_halves<R, P>(x, some, panel, size, a);
+        }
+    }
+    for (; kind == HALF && prefetcher && k < depth_of(in); k += inputs)
+        for (int p = 0; p < P; p++) prefetcher->advance();
+    for (int p = 0; p < P; p++)
+        for (int r = 0; r < R; r++) acc[p][r][0] = a[p][r][0], acc[p][r][1] = a[p][r][1];
+}
+
+typedef void (*Tile)(const float*, int64_t, int64_t, const char*, const float*, Prefetcher*, Sums*);
 template <Kind k>
-static const Tile TILES[13] = {nullptr,    tile<1, k>, tile<2, k>, tile<3, k>,  tile<4, k>,  tile<5, k>, tile<6, k>,
+static const Tile TILES[13] = {nullptr,       tile<1, 1, k>, tile<2, 1, k>, tile<3, 1, k>,  tile<4, 1, k>,
+                               tile<5, 1, k>, tile<6, 1, k>,
 #if defined(__AVX512F__)
-                               tile<7, k>, tile<8, k>, tile<9, k>, tile<10, k>, tile<11, k>, tile<12, k>
+                               tile<7, 1, k>, tile<8, 1, k>, tile<9, 1, k>, tile<10, 1, k>, tile<11, 1, k>, tile<12, 1, k>
 #endif
 };
+constexpr int64_t ABREAST_ROWS = LANES == 16 ? 3 : 2;  // of so many rows, two panels at a time
+template <Kind k>
+static const Tile ABREAST_TILES[] = {nullptr, tile<1, 2, k>, tile<2, 2, k>, tile<3, 2, k>};
 
 static inline void put(float* y, Vec v, int64_t room, bool add) {
     if (room >= LANES) {
@@ -110,30 +149,24 @@ static inline int64_t block_rows(int64_t n) {
     return (n + blocks - 1) / blocks;
 }
 
-// Turn x[n, in] for a product, inputs [first, last) of it.
-static void turn(const float* x, int64_t n, int64_t in, float* turned, int64_t first, int64_t last) {
-    int64_t rows = block_rows(n);
-    for (int64_t r0 = 0; r0 < n; r0 += rows) {
-        int64_t count = n - r0 < rows ? n - r0 : rows;
-        float* to = turned + r0 * in + first * count;
-        for (int64_t k = first; k < last; k++)
-            for (int64_t r = 0; r < count; r++) *to++ = x[(r0 + r) * in + k];
-    }
-}
-
-// Panels [first, last) of y[n, out] from turned rows.
+// Panels [first, last) of y[n, out] from x[n, in].
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
                     Prefetcher& prefetcher) {
     int64_t rows = block_rows(n);
     const Tile* tiles = p.kind == FULL ? TILES<FULL> : TILES<HALF>;
-    for (int64_t panel = first; panel < last; panel++) {
+    const Tile* two = p.kind == FULL ? ABREAST_TILES<FULL> : ABREAST_TILES<HALF>;
+    bool is_near = panel_bytes(p) <= PREFETCH_BLOCK;  // else the second panel would lie beyond what was asked for
+    for (int64_t panel = first, together; panel < last; panel += together) {
         const char* weights = p.packed + panel * panel_bytes(p);
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
+        together = n <= ABREAST_ROWS && is_near && panel + 1 < last ? 2 : 1;
         for (int64_t r0 = 0; r0 < n; r0 += rows) {
             int64_t count = n - r0 < rows ? n - r0 : rows;
-            Vec acc[ROWS][2];
-            tiles[count](x + r0 * p.in, p.in, weights, bias, r0 ? nullptr : &prefetcher, acc);
-            for (int64_t r = 0; r < count; r++) finish(p, after, panel, acc[r][0], acc[r][1], y + (r0 + r) * p.out);
+            Sums acc[2];
+            (together == 2 ? two : tiles)[count](x + r0 * p.in, p.in, p.in, weights, bias, r0 ? nullptr : &prefetcher, acc);
+            for (int64_t one = 0; one < together; one++)
+                for (int64_t r = 0; r < count; r++)
+                    finish(p, after, panel + one, acc[one][r][0], acc[one][r][1], y + (r0 + r) * p.out);
         }
     }
 }

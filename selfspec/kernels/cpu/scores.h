@@ -61,14 +61,17 @@ static inline void products(const float* turned, const float* key, int64_t strid
             ask(key + i * stride + from, away);
             ask(key + i * stride + from, SOON_KEYS * stride);
         }
-        if (whole || d - from >= LANES) {
-#pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++) {
-                Vec q = load(turned + (from + j) * LANES);
+        if (whole || d - from >= LANES) {  // sums in turn: one would wait for itself
 #pragma GCC unroll 4
-                for (int i = 0; i < K; i++)
-                    acc[i][j / QUAD] = fma(q, splat(key[i * stride + from + j]), acc[i][j / QUAD]);
-            }
+            for (int j = 0; j < QUAD; j++)
+#pragma GCC unroll 4
+                for (int sum = 0; sum < QUAD_SUMS; sum++) {
+                    int number = sum * QUAD + j;
+                    Vec q = load(turned + (from + number) * LANES);
+#pragma GCC unroll 4
+                    for (int i = 0; i < K; i++)
+                        acc[i][sum] = fma(q, splat(key[i * stride + from + number]), acc[i][sum]);
+                }
         } else {
             for (int64_t j = 0; j < d - from; j++)
                 for (int i = 0; i < K; i++)
@@ -104,9 +107,12 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
             Vec sums[TOGETHER];
             (count == 1 ? one : some)(turned, key, stride, values - keys, d, sums);
             for (int i = 0; i < count; i++, at++, key += stride) {
-                Ints seen = position >= int32_t(at);
-                if (window) seen &= position < int32_t(at) + window;
-                Vec score = seen ? sums[i] * scale : never;
+                Vec score = sums[i] * scale;
+                if (window || at > position[0]) {  // the first query sees least
+                    Ints seen = position >= int32_t(at);
+                    if (window) seen &= position < int32_t(at) + window;
+                    score = seen ? score : never;
+                }
                 most = larger(most, score);
                 store(weights.at + (at - low) * LANES, score);
             }
@@ -122,7 +128,8 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     store(weights.total, parts[0]);
 }
 
-constexpr int FEW = LANES / 2;  // queries at most of which a vector of keys is the better one
+// Queries at most of which a vector of keys is the better one: it takes a register for each.
+constexpr int FEW = LANES == 16 ? LANES : LANES / 2;
 
 // Vectors of a head, the last one filled up with zeros.
 static inline int64_t vectors_of(int64_t head_dim) { return (head_dim + LANES - 1) / LANES; }
@@ -168,7 +175,7 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
             turn_quads(four);
 #pragma GCC unroll 4
             for (int j = 0; j < QUAD; j++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int n = 0; n < N; n++, q += LANES) acc[n] = fma(four[j], load(q), acc[n]);
         }
         for (int n = 0; n < N; n++) sums[n][part] = acc[n];

@@ -68,7 +68,14 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 
 static inline Vec splat(float x) { return x - Vec{}; }  // which compilers know to be x; 0 + x is not, if x is -0
 
-static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+// The second one if either is no number.
+static inline Vec larger(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_maskz_max_ps(__mmask16(-1), (__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 static inline float sum(Vec v) {
     float total = v[0];
