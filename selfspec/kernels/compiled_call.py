@@ -119,6 +119,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_run": ([p, p, n, p, p, p, p, p, p, p, p, n, n], None),
         "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
         "selfspec_fits_half": ([p, n], n),
+        "selfspec_checksums": ([p, p, n, p, n], None),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
         "selfspec_draft_floats": ([p, p, n, p, n, n], n),
         "selfspec_draft": ([p, p, n, p, p, n, p, n], None),

@@ -25,6 +25,7 @@ from selfspec.target.packed import Packed, fits_half, pack_layer
 from selfspec.target.rounded import RoundedLayers
 
 FEW = 12  # tokens of a call that mostly waits for weights
+STRETCH = 1 << 18  # weights that a thread reads at a time, to see whether any has changed
 
 
 class CompiledBody(LeanBody):
@@ -63,7 +64,7 @@ class CompiledBody(LeanBody):
         heads = [w for w in self.head if w is not None]
         self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
-        self._seen, self._sampled = self._edits(), self._samples()
+        self._seen, self._sums = self._edits(), self._checksums()
         self.threads_for_few: int | None = None
         """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
 
@@ -154,11 +155,12 @@ class CompiledBody(LeanBody):
         """Pack the weights anew where the model's were edited in place since.
 
         Args:
-            deeply: add up every weight too, since edits through `.data` or numpy leave no other trace. Those of weights
-                made in inference mode leave none at all, so that they are added up each time.
+            deeply: read every weight too, since edits through `.data` or numpy leave no other trace. Those of weights
+                made in inference mode leave none at all, so that they are read each time.
         """
         seen, deeply = self._edits(), deeply or len(self._tracked) < len(self._weights)
-        if seen == self._seen and not (deeply and not torch.equal(self._samples(), self._sampled)):
+        sums = self._checksums() if deeply or seen != self._seen else self._sums
+        if seen == self._seen and sums == self._sums:
             return
         for layer in self._products:
             for one in layer:
@@ -171,7 +173,7 @@ class CompiledBody(LeanBody):
                 if norm is not None and copy is not None:
                     copy.copy_(norm.weight.detach())
         self.last_norm.copy_(self.norm.weight.detach())
-        self._seen, self._sampled = seen, self._samples()
+        self._seen, self._sums = seen, sums
 
     def threads(self, num_tokens: int) -> int:
         """Never more than torch's own, which are the caller's to set."""
@@ -182,8 +184,16 @@ class CompiledBody(LeanBody):
         """How often weights were edited in place, all together."""
         return sum([w._version for w in self._tracked])
 
-    def _samples(self) -> Tensor:
-        return torch.stack([part for w in self._weights for part in _sums(w.detach())])
+    def _checksums(self) -> bytes:
+        """Of all weights, which any other number changes."""
+        weights = [w.detach().contiguous() for w in self._weights]
+        size = 4 * STRETCH  # bytes
+        places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, size)]
+        counts = [min(size, w.nbytes - at) // 4 for w in weights for at in range(0, w.nbytes, size)]
+        out, count = (ctypes.c_uint64 * len(places))(), len(places)
+        told = (ctypes.c_void_p * count)(*places), (ctypes.c_int64 * count)(*counts)
+        self._lib.selfspec_checksums(*told, count, out, torch.get_num_threads())
+        return bytes(out)
 
     def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
         """What the compiled function is told of a packed call, and the longest row's length."""
@@ -239,11 +249,6 @@ def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
     branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
     width = max(map(len, branches))
     return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
-
-
-def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers that change with a weight: its sum, and that of its rows' extremes."""
-    return weight.sum(), weight.amax(-1).sum()
 
 
 def _weights(layer: Any) -> list[Tensor]:
