@@ -90,6 +90,10 @@ class _Row:
     def state(self) -> RowState:
         return self.told(False)
 
+    @property
+    def match(self) -> int:
+        return self.guesser.match if self.guesser.is_read else 0
+
     def told(self, reads_lookup: bool) -> RowState:
         guesses = self.guesser if reads_lookup else None
         return RowState(self.request_id, self.trace.prompt_length + self.at, self.room, guesses)

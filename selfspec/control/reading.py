@@ -19,7 +19,7 @@ ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what ca
 CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
-WATCH_PAUSE = 15  # the same where rows are only watched
+WATCH_PAUSE = 31  # the same where rows are only watched
 GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
 # Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
 SHARE = 0.02

@@ -34,6 +34,8 @@ EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves 
 # Most observations per layer that a saved prior counts for, and that are saved again with what comes.
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
+FITS, FITS_FROM_CURVE = 8, 2  # of the curves to a prior, from nothing and from where they were
+MOST_CURVE = 50.0  # offset or slope: what is farther from 0 is no curve
 MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
 MOST_LATER = 4096  # observations that wait to be counted over all texts
 _bounds = np.array(CONFIDENCE_EDGES)
@@ -74,9 +76,13 @@ class Tracker:
         self._draw_curves()
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
         if prior is not None:
-            self._counts[1] = read_prior(prior, num_layers)
-            self._overall += read_prior(prior, num_layers, OVERALL_SIZE)
-            for _ in range(8):
+            counts = read_prior(prior, num_layers)
+            self._counts[1], self._overall[:] = _thinned(counts, PRIOR_SIZE), _thinned(counts, OVERALL_SIZE)
+            curve = read_curve(prior, num_layers)
+            if curve is not None:
+                self._curve = curve
+                self._draw_curves()
+            for _ in range(FITS if curve is None else FITS_FROM_CURVE):
                 self._fit()
             self._asked = EARLY_FITS[-1]
 
@@ -188,7 +194,7 @@ class Tracker:
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later tracker from."""
         hits, misses = (counts.round(2).tolist() for counts in self.overall)
-        return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses}
+        return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses, "curve": self._curve.round(3).tolist()}
 
     def _draw_curves(self) -> None:
         offset, slope = self._curve[:, :, None]
@@ -212,8 +218,8 @@ class Tracker:
         self._draw_curves()
 
 
-def read_prior(given: Any, num_layers: int, most: float = PRIOR_SIZE) -> Floats:
-    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`, thinned to `most` observations per layer.
+def read_prior(given: Any, num_layers: int) -> Floats:
+    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`.
 
     Raises:
         ValueError: it is something else, or another model's.
@@ -225,7 +231,21 @@ def read_prior(given: Any, num_layers: int, most: float = PRIOR_SIZE) -> Floats:
         raise ValueError(f"not a prior: {problem}") from problem
     if not fits or not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError(f"not a prior of a model with {num_layers} layers")
-    total = counts.sum((0, 2))
+    return counts
+
+
+def read_curve(given: Any, num_layers: int) -> Floats | None:
+    """The curves `[2, L - 1]` that are fitted to the counts, about; None where they are not told, or nonsense."""
+    try:
+        curve = np.array(given["curve"], np.float64)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return curve if curve.shape == (2, num_layers - 1) and (np.abs(curve) < MOST_CURVE).all() else None
+
+
+def _thinned(counts: Floats, most: float) -> Floats:
+    """To at most so many observations per layer."""
+    total = np.add.reduce(counts, (0, 2))
     return counts * (np.minimum(total, most) / np.maximum(total, 1e-9))[None, :, None]
 
 

@@ -19,6 +19,8 @@ class Asked(Protocol):
 
     @property
     def room(self) -> int: ...
+    @property
+    def match(self) -> int: ...
     def told(self, reads_lookup: bool) -> RowState: ...
 
 
@@ -30,18 +32,21 @@ class Asking:
 
     Attributes:
         reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`, `recycles`.
+        minds_lookup: whether it was when it was asked last.
         hears_lookup: whether it is told what lookups would have come to, too.
     """
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
-        self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
+        self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = self.minds_lookup = False
         self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
         self._room: Sequence[int] = ()  # of the rows that were asked about last
         self._ahead = self._left = 0  # rounds that it goes on for, unasked: of all, and still to come
         self._seconds = 0.0  # of forwards in those that came
+        self._steady = NOT_STEADY  # what the policy said when it saw them
+        self._asked_from: tuple[int, ...] = ()  # by match, longer ones as the last: whether it is asked after all
 
     def steady(self, plan: Plan) -> Steady:
         """How many rounds after the one of this plan, the last one, are likely to be planned in the same way.
@@ -50,20 +55,25 @@ class Asking:
             ValueError: what the policy says of it is nothing of the kind.
         """
         if self._ahead:
-            return Steady(self._left)
+            return self._steady._replace(num_rounds=max(self._left, self._steady.num_rounds - self._ahead + self._left))
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
         check_steady(steady)
         if plan.exit_layer == LOOKUP and steady.usual is not None:
             self._check(steady.usual, self._room)
         return steady
 
-    def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:
+    def plan(self, rows: Sequence[Asked], is_there: bool = False) -> tuple[Plan, bool]:
         """The plan of a round of these rows, and whether the policy is to be told what came of it.
+
+        Args:
+            is_there: whether the round has been decoded already, and no match was found that ends the rounds ahead.
 
         Raises:
             ValueError: the rows cannot follow the plan, or the policy's `plain_ahead` is no count.
         """
-        if self._left and self._plan is not None and [row.request_id for row in rows] == self._rows:
+        goes_on = self._left and self._plan is not None and [row.request_id for row in rows] == self._rows
+        if goes_on and (is_there or not self._is_wanted(rows)):
+            assert self._plan is not None
             self._left -= 1
             self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
@@ -72,7 +82,7 @@ class Asking:
         self.reads_lookup = getattr(policy, "reads_lookup", False)
         self.reads_ranks = getattr(policy, "reads_ranks", False)
         self.recycles = getattr(policy, "recycles", False)
-        reads_lookup = self.reads_lookup
+        reads_lookup = self.minds_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
         self.hears_lookup = getattr(policy, "hears_lookup", reads_lookup)
         self._room = [row.room for row in rows]
@@ -82,6 +92,7 @@ class Asking:
             whole("a policy's plain_ahead", ahead, 0)
             self._plan, self._rows = plan, [row.request_id for row in rows]
             self._ahead = self._left = ahead
+            self._watch()
         return plan, True
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
@@ -91,6 +102,19 @@ class Asking:
     def pass_plain(self, seconds: Seconds) -> None:
         """Count a round that it was not asked about."""
         self._seconds += seconds.verify
+
+    def _watch(self) -> None:
+        """In the rounds ahead, rows are watched for matches after which their plan would be another one."""
+        steady = getattr(self.policy, "steady", NOT_STEADY)
+        check_steady(steady)
+        lengths = tuple([-1 if n else 0 for n in steady.lengths]) if self.minds_lookup else (0,)
+        self._asked_from = lengths if any(lengths) else ()
+        self._steady = Steady(steady.num_rounds, lengths, (False,) * len(lengths))
+
+    def _is_wanted(self, rows: Sequence[Asked]) -> bool:
+        """Whether the policy is asked though it saw rounds ahead."""
+        known = self._asked_from
+        return bool(known) and any(known[min(row.match, len(known) - 1)] for row in rows)
 
     def _tell(self) -> None:
         """How many of the rounds ahead came, if there were any to come."""

@@ -187,7 +187,7 @@ class Engine:
         if not ready:
             return None, False
         asking = self._asking
-        plan, is_told = asking.plan(ready)
+        plan, is_told = asking.plan(ready, bool(self._ahead))
         hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
@@ -269,7 +269,7 @@ class Engine:
         usual = steady.usual if plan.exit_layer == LOOKUP else plan
         if usual is None:
             steady, usual = NOT_STEADY, plan
-        self._ahead.allow(steady, usual, self._part(usual, rows), self._asking.reads_lookup)
+        self._ahead.allow(steady, usual, self._part(usual, rows), self._asking.minds_lookup)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""

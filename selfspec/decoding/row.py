@@ -51,6 +51,11 @@ class Row:
         return self.limit - len(self.content)
 
     @property
+    def match(self) -> int:
+        """How many of its last tokens lookup finds earlier; 0 where nobody has asked for guesses yet."""
+        return self._guesser.match if self._guesser is not None and self._guesser.is_read else 0
+
+    @property
     def state(self) -> RowState:
         return self.told(False)
 

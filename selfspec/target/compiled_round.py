@@ -15,7 +15,7 @@ from selfspec.target.compiled import FEW, CompiledBody
 from selfspec.target.round_room import Done, Drafter, Further, Given, Room
 
 STEP = 8  # drafted tokens: buffers are made for multiples of it
-MOST_ROUNDS = 16  # in one call
+MOST_ROUNDS = 64  # in one call
 MOST_ROOMS = 8  # that are kept
 
 

@@ -174,6 +174,20 @@ def test_a_state_remembers_more_texts_than_the_last_and_a_prior_still_counts_for
     assert again.state()["hits"][0][column] == pytest.approx(201)
 
 
+@pytest.mark.parametrize("curve", [None, 3, [[1.0, 2.0]], [["x"] * 3] * 2, [[1e6] * 3] * 2, [[float("nan")] * 3] * 2])
+def test_curves_that_a_state_tells_are_where_fits_begin_if_they_are_curves(curve):
+    tracker = Tracker(4)
+    for layer in (1, 2, 3):
+        tracker.add(layer, [True, layer > 1, False] * 60, [0.9, 0.6, 0.3] * 60)
+    for _ in range(12):
+        tracker.estimates()
+    state = tracker.state()
+    anew, from_curve = Tracker(4, {**state, "curve": curve}), Tracker(4, state)
+    assert np.allclose(from_curve.estimates()[0], anew.estimates()[0], atol=0.01)
+    far = {**state, "curve": [[-5.0] * 3, [1.0] * 3]}
+    assert not np.allclose(Tracker(4, far).estimates()[0], anew.estimates()[0], atol=0.01)  # it does begin there
+
+
 def test_what_is_saved_again_and_again_does_not_grow_for_ever():
     state = {"edges": list(CONFIDENCE_EDGES), "hits": [[1e9] * NUM_BINS] * 3, "misses": [[0.0] * NUM_BINS] * 3}
     assert sum(Tracker(4, state).state()["hits"][0]) == pytest.approx(OVERALL_SIZE)
