@@ -310,7 +310,7 @@ class Adaptive:
         self._batch = num_rows
         worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
         lookups, deciding = pace.kinds.ratio(BY_LOOKUP, num_rows), pace.deciding_of(num_rows)
-        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), deciding, lookups)
+        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), deciding + pace.around_of(num_rows), lookups)
         self._reading.price(num_rows, deciding)
         self._times.decide_after(IDLE_ROUNDS)
         if not self._allowed:

@@ -153,7 +153,7 @@ class Experience:
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
             self._trust.add(emitted / rows, self._rate * took)
-        self._pace.pass_round(decided, num_idle)
+        self._pace.pass_round(decided, num_idle, None if exit_layer is None else seconds.rest)
         if looked is not None:
             context, share = looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]

@@ -25,28 +25,43 @@ class Pace:
         pick: how much longer picks take than in the table of costs.
         passes: and early passes, and those of copies, beside the verifications of the same rounds.
         deciding: seconds that deciding takes in a round that drafts, by bit length of the number of rows.
+        around: and those spent around its forwards beyond what a plain one's take, of which more come in one call.
         kinds: how much longer rounds that draft take than plain ones.
     """
 
     def __init__(self, costs: Costs, prior: Any = None) -> None:
         self._costs, self.kinds = costs, Kinds(costs, prior)
         self.pick, self.passes = 1.0, [1.0, 1.0]
-        self.deciding = _read_deciding(prior) if self.kinds.has_prior else {}
+        known = prior if self.kinds.has_prior else {}
+        self.deciding, self.around = _read_seconds(known, "deciding"), _read_seconds(known, "around")
         self._most_deciding: dict[int, float] = {}  # by rows
         self._has_drafted = False
         self._decided: list[float] = []  # seconds, of the rounds since the last look at the clock
+        self._spent: list[float] = []  # around those that drafted
 
     def deciding_of(self, num_rows: int) -> float:
         """Seconds that deciding takes in a round of so many rows; else of fewer, which drafts soon correct."""
-        return self.deciding[max(known)] if (known := [n for n in self.deciding if n <= num_rows.bit_length()]) else 0.0
+        return _of_rows(self.deciding, num_rows)
+
+    def around_of(self, num_rows: int) -> float:
+        """The same of those around its forwards."""
+        return _of_rows(self.around, num_rows)
 
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later one from."""
-        return self.kinds.state() | {"deciding": {str(size): seconds for size, seconds in self.deciding.items()}}
+        spent = {"deciding": self.deciding, "around": self.around}
+        by_size = {name: {str(size): seconds for size, seconds in of.items()} for name, of in spent.items()}
+        return self.kinds.state() | by_size
 
-    def pass_round(self, decided: float, num_idle: int = 0) -> None:
-        """Count the seconds that deciding took in a round, and the rounds before it that nothing was said of."""
+    def pass_round(self, decided: float, num_idle: int = 0, around: float | None = None) -> None:
+        """Count the seconds that deciding took in a round, and the rounds before it that nothing was said of.
+
+        Args:
+            around: those spent around its forwards, if it drafted.
+        """
         self._decided.append(decided)
+        if around is not None:
+            self._spent.append(around)
         self.kinds.pass_rounds(1 + num_idle)
 
     def look(
@@ -61,26 +76,40 @@ class Pace:
         if tells and layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # not of a clock that was set back
             ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
             self.pick += PICK_STEP * (ratio - self.pick)
-        decided, self._decided = sum(self._decided) / len(self._decided), []
-        if layers > 0 and expected["draft"] > 0 and decided > 0:
-            most = self._most_deciding.get(num_rows)
-            if most is None:
-                most = self._most_deciding[num_rows] = MOST_DECIDING * self._costs.plain_round(num_rows)
-            known = self.deciding_of(num_rows)
-            self.deciding[num_rows.bit_length()] = known + DECIDING_STEP * (min(decided / pace, most) - known)
+        decided, self._decided = self._decided, []
+        spent, self._spent = self._spent, []
+        if layers > 0 and expected["draft"] > 0:
+            if sum(decided) > 0:  # not of a clock that was set back
+                self._follow(self.deciding, num_rows, sum(decided) / len(decided) / pace)
+            if spent:
+                self._follow(self.around, num_rows, max(0.0, sum(spent) / len(spent) / pace - expected["rest"]))
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
             self.passes[copies] += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self.passes[copies])
         kind = PLAIN if exit_layer is None else BY_LOOKUP if exit_layer == LOOKUP else BY_LAYERS
-        priced = self.passes[copies] * expected["draft"] + expected["verify"] + expected["head"] + expected["rest"]
-        took = layers + seconds.pick + seconds.rest  # what other layers would have picked is not in the price
-        self.kinds.look(kind, num_rows, priced + self.pick * expected["pick"], took)
+        # What other layers would have picked is not in the price, nor is what is spent around the forwards.
+        priced = self.passes[copies] * expected["draft"] + expected["verify"] + expected["head"]
+        self.kinds.look(kind, num_rows, priced + self.pick * expected["pick"], layers + seconds.pick)
+
+    def _follow(self, known: dict[int, float], num_rows: int, seconds: float) -> None:
+        """Take on seconds of a round that drafts."""
+        most = self._most_deciding.get(num_rows)
+        if most is None:
+            most = self._most_deciding[num_rows] = MOST_DECIDING * self._costs.plain_round(num_rows)
+        before = _of_rows(known, num_rows)
+        known[num_rows.bit_length()] = before + DECIDING_STEP * (min(seconds, most) - before)
 
 
-def _read_deciding(prior: Any) -> dict[int, float]:
-    """What `Pace.state` told of it; nothing where that is something else."""
+def _of_rows(known: Mapping[int, float], num_rows: int) -> float:
+    """What is known of so many rows, else of fewer."""
+    sizes = [size for size in known if size <= num_rows.bit_length()]
+    return known[max(sizes)] if sizes else 0.0
+
+
+def _read_seconds(prior: Any, name: str) -> dict[int, float]:
+    """What `Pace.state` told of seconds by size; nothing where that is something else."""
     try:
-        known = {int(size): float(seconds) for size, seconds in prior["deciding"].items()}
+        known = {int(size): float(seconds) for size, seconds in prior[name].items()}
         if not all(0 <= seconds < float("inf") for seconds in known.values()):
             return {}
         return {size: KEPT_DECIDING * seconds for size, seconds in known.items()}

@@ -11,6 +11,7 @@ from selfspec.control.table import Table
 LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
 TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
 REST = 3e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
+ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many rounds come in a call
 
 
 class Readings:
@@ -23,6 +24,15 @@ class Readings:
         """Add a reading. `size` is what a piece's table is by: an exit layer, tokens, or tokens per row."""
         self._taken.setdefault((piece, rows, size), []).append(seconds)
 
+    def _rest(self) -> Table:
+        """What is spent around a plain round's forward, by rows."""
+        around = {rows: of_one[1] for rows, of_one in self.typical("around").items()}
+        if around:
+            last = max(around)
+            return Table.of({**around, last + MANY: around[last] + MANY * ROW})
+        single = Table.of({rows: of_one[1] for rows, of_one in self.typical("rest").items()} or {1: 0.0})
+        return Table.of({rows: REST * (1 + rows) + single(rows) for rows in (1, *single.points, MANY)})
+
     def costs(self, layers: int, middle: int, beyond: int) -> Costs:
         """Tables of all pieces.
 
@@ -33,7 +43,6 @@ class Readings:
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
         plain, far = self.typical("plain"), self.typical("long")[1][1]
-        around = Table.of({rows: of_one[1] for rows, of_one in self.typical("rest").items()} or {1: 0.0})
         context = max(0.0, far - plain[1][1]) / beyond / layers if beyond else 0.0
         costs = Costs(
             layers,
@@ -43,7 +52,7 @@ class Readings:
             late={rows: Table.of(by_width) for rows, by_width in late.items()},
             head=Table.of(self.typical("head")[1]),
             pick=Table.of(self.typical("pick")[1]),
-            rest=Table.of({rows: REST * (1 + rows) + around(rows) for rows in (1, *around.points, 64)}),
+            rest=self._rest(),
             short=Table.of(self.typical("short")[1]),
             context=context,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,

@@ -15,7 +15,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
 from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, PLAIN, Kinds, rounds_apart
 from selfspec.control.pace import KEPT_DECIDING, Pace
-from selfspec.control.plan import Seconds
+from selfspec.control.plan import RowOutcome, RowState, Seconds
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
 
@@ -192,6 +192,47 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
     for other in ({}, {"1": -1.0}, {"1": math.inf}, {"x": 1.0}, [1.0], None):
         assert Pace(ANY_TABLE, {**state, "deciding": other}).deciding == {}
     assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).deciding == {}
+
+
+def test_what_is_spent_around_rounds_that_draft_is_learned_beyond_what_plain_ones_spend():
+    pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    known = []
+    for spent in (1.25e-3, 0.5e-3):
+        for _ in range(60):
+            pace.pass_round(1e-4, around=spent)
+            pace.look(1, 1, at, Seconds(**at), False)
+        known.append(pace.around_of(3))
+    assert known == pytest.approx([0.25e-3, 0.0], abs=1e-6)
+    again = Pace(ANY_TABLE, json.loads(json.dumps(pace.state() | {"around": {"1": 2e-4}})))
+    assert again.around_of(1) == KEPT_DECIDING * 2e-4
+
+
+def test_what_is_spent_around_forwards_sets_no_kinds_apart():
+    pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    for exit_layer, rest in [(None, 1e-3), (1, 9e-3)] * 8:
+        pace.pass_round(1e-4)
+        pace.look(exit_layer, 1, at, Seconds(**(at | {"rest": rest})), False)
+    assert pace.kinds.has_compared(BY_LAYERS, 1) and pace.kinds.ratio(BY_LAYERS, 1) == pytest.approx(1.0)
+
+
+def test_drafts_that_take_the_interpreter_longer_than_they_save_are_given_up():
+    costs = made_up_costs(LAYERS)
+    policy = Adaptive(costs, drafts=("exit",), most=1)
+    assert decided_by(policy, spent=0.0) is not None
+    assert decided_by(policy, spent=costs.plain_round(1)) is None
+
+
+def decided_by(policy, spent):
+    """The exit layer in the end, where rounds that draft are always right and take so long around their forwards."""
+    row = RowState(0, 60, 4000)
+    for _ in range(200):
+        plan = policy.plan([row])
+        drafted = plan.draft_lengths[0] if plan.exit_layer else 0
+        taken = policy.costs.stages(plan.exit_layer, [drafted])
+        seconds = Seconds(**(taken | {"rest": taken["rest"] + (spent if drafted else 0.0)}), control=1e-6)
+        sure = (0.97,) * drafted
+        policy.observe(plan, [RowOutcome(0, drafted, drafted, sure)], seconds)
+    return plan.exit_layer
 
 
 def in_batch(acceptance, told, real, rows=4):
