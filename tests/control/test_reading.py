@@ -166,7 +166,7 @@ def test_the_clock_raises_the_price_and_hiccups_do_not_raise_it_far():
 
 @pytest.mark.parametrize("batch_size", [4, 8, 16])
 def test_a_batch_that_repeats_itself_drafts_by_lookup_where_that_pays(batch_size):
-    traces = echoes(2 * batch_size)
+    traces = echoes(2 * batch_size, tokens=192)  # among them a block of plain rounds, to hold the clock against
     costs = costs_of(batch_size)
     run = replay(traces, Adaptive(costs), costs, batch_size)
     assert exits_of(run).count(LOOKUP) > 0.5 * len(run.rounds)
