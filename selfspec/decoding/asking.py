@@ -121,7 +121,7 @@ class Asking:
         ahead, left, seconds = self._ahead, self._left, self._seconds
         self._ahead = self._left = 0
         self._seconds = 0.0
-        if ahead:
+        if ahead > left:
             self.policy.pass_plain(ahead - left, seconds)  # type: ignore[attr-defined]  # whoever sees any ahead has it
 
     def _check(self, plan: Plan, room: Sequence[int]) -> None:

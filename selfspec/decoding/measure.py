@@ -15,7 +15,7 @@ import torch
 
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, TokenTree
-from selfspec.decoding.engine import Engine
+from selfspec.decoding.around import Around
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.readings import Readings
@@ -37,8 +37,6 @@ SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
 STEPS = 4  # early passes of a timed round
-AROUND = 32  # plain rounds, of rows of so many tokens, to see what is spent around their forwards
-SHORT = 2
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
 MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
 
@@ -102,19 +100,6 @@ class _Laps(Seconds):
         return self._clock()
 
 
-class _Bare:
-    """What an engine needs of a target, as far as it decodes plainly."""
-
-    tokenizer = prior = default_exit_layer = default_num_draft_tokens = None
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack = self.exact_stack = stack
-
-    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
-        raise NotImplementedError("plain decoding needs no costs")
-
-
 class _Endless:
     """Stands for the stopper of a row that has room for any draft."""
 
@@ -143,7 +128,7 @@ class _Clock:
         self.cache, self.pages = _rows(stack, max(batch_sizes), self.room)
         self.far = _rows(stack, 1, self.long + 1)
         self.readings = Readings()
-        self.engines: dict[int, Engine] = {}  # by rows
+        self.engines = Around(stack, self.now)
         self.keeps, self.thin = False, False
         self.inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
@@ -175,7 +160,7 @@ class _Clock:
             widths = [w for w in widths if rows * w <= max(MOST, 2 * rows) and (not self.thin or w in THIN_WIDTHS)]
             exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
             yield partial(self.plain, rows, self.base, "plain")
-            if self.picker.rounds is not None and not self.thin and self.stack.context_limit > AROUND + SHORT:
+            if self.has_calls:
                 yield partial(self.around, rows)
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
@@ -191,31 +176,24 @@ class _Clock:
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether many rounds come in one call, and are fast enough to be timed so."""
+        return self.picker.rounds is not None and not self.thin and self.engines.fits
+
     def plain(self, rows: int, context: int, piece: str) -> None:
         laps = self.laps(rows, context, Plan(None, (0,) * rows))
         (around, *_), (layers, *_) = laps["rest"], laps["verify"]
         if self.picker.rounds is None:
             layers += around  # which other rounds spend beside layers, too
-        elif self.thin or self.stack.context_limit <= AROUND + SHORT:
+        elif not self.has_calls:
             self.keep("rest", rows, 1, around)
         self.keep(piece, rows, 1, layers)
         self.keep("head", 1, rows, laps["head"][0])
 
     def around(self, rows: int) -> None:
-        """What an engine spends around the forwards of plain rounds, of which many come in one call."""
-        engine = self.engines.get(rows)
-        if engine is None:
-            tokens = rows * (SHORT + AROUND + 1)
-            engine = Engine(_Bare(self.stack), policy="plain", max_batch_size=rows, max_cached_tokens=tokens)
-            self.engines[rows] = engine
-        for token in self.given(rows, 0).tolist():
-            engine.submit([0] * (SHORT - 1) + [token], max_new_tokens=AROUND + 2)
-        engine.step()
-        start = self.now()
-        rounds = [engine.step().seconds for _ in range(AROUND)]
-        forwards = sum([one.verify + one.head + one.pick for one in rounds])
-        self.keep("around", rows, 1, max(0.0, self.now() - start - forwards) / AROUND)
-        engine.step()  # in which the rows end
+        """What is spent around the forwards of plain rounds."""
+        self.keep("around", rows, 1, self.engines.seconds(self.given(rows, 0).tolist()))
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
         """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""

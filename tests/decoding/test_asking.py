@@ -7,8 +7,10 @@ import pytest
 from selfspec.api import Target
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, Steady
+from selfspec.decoding import ahead as ahead_module
 from selfspec.decoding.engine import Engine
+from selfspec.drafting.lookup import Lookup
 from tests.eval.replays import made_up_costs
 from tests.helpers import generate, make_prompts
 from tests.models import build
@@ -73,6 +75,48 @@ def test_it_is_asked_when_another_row_takes_the_place_of_one():
 def test_rounds_ahead_that_are_no_count_are_refused(ahead):
     with pytest.raises(ValueError, match=r"^a policy's plain_ahead must be a whole number of at least 0, got"):
         decode(Patient(ahead), [7], [24])
+
+
+class Watchful(Patient):
+    """Is asked after all where so many of a row's last tokens were there before."""
+
+    def __init__(self, ahead, least, reads_lookup=True):
+        super().__init__(ahead)
+        self.steady = Steady(200, (*(0,) * least, 5))
+        self.lengths, self.reads_lookup = [], reads_lookup
+
+    def plan(self, rows):
+        self.lengths.append(rows[0].content_length)
+        return super().plan(rows) if self.reads_lookup else Plan(None, (0,))
+
+    def observe(self, plan, outcomes, seconds):
+        self.told += 1
+
+
+@pytest.mark.parametrize("engine", ["views", "compiled"])
+@pytest.mark.parametrize("least", [1, 2, 4])
+def test_rounds_ahead_end_where_a_match_is_found_that_matters(engine, least, monkeypatch):
+    monkeypatch.setattr(ahead_module, "SECONDS", 60.0)
+    target, [prompt] = Target(build("llama"), engine=engine), make_prompts([9])
+    policy, ahead, count = Watchful(11, least), 11, 90
+    tokens = target.generate([prompt], max_new_tokens=count, policy=policy)[0].tokens
+    assert tokens == generate(target.model, prompt, count)
+    content, expected, left = [*prompt, *tokens], [], 0
+    for length in range(len(prompt), len(content)):
+        if left and Lookup(content[:length]).match < least:
+            left -= 1
+            continue
+        expected.append(length)
+        left = ahead
+    assert policy.lengths == expected
+    assert len(expected) > -(-count // (ahead + 1)), "the text repeats itself, or nothing is tested"
+    assert policy.told == len(expected)
+
+
+def test_who_reads_no_lookup_is_not_asked_for_matches():
+    policy = Watchful(11, 1, reads_lookup=False)
+    decode(policy, [9], [60])
+    assert len(policy.lengths) == 5
 
 
 class Hasty(Fixed):

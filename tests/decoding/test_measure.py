@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from time import perf_counter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from selfspec.api import Target
 from selfspec.control.costs import Costs
 from selfspec.control.table import Table
 from selfspec.decoding import measure as module
+from selfspec.decoding.around import Around
 from selfspec.decoding.measure import exits_to_time, measure
 from tests.models import build, tiny
 
@@ -47,6 +49,32 @@ def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():
     costs = measure(tiny("llama").stack, (200,), repeats=1, within=None)
     assert costs.plain.points == (1, 200)
     assert costs.late[200].points == (1, 2)
+
+
+def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_leaves_nothing_behind():
+    stack = Target(build("llama"), engine="compiled").stack
+    ticks = itertools.count()
+    for now, least, most in (
+        (perf_counter, 0.0, 1.0),
+        (lambda: 0.0, 0.0, 0.0),
+        (lambda: next(ticks), 0.9 / 32, 1 / 32),
+    ):
+        around = Around(stack, now)
+        for rows in (1, 3, 1):
+            assert least <= around.seconds(list(range(rows))) <= most
+        for rows, engine in around._engines.items():
+            assert not engine.has_work
+            assert len(engine.cache.reserve(rows * 35) or []) == engine.cache.num_pages  # all are free
+
+
+@pytest.mark.parametrize("limit", [34, 35, 36, 37])
+def test_what_engines_spend_is_timed_where_rows_may_become_long_enough(limit):
+    stack = Target(build("llama", max_position_embeddings=limit), engine="compiled").stack
+    around = Around(stack, perf_counter)
+    assert around.fits == (limit > 34)
+    if around.fits:
+        assert 0 <= around.seconds([3, 4]) < 1
+    assert_sound(measure(stack, (1, 2), repeats=1), 4)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 16, 33, 64])

@@ -1,0 +1,60 @@
+"""What an engine spends around the forwards of its rounds: on asking, accepting, telling, and on calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from selfspec.control.costs import Costs
+from selfspec.decoding.engine import Engine
+from selfspec.target.stack import Stack
+
+ROUNDS = 32  # plain ones, of rows of so many tokens
+PROMPT = 2
+
+
+class _Plain:
+    """What an engine needs of a target, as far as it decodes plainly."""
+
+    tokenizer = prior = default_exit_layer = default_num_draft_tokens = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = self.exact_stack = stack
+
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
+        raise NotImplementedError("plain decoding needs no costs")
+
+
+class Around:
+    """Times plain rounds as engines decode them, many in one call.
+
+    Args:
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, stack: Stack, now: Callable[[], float]) -> None:
+        self._target, self._now = _Plain(stack), now
+        self._engines: dict[int, Engine] = {}  # by rows; what they have made stays
+
+    @property
+    def fits(self) -> bool:
+        """Whether rows may become long enough."""
+        return self._target.stack.context_limit > PROMPT + ROUNDS
+
+    def seconds(self, tokens: Sequence[int]) -> float:
+        """Around one round of as many rows as there are tokens, which they begin with."""
+        rows = len(tokens)
+        engine = self._engines.get(rows)
+        if engine is None:
+            room = rows * (PROMPT + ROUNDS + 1)
+            engine = Engine(self._target, policy="plain", max_batch_size=rows, max_cached_tokens=room)
+            self._engines[rows] = engine
+        for token in tokens:
+            engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=ROUNDS + 2)
+        engine.step()
+        start = self._now()
+        rounds = [engine.step().seconds for _ in range(ROUNDS)]
+        forwards = sum([one.verify + one.head + one.pick for one in rounds])
+        taken = self._now() - start - forwards
+        engine.step()  # in which the rows end
+        return max(0.0, taken) / ROUNDS
