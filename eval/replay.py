@@ -92,7 +92,7 @@ class _Row:
 
     @property
     def match(self) -> int:
-        return self.guesser.match if self.guesser.is_read else 0
+        return self.guesser.lookup.match if self.guesser.is_read else 0
 
     def told(self, reads_lookup: bool) -> RowState:
         guesses = self.guesser if reads_lookup else None

@@ -187,13 +187,23 @@ def _joined(known: Costs, more: Costs) -> Costs:
     first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
     plain, head, pick = both("plain"), both("head"), both("pick")
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
-    joined = replace(known, plain=plain, head=head, pick=pick, first=first, early=early, late=late)
+    rest = _joined_rest(known.rest, more.rest)
+    joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
     copies = known.copies or more.copies
     if known.copies is not None and more.copies is not None:
         ours, theirs = known.copies, more.copies
         passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
         copies = Copies(*passes, both("head", ours, theirs))
     return replace(joined, ragged=ragged, copies=copies)
+
+
+def _joined_rest(known: Table, more: Table) -> Table:
+    """Of tables whose last point is no measured one, but says how it goes on."""
+    if min(len(known.points), len(more.points)) < 2:
+        return known
+    measured = {p: s for t in (more, known) for p, s in zip(t.points[:-1], t.seconds[:-1], strict=True)}
+    last = max(measured)
+    return Table.of({**measured, last + 64: measured[last] + max(0.0, more(last + 64) - more(last))})
 
 
 def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:

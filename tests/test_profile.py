@@ -107,6 +107,15 @@ def test_a_prior_comes_back_equal_and_belongs_to_the_weights(cache, stack, caplo
     assert notices(caplog) == []
 
 
+def test_what_is_spent_around_rounds_of_more_rows_is_joined_to_that_of_fewer():
+    known, more = Table((1, 65), (1e-5, 9e-5)), Table((1, 8, 72), (2e-5, 8e-5, 72e-5))
+    joined = profile._joined_rest(known, more)
+    assert joined.points == (1, 8, 72) and joined.seconds == pytest.approx((1e-5, 8e-5, 72e-5))
+    again = profile._joined_rest(joined, Table((1, 4, 68), (2e-5, 4e-5, 60e-5)))
+    assert again.points == (1, 4, 8, 72) and again(8) == pytest.approx(8e-5)
+    assert profile._joined_rest(Table((1,), (1e-5,)), more).points == (1,)
+
+
 @pytest.mark.parametrize("bad", [{"a": float("nan")}, {"a": [float("inf")]}, {"a": {1, 2}}])
 def test_a_prior_that_json_cannot_hold_is_refused_before_anything_is_written(cache, stack, bad):
     with pytest.raises((ValueError, TypeError)):

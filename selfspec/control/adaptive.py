@@ -157,7 +157,7 @@ class Adaptive:
         if likely is not None and self._in_block:
             return Steady(self._block)
         rounds = min(self._times.until_due, self._looks.rounds_left)
-        if likely is None or likely.guesses or not rounds:
+        if likely is None or likely.guesses:
             return Steady()
         if not read or self._finder is None:
             if not self._reading.waits:
@@ -330,7 +330,8 @@ class Adaptive:
             self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             block = BLOCK[num_rows == 1]
-            if pace.kinds.wants_plain(rounds_apart(decision.speedup, longest_round / worth.plain_seconds, block)):
+            apart = rounds_apart(decision.speedup, longest_round / worth.plain_seconds, block)
+            if not self._block and pace.kinds.wants_plain(apart):
                 self._block = block
             if self._trying:
                 self._block = block

@@ -12,6 +12,9 @@ from selfspec.control.plan import LOOKUP, Seconds
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
 DECIDING_STEP, MOST_DECIDING = 0.25, 1.0  # and of deciding; the most, in plain rounds
+# Of what a plain round spends around its forwards, in the table: a call for every single round spends three to four
+# times as much. More is the caller's own stops, criteria and texts, which plain rounds' tokens have as well.
+MOST_AROUND = 3.0
 KEPT_DECIDING = 0.75  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
 
 
@@ -25,7 +28,7 @@ class Pace:
         pick: how much longer picks take than in the table of costs.
         passes: and early passes, and those of copies, beside the verifications of the same rounds.
         deciding: seconds that deciding takes in a round that drafts, by bit length of the number of rows.
-        around: and those spent around its forwards beyond what a plain one's take, of which more come in one call.
+        around: and those spent around its forwards beyond what the table has, since more plain rounds come in a call.
         kinds: how much longer rounds that draft take than plain ones.
     """
 
@@ -82,7 +85,9 @@ class Pace:
             if sum(decided) > 0:  # not of a clock that was set back
                 self._follow(self.deciding, num_rows, sum(decided) / len(decided) / pace)
             if spent:
-                self._follow(self.around, num_rows, max(0.0, sum(spent) / len(spent) / pace - expected["rest"]))
+                most = MOST_AROUND * expected["rest"]
+                beyond = sum(spent) / len(spent) / pace - expected["rest"]
+                self._follow(self.around, num_rows, min(max(0.0, beyond), most))
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
             self.passes[copies] += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self.passes[copies])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from selfspec.control.costs import Costs
 from selfspec.decoding.engine import Engine
+from selfspec.target.draft_head import Frequencies
 from selfspec.target.stack import Stack
 
 ROUNDS = 32  # plain ones, of rows of so many tokens
@@ -48,13 +49,14 @@ class Around:
         if engine is None:
             room = rows * (PROMPT + ROUNDS + 1)
             engine = Engine(self._target, policy="plain", max_batch_size=rows, max_cached_tokens=room)
+            engine.frequencies = Frequencies(engine.stack.vocab_size)  # these tokens are nobody's
             self._engines[rows] = engine
         for token in tokens:
             engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=ROUNDS + 2)
         engine.step()
         start = self._now()
         rounds = [engine.step().seconds for _ in range(ROUNDS)]
-        forwards = sum([one.verify + one.head + one.pick for one in rounds])
-        taken = self._now() - start - forwards
-        engine.step()  # in which the rows end
-        return max(0.0, taken) / ROUNDS
+        taken = self._now() - start
+        last = engine.step()  # in which the rows end; perhaps it was decoded in the same call as those before
+        forwards = [*rounds, last.seconds] if last.is_ahead else rounds
+        return max(0.0, taken - sum([one.verify + one.head + one.pick for one in forwards])) / ROUNDS

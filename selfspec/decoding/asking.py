@@ -62,17 +62,14 @@ class Asking:
             self._check(steady.usual, self._room)
         return steady
 
-    def plan(self, rows: Sequence[Asked], is_there: bool = False) -> tuple[Plan, bool]:
+    def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:
         """The plan of a round of these rows, and whether the policy is to be told what came of it.
-
-        Args:
-            is_there: whether the round has been decoded already, and no match was found that ends the rounds ahead.
 
         Raises:
             ValueError: the rows cannot follow the plan, or the policy's `plain_ahead` is no count.
         """
         goes_on = self._left and self._plan is not None and [row.request_id for row in rows] == self._rows
-        if goes_on and (is_there or not self._is_wanted(rows)):
+        if goes_on and not self._is_wanted(rows):
             assert self._plan is not None
             self._left -= 1
             self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
@@ -90,9 +87,9 @@ class Asking:
         ahead = getattr(policy, "plain_ahead", 0)
         if ahead and plan.exit_layer is None and plan.shadow is None:  # no other plan may be followed twice
             whole("a policy's plain_ahead", ahead, 0)
+            self._watch()
             self._plan, self._rows = plan, [row.request_id for row in rows]
             self._ahead = self._left = ahead
-            self._watch()
         return plan, True
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
@@ -109,7 +106,7 @@ class Asking:
         check_steady(steady)
         lengths = tuple([-1 if n else 0 for n in steady.lengths]) if self.minds_lookup else (0,)
         self._asked_from = lengths if any(lengths) else ()
-        self._steady = Steady(steady.num_rounds, lengths, (False,) * len(lengths))
+        self._steady = Steady(steady.num_rounds, lengths)
 
     def _is_wanted(self, rows: Sequence[Asked]) -> bool:
         """Whether the policy is asked though it saw rounds ahead."""

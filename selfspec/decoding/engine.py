@@ -92,6 +92,8 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.target, self.exact = target, exact
         self.stack = target.exact_stack if exact else target.stack
+        self.frequencies = self.stack.frequencies
+        """Of the tokens that it reads and writes."""
         if max_cached_tokens is None:
             max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
         if page_size is None:
@@ -187,7 +189,7 @@ class Engine:
         if not ready:
             return None, False
         asking = self._asking
-        plan, is_told = asking.plan(ready, bool(self._ahead))
+        plan, is_told = asking.plan(ready)
         hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
@@ -248,7 +250,7 @@ class Engine:
             if pages is None:
                 return
             self._waiting.popleft()
-            self.stack.frequencies.add(request.prompt)
+            self.frequencies.add(request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
             row = Row(request_id, request, self._stopper(request), pages, list(request.prompt))
             row.recycled, row.datastore = self._recycled, self.datastore
@@ -277,7 +279,7 @@ class Engine:
             return None
         if plan.draft_vocab >= self.stack.vocab_size or any(row.request.logits_processor for row in rows):
             return None
-        return self.stack.frequencies.part(plan.draft_vocab)
+        return self.frequencies.part(plan.draft_vocab)
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
@@ -289,7 +291,7 @@ class Engine:
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
         row.keep(tokens, verdict.logits, verdict.scores)
-        self.stack.frequencies.add(tokens, written=True)
+        self.frequencies.add(tokens, written=True)
         beside = len(verdict.drafted) - len(branch)
         row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason

@@ -37,6 +37,7 @@ SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
 STEPS = 4  # early passes of a timed round
+FAST = 3e-3  # seconds of a forward, up to which it matters what is spent around it in calls of many rounds
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
 MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
 
@@ -129,14 +130,16 @@ class _Clock:
         self.far = _rows(stack, 1, self.long + 1)
         self.readings = Readings()
         self.engines = Around(stack, self.now)
-        self.keeps, self.thin = False, False
+        self.keeps = self.thin = self.is_fast = False
         self.inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
     def costs(self, repeats: int, within: float | None) -> Costs:
         self.plain(1, self.base, "plain")
         start = self.now()
         self.plain(1, self.base, "plain")
-        self.thin = self.stack.agreed(within is not None and (self.now() - start) * MANY_FORWARDS > within)
+        forward = self.now() - start
+        self.thin = self.stack.agreed(within is not None and forward * MANY_FORWARDS > within)
+        self.is_fast = forward < FAST
         if self.stack.has_copies and self.steps == STEPS:
             self.copied(1, max(1, self.stack.num_layers // 2))  # which makes all of the copies
         probes, turn = list(self.probes()), (True,) if self.thin else (False, True, True)
@@ -148,6 +151,8 @@ class _Clock:
             for probe in probes:
                 for self.keeps in turn:
                     probe()
+            for rows in self.batch_sizes if self.has_calls else ():
+                self.around(rows)  # which is many rounds itself
         beyond = self.long - self.base
         return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
 
@@ -160,8 +165,6 @@ class _Clock:
             widths = [w for w in widths if rows * w <= max(MOST, 2 * rows) and (not self.thin or w in THIN_WIDTHS)]
             exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
             yield partial(self.plain, rows, self.base, "plain")
-            if self.has_calls:
-                yield partial(self.around, rows)
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
             if self.stack.has_copies and self.steps == STEPS:
@@ -178,8 +181,8 @@ class _Clock:
 
     @property
     def has_calls(self) -> bool:
-        """Whether many rounds come in one call, and are fast enough to be timed so."""
-        return self.picker.rounds is not None and not self.thin and self.engines.fits
+        """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
+        return self.picker.rounds is not None and self.is_fast and self.engines.fits
 
     def plain(self, rows: int, context: int, piece: str) -> None:
         laps = self.laps(rows, context, Plan(None, (0,) * rows))

@@ -52,8 +52,8 @@ class Row:
 
     @property
     def match(self) -> int:
-        """How many of its last tokens lookup finds earlier; 0 where nobody has asked for guesses yet."""
-        return self._guesser.match if self._guesser is not None and self._guesser.is_read else 0
+        """How many of its last tokens are found earlier in its own text; 0 where nobody has asked for guesses yet."""
+        return self._guesser.lookup.match if self._guesser is not None and self._guesser.is_read else 0
 
     @property
     def state(self) -> RowState:

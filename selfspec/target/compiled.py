@@ -185,7 +185,7 @@ class CompiledBody(LeanBody):
         return sum([w._version for w in self._tracked])
 
     def _checksums(self) -> bytes:
-        """Of all weights, which any other number changes."""
+        """Of all weights, which any other number all but surely changes."""
         weights = [w.detach().contiguous() for w in self._weights]
         size = 4 * STRETCH  # bytes
         places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, size)]

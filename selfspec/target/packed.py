@@ -33,6 +33,7 @@ class Packed:
         self._panel = int(c.functions().selfspec_panel())
         half = self._panel // 2
         self._parts, self._room = parts, room
+        self._shapes = [part.weight.shape for part in parts]
         self._lanes, self._stride = (half, self._panel) if paired else (WHOLE, 0)
         self.num_outputs = len(parts[0].weight) if paired else sum(len(part.weight) for part in parts)
         self._num_panels = -(-self.num_outputs // (half if paired else self._panel))
@@ -69,9 +70,13 @@ class Packed:
 
     def _copy(self) -> None:
         at = 0
-        for part in self._parts:
-            weight: Tensor = part.weight.detach()
+        for part, shape in zip(self._parts, self._shapes, strict=True):
+            weight: Tensor = part.weight.detach().contiguous()
             size = len(weight)
+            if weight.shape != shape:
+                raise ValueError(
+                    f"a weight {list(shape)} was replaced by one {list(weight.shape)}; load the model again"
+                )
             c.functions().selfspec_pack(
                 *(weight.data_ptr(), size, ctypes.byref(self.struct)),
                 *(at, self._lanes, self._stride, torch.get_num_threads()),
@@ -89,5 +94,6 @@ def pack_layer(x: Layer, kind: type[Packed], room: Room) -> tuple[Packed, Packed
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether bfloat16 holds every number of a contiguous float32 weight exactly."""
+    """Whether bfloat16 holds every number of a float32 weight exactly."""
+    weight = weight.contiguous()
     return bool(c.functions().selfspec_fits_half(weight.data_ptr(), weight.numel()))

@@ -105,7 +105,14 @@ def copied_state(model: nn.Module) -> list[Any]:
             for t in (*own["_parameters"].values(), *own["_buffers"].values())
             if t is not None
         ]
-        state.append([(name, str(held)) for name in COPIED if (held := own.get(name))])
+        held = [(name, own.get(name)) for name in COPIED]
+        state.append(
+            [
+                (name, str(value))
+                for name, value in held
+                if not (value is None or (isinstance(value, dict) and not value))
+            ]
+        )
         waiting += [child for child in own["_modules"].values() if child is not None]
     return state
 

@@ -197,12 +197,12 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
 def test_what_is_spent_around_rounds_that_draft_is_learned_beyond_what_plain_ones_spend():
     pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
     known = []
-    for spent in (1.25e-3, 0.5e-3):
+    for spent in (1.25e-3, 0.5e-3, 60e-3):  # the last: the caller's own code, which plain rounds' tokens run as well
         for _ in range(60):
             pace.pass_round(1e-4, around=spent)
             pace.look(1, 1, at, Seconds(**at), False)
         known.append(pace.around_of(3))
-    assert known == pytest.approx([0.25e-3, 0.0], abs=1e-6)
+    assert known == pytest.approx([0.25e-3, 0.0, min(3e-3, ANY_TABLE.plain_round(1))], abs=1e-6)
     again = Pace(ANY_TABLE, json.loads(json.dumps(pace.state() | {"around": {"1": 2e-4}})))
     assert again.around_of(1) == KEPT_DECIDING * 2e-4
 
@@ -216,13 +216,13 @@ def test_what_is_spent_around_forwards_sets_no_kinds_apart():
 
 
 def test_drafts_that_take_the_interpreter_longer_than_they_save_are_given_up():
-    costs = made_up_costs(LAYERS)
-    drafting = [drafting_rounds(Adaptive(costs, drafts=("exit",)), spent) for spent in (0.0, costs.plain_round(1))]
-    assert drafting[0] > 150 and drafting[1] < 60
+    costs = replace(made_up_costs(LAYERS), rest=Table.of({1: 4e-3, 64: 4e-3}))
+    drafting = [drafting_rounds(Adaptive(costs, drafts=("exit",)), spent) for spent in (0.0, 11e-3)]
+    assert drafting[0] > 80 and drafting[1] < drafting[0] / 2, drafting
 
 
 def drafting_rounds(policy, spent):
-    """How many of 200 rounds draft, of which three in four tokens are right, where those take so long around it."""
+    """How many of 200 rounds draft, which bring two tokens on the average, where those take so long around it."""
     row, rounds = RowState(0, 60, 4000), 0
     for at in range(200):
         plan = policy.plan([row])
@@ -230,7 +230,7 @@ def drafting_rounds(policy, spent):
         rounds += drafted > 0
         taken = policy.costs.stages(plan.exit_layer, [drafted])
         seconds = Seconds(**(taken | {"rest": taken["rest"] + (spent if drafted else 0.0)}), control=1e-6)
-        right = min(drafted, (0, 1, 2, 9)[at % 4])
+        right = min(drafted, (0, 1, 1, 2)[at % 4])
         policy.observe(plan, [RowOutcome(0, drafted, right, (0.75,) * drafted)], seconds)
     return rounds
 

@@ -62,6 +62,7 @@ def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_lea
         around = Around(stack, now)
         for rows in (1, 3, 1):
             assert least <= around.seconds(list(range(rows))) <= most
+        assert stack.frequencies._num_new == 0, "tokens of a measurement are counted as a text's"
         for rows, engine in around._engines.items():
             assert not engine.has_work
             assert len(engine.cache.reserve(rows * 35) or []) == engine.cache.num_pages  # all are free

@@ -255,6 +255,20 @@ def test_edits_that_leave_no_trace_are_followed_by_the_next_call(edit):
     assert after == generate(model, prompt, 8) != before
 
 
+def test_weights_that_were_replaced_by_others_in_memory_or_shape_are_followed_or_refused():
+    model, [prompt] = build("llama"), make_prompts([9])
+    target = Target(model, engine="compiled")
+    out = model.model.layers[1].self_attn.o_proj.weight
+    before = target.generate([prompt], max_new_tokens=8, policy="plain")[0].tokens
+    out.data = -5 * out.detach().clone().t()  # numbers in another order than they seem to be
+    assert out.shape[0] == out.shape[1] and not out.is_contiguous()
+    after = target.generate([prompt], max_new_tokens=8, policy="plain")[0].tokens
+    assert after == generate(model, prompt, 8) != before
+    out.data = torch.cat([out.data, out.data])
+    with pytest.raises(ValueError, match=r"^a weight \[\d+, \d+\] was replaced by one \[\d+, \d+\]"):
+        target.generate([prompt], max_new_tokens=8, policy="plain")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_what_torch_makes_by_default_does_not_matter(dtype):
     model, [prompt] = build("qwen2"), make_prompts([9])

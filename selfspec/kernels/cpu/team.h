@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 
@@ -13,11 +14,13 @@
 #else  // a compiler without it: one thread
 static int omp_get_thread_num() { return 0; }
 static int omp_get_num_threads() { return 1; }
+static int omp_in_parallel() { return 0; }
 #endif
 
 class Team {
-    static constexpr int PATIENCE = 2000;  // turns of waiting until others may have the core
-    std::atomic<int64_t> waiting{0}, step{0};
+    static constexpr int PATIENCE = 2000, MOST = 20000;  // turns of waiting until others may have the core; and for long
+    alignas(64) std::atomic<int64_t> waiting{0};
+    alignas(64) std::atomic<int64_t> step{0};
 
     static void pause() {
 #if defined(__x86_64__)
@@ -41,8 +44,10 @@ class Team {
         for (int turn = 0; step.load(std::memory_order_acquire) == now; turn++) {
             if (turn < PATIENCE) {
                 pause();
-            } else {
+            } else if (turn < MOST) {
                 std::this_thread::yield();
+            } else {
+                std::this_thread::sleep_for(std::chrono::microseconds(50));
             }
         }
     }
@@ -56,7 +61,7 @@ class Team {
     // By so many threads at most.
     template <typename Work>
     static void run(int64_t num_threads, Work work) {
-        if (num_threads == 1) return work();
+        if (num_threads == 1 && !omp_in_parallel()) return work();
 #pragma omp parallel num_threads(num_threads)
         work();
     }
