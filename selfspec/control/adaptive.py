@@ -20,7 +20,7 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spread
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
-from selfspec.control.kinds import BLOCK, BY_LAYERS, BY_LOOKUP, COLD, rounds_apart
+from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP, block_of, rounds_apart
 from selfspec.control.lengths import TO_ASK
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Parts, Vocabulary
@@ -233,7 +233,7 @@ class Adaptive:
             shadow = self._shadow(None, len(rows)) if due else None
             if shadow is not None:
                 return Plan(None, self._idle.draft_lengths, shadow=shadow)
-            if self._plain_run > BLOCK[len(rows) == 1] and not self.recycles and not self._times.has_clock:
+            if self._plain_run > block_of(len(rows)).rounds and not self.recycles and not self._times.has_clock:
                 self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
             self._likely = self._idle
             return self._idle
@@ -287,8 +287,8 @@ class Adaptive:
             if self._were_read and not self._times.has_decided:
                 self._reading.clock(seconds.control, plan is self._idle)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
-        cold, block = COLD[self._batch == 1], BLOCK[self._batch == 1]
-        tells = cold < self._plain_run <= block
+        block = block_of(self._batch)
+        tells = block.cold < self._plain_run <= block.rounds
         if plan is self._idle and not self._times.has_clock and not tells:  # common where a model should not draft
             self._experience.add_idle()
             self._looks.pass_idle(seconds.verify)
@@ -297,7 +297,7 @@ class Adaptive:
             self._times.decide_now()
         is_tried = self._trying > 0 and plan.exit_layer is not None
         self._trying -= is_tried
-        looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and not 0 < self._plain_run <= cold)
+        looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and not 0 < self._plain_run <= block.cold)
         looked = (self._context, self._parts.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
@@ -329,7 +329,7 @@ class Adaptive:
             self._times.decide_while_drafting(num_rows, before is None, decision.is_known)
             self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
-            block = BLOCK[num_rows == 1]
+            block = block_of(num_rows).rounds
             apart = rounds_apart(decision.speedup, longest_round / worth.plain_seconds, block)
             if not self._block and pace.kinds.wants_plain(apart):
                 self._block = block

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from math import exp, isfinite, log
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from selfspec.control.costs import Costs
 
@@ -19,13 +19,26 @@ NEAR = 96  # rounds between looks that may be compared: what else the machine do
 GAIN, MOST_STEP = 0.25, 0.35  # how far a ratio follows a comparison, once there are a few; and the most, in logarithms
 MOST = log(2.0)  # farther than this from the table no ratio goes, in logarithms
 FORGET = 2048  # rounds after which half of what was learned is forgotten, if nothing confirms it
-# Plain rounds in a row where drafts go on, to have something to compare, and how many at first are not looked at, since
-# they find the caches as long rounds left them: each takes less than the one before, on one machine from 1.7 to 1.1
-# times as long as later. A single row's drafts come out 1 to 4 % faster there where plain rounds are looked at sooner.
-BLOCK, COLD = {True: 4, False: 7}, {True: 1, False: 4}  # of a single row; of several
 BLOCK_SHARE = 0.002  # of the time that all such blocks may take, beyond what drafts would have taken for their tokens
 LEAST_APART = 48  # rounds from one to the next
 Ratio = list[float]  # logarithm, number of comparisons, and the round of the last one
+
+
+class Block(NamedTuple):
+    """Plain rounds in a row where drafts go on, to have something to compare."""
+
+    rounds: int
+    cold: int  # at first, which are not looked at, since they find the caches as long rounds left them
+
+
+# Each plain round takes less than the one before, on one machine from 1.7 to 1.1 times as long as later. A single row's
+# drafts come out 1 to 4 % faster there where plain rounds are looked at sooner.
+OF_ONE_ROW, OF_ROWS = Block(4, 1), Block(7, 4)
+
+
+def block_of(num_rows: int) -> Block:
+    """For batches of so many rows."""
+    return OF_ONE_ROW if num_rows == 1 else OF_ROWS
 
 
 class Kinds:
@@ -129,13 +142,13 @@ class Kinds:
             return False
 
 
-def rounds_apart(speedup: float, plain_rounds: float, block: int = BLOCK[True]) -> float:
+def rounds_apart(speedup: float, plain_rounds: float, block: int = OF_ONE_ROW.rounds) -> float:
     """How many rounds that draft should lie between blocks of plain ones, for those to take no more than their share.
 
     Args:
-        block: plain rounds of each.
         speedup: of the rounds that draft.
         plain_rounds: that one of them takes as long as.
+        block: plain rounds of each block.
     """
     lost = block * max(0.0, 1 - 1 / max(speedup, 1e-6))  # plain rounds
     return lost / (BLOCK_SHARE * max(plain_rounds, 1e-6))

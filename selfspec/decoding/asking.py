@@ -68,9 +68,8 @@ class Asking:
         Raises:
             ValueError: the rows cannot follow the plan, or the policy's `plain_ahead` is no count.
         """
-        goes_on = self._left and self._plan is not None and [row.request_id for row in rows] == self._rows
-        if goes_on and not self._is_wanted(rows):
-            assert self._plan is not None
+        known = [row.request_id for row in rows] == self._rows
+        if self._left and self._plan is not None and known and not self._is_wanted(rows):
             self._left -= 1
             self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
@@ -110,8 +109,8 @@ class Asking:
 
     def _is_wanted(self, rows: Sequence[Asked]) -> bool:
         """Whether the policy is asked though it saw rounds ahead."""
-        known = self._asked_from
-        return bool(known) and any(known[min(row.match, len(known) - 1)] for row in rows)
+        asked = self._asked_from
+        return bool(asked) and any(asked[min(row.match, len(asked) - 1)] for row in rows)
 
     def _tell(self) -> None:
         """How many of the rounds ahead came, if there were any to come."""

@@ -24,15 +24,6 @@ class Readings:
         """Add a reading. `size` is what a piece's table is by: an exit layer, tokens, or tokens per row."""
         self._taken.setdefault((piece, rows, size), []).append(seconds)
 
-    def _rest(self) -> Table:
-        """What is spent around a plain round's forward, by rows."""
-        around = {rows: of_one[1] for rows, of_one in self.typical("around").items()}
-        if around:
-            last = max(around)
-            return Table.of({**around, last + MANY: around[last] + MANY * ROW})
-        single = Table.of({rows: of_one[1] for rows, of_one in self.typical("rest").items()} or {1: 0.0})
-        return Table.of({rows: REST * (1 + rows) + single(rows) for rows in (1, *single.points, MANY)})
-
     def costs(self, layers: int, middle: int, beyond: int) -> Costs:
         """Tables of all pieces.
 
@@ -64,6 +55,15 @@ class Readings:
             for num_tokens, seconds in of_rows.items()
         }
         return replace(costs, ragged=Table.of(factors)) if factors else costs
+
+    def _rest(self) -> Table:
+        """What is spent around a plain round's forward, by rows."""
+        around = {rows: of_one[1] for rows, of_one in self.typical("around").items()}
+        if around:
+            last = max(around)
+            return Table.of({**around, last + MANY: around[last] + MANY * ROW})
+        single = Table.of({rows: of_one[1] for rows, of_one in self.typical("rest").items()} or {1: 0.0})
+        return Table.of({rows: REST * (1 + rows) + single(rows) for rows in (1, *single.points, MANY)})
 
     def _copies(self) -> Copies | None:
         first, later = (

@@ -99,21 +99,13 @@ def copied_state(model: nn.Module) -> list[Any]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        own = vars(module)
-        state += [
-            (id(t), t.device, t.dtype)
-            for t in (*own["_parameters"].values(), *own["_buffers"].values())
-            if t is not None
-        ]
-        held = [(name, own.get(name)) for name in COPIED]
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        state += [(id(t), t.device, t.dtype) for t in tensors if t is not None]
+        held = [(name, vars(module).get(name)) for name in COPIED]
         state.append(
-            [
-                (name, str(value))
-                for name, value in held
-                if not (value is None or (isinstance(value, dict) and not value))
-            ]
+            [(name, str(value)) for name, value in held if value is not None and (not isinstance(value, dict) or value)]
         )
-        waiting += [child for child in own["_modules"].values() if child is not None]
+        waiting += [child for child in module._modules.values() if child is not None]
     return state
 
 

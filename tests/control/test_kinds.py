@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
-from selfspec.control.kinds import BLOCK, BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, PLAIN, Kinds, rounds_apart
+from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, OF_ONE_ROW, PLAIN, Kinds, rounds_apart
 from selfspec.control.pace import KEPT_DECIDING, Pace
 from selfspec.control.plan import RowOutcome, RowState, Seconds
 from tests.control.test_adaptive import LAYERS, traces
@@ -118,7 +118,7 @@ def test_a_prior_that_is_something_else_is_passed_over(prior):
 def test_blocks_take_no_more_than_their_share():
     for speedup in (1.05, 1.5, 3.0):
         apart = rounds_apart(speedup, plain_rounds=3.0)
-        lost = BLOCK[True] * (1 - 1 / speedup)
+        lost = OF_ONE_ROW.rounds * (1 - 1 / speedup)
         assert lost <= 1.001 * BLOCK_SHARE * 3.0 * apart
     assert rounds_apart(0.9, 3.0) == 0
 

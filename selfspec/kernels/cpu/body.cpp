@@ -55,18 +55,18 @@ constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
 static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
 
-// Floats of room for n rows as a product reads them, where it reads no floats, from wherever on.
-static int64_t turned_floats(int64_t n, int64_t in) {
+// Floats of room for n rows in the form that a product reads, where that is not theirs, from wherever on.
+static int64_t prepared_floats(int64_t n, int64_t in) {
     return std::max(parts_floats(n, in), rounded_floats(n, in)) + LINE;
 }
 
 // What every thread had better make ready for itself than wait until each has done its share.
 constexpr int64_t FEW_FLOATS = 1 << 14;
 
-static bool is_little(int64_t n, int64_t in) { return n == 1 || turned_floats(n, in) <= FEW_FLOATS; }
+static bool is_little(int64_t n, int64_t in) { return n == 1 || prepared_floats(n, in) <= FEW_FLOATS; }
 
 // Floats of a thread's own room for that.
-static int64_t own_floats(int64_t in) { return std::max(FEW_FLOATS, turned_floats(1, in)); }
+static int64_t own_floats(int64_t in) { return std::max(FEW_FLOATS, prepared_floats(1, in)); }
 
 // Panels [first, last) that a thread multiplies.
 struct Share {
@@ -86,7 +86,7 @@ static Stretch stretch_of(const Product& p, Share share) {
 // take time.
 constexpr int64_t NEAR = 1 << 19;
 
-// Room for tokens as products read them: all threads' together, and each thread's own; and who shares it.
+// Room for tokens in the form that products read: all threads' together, and each thread's own; and who shares it.
 struct Room {
     float *shared, *own;
     Team& team;
@@ -98,7 +98,7 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     bool alone = is_little(n, p.in);
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
-    float* turned = aligned(alone ? room.own : room.shared);
+    float* prepared = aligned(alone ? room.own : room.shared);
     auto near = [](const Product& one, After then) {
         return one.kind == INT4 && panels_of(one, then) * panel_bytes(one) <= NEAR;
     };
@@ -107,17 +107,17 @@ static void share_product(const Product& p, After after, const float* x, int64_t
         prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
-        take_apart(x, n, p.in, turned, steps * thread / threads, steps * (thread + 1) / threads);
+        take_apart(x, n, p.in, prepared, steps * thread / threads, steps * (thread + 1) / threads);
     } else if (p.kind == INT4) {
         int64_t each = rounded_floats(1, p.in);
         int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
-        for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, turned + t * each);
+        for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, prepared + t * each);
     }
     if (!alone && (p.kind == AMX || p.kind == INT4)) room.team.wait();
     if (p.kind == AMX) {
-        product_of_parts(p, after, turned, n, y, first, last, prefetcher);
+        product_of_parts(p, after, prepared, n, y, first, last, prefetcher);
     } else if (p.kind == INT4) {
-        product_of_nibbles(p, after, turned, n, y, first, last, is_near ? nullptr : &prefetcher);
+        product_of_nibbles(p, after, prepared, n, y, first, last, is_near ? nullptr : &prefetcher);
     } else {
         product(p, after, x, n, y, first, last, prefetcher);
     }
@@ -198,7 +198,7 @@ extern "C" {
 int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens) {
     const Shape& s = m->shape;
     int64_t mixed = s.heads * s.head_dim, kept = m->hidden + 2 * mixed + 2 * s.kv_heads * s.head_dim + m->inner;
-    return num_tokens * kept + turned_floats(num_tokens, widest(*m));
+    return num_tokens * kept + prepared_floats(num_tokens, widest(*m));
 }
 
 int64_t selfspec_scratch_floats(const Model* m, int64_t longest) {
@@ -206,7 +206,7 @@ int64_t selfspec_scratch_floats(const Model* m, int64_t longest) {
 }
 
 int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads) {
-    return n * p->in + turned_floats(n, p->in) + num_threads * own_floats(p->in);
+    return n * p->in + prepared_floats(n, p->in) + num_threads * own_floats(p->in);
 }
 
 // x [num_tokens, hidden] becomes what hidden states `from` are after the layers, normed if `last` is given; `from` are
@@ -256,7 +256,8 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             share_product(layer.gate_up, SWIGLU, normed, n, room, inner, prefetcher, &layer.down);
             share_product(layer.down, ADD, inner, n, room, x, prefetcher, following);
             if (taps && taps[i]) {
-                Team::share(n, [&](int64_t t) { std::memcpy(taps[i] + t * m.hidden, x + t * m.hidden, sizeof(float) * m.hidden); });
+                int64_t bytes = sizeof(float) * m.hidden;
+                Team::share(n, [&](int64_t t) { std::memcpy(taps[i] + t * m.hidden, x + t * m.hidden, bytes); });
                 team.wait();
             }
         }
@@ -271,7 +272,7 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
     Team team;
     Team::run(num_threads, [&] {
         float* shared = h + n * p->in;
-        const Room room{shared, shared + turned_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in), team};
+        const Room room{shared, shared + prepared_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in), team};
         if (weight) {
             Team::share(n, [&](int64_t t) { norm(x + t * p->in, weight, eps, p->in, h + t * p->in); });
             team.wait();

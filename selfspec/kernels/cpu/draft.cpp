@@ -4,12 +4,7 @@
 
 #include "drafting.h"
 #include "pick.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num() { return 0; }
-#endif
+#include "team.h"
 
 // Rows that draft on after a step; `sure` are theirs.
 static std::vector<int64_t> going_on(const Drafting& d, const std::vector<int64_t>& live, const float* sure,

@@ -11,12 +11,7 @@
 #include "drafts.h"
 #include "pick.h"
 #include "round.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num() { return 0; }
-#endif
+#include "team.h"
 
 namespace {
 

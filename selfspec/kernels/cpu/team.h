@@ -12,9 +12,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #else  // a compiler without it: one thread
-static int omp_get_thread_num() { return 0; }
-static int omp_get_num_threads() { return 1; }
-static int omp_in_parallel() { return 0; }
+static inline int omp_get_thread_num() { return 0; }
+static inline int omp_get_num_threads() { return 1; }
+static inline int omp_in_parallel() { return 0; }
 #endif
 
 class Team {
