@@ -29,13 +29,23 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
         }
         for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
-            Vec v[D];
-            for (int d = 0; d < D; d++) {
-                v[d] = load(value + d * LANES);
-                ask(value + d * LANES, away);
+            for (int d = 0; d < D; d++)
+                if (begins_line(from + d * LANES)) ask(value + d * LANES, away);
+            if constexpr (Q < D) {  // what there are fewer of stays in registers
+                Vec w[Q];
+                for (int q = 0; q < Q; q++) w[q] = splat(weight[q * weights.per_query]);
+                for (int d = 0; d < D; d++) {
+                    Vec v = held(load(value + d * LANES));
+                    for (int q = 0; q < Q; q++) acc[q][d] = fma(w[q], v, acc[q][d]);
+                }
+            } else {
+                Vec v[D];
+                for (int d = 0; d < D; d++) v[d] = load(value + d * LANES);
+                for (int q = 0; q < Q; q++) {
+                    Vec w = splat(weight[q * weights.per_query]);
+                    for (int d = 0; d < D; d++) acc[q][d] = fma(w, v[d], acc[q][d]);
+                }
             }
-            for (int q = 0; q < Q; q++)
-                for (int d = 0; d < D; d++) acc[q][d] = fma(splat(weight[q * weights.per_query]), v[d], acc[q][d]);
         }
     }
     for (int q = 0; q < Q; q++)
@@ -44,12 +54,13 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
 
 typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, int64_t, int64_t, int, int64_t,
                     const Next&, float*);
-constexpr int QUERIES = 8;  // mixed at once; of four vectors of the head, half as many: sums have to fit the registers
+// Queries mixed at once, of one, two and four vectors of the head: sums have to fit the registers.
+constexpr int OF_ONE = 8, OF_TWO = LANES == 16 ? 8 : 6, OF_FOUR = LANES == 16 ? 4 : 3;
 
 template <int... Q>
 static Mix mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
-    static const Mix one[] = {mix<Q + 1, 1>...}, two[] = {mix<Q + 1, 2>...};
-    static const Mix four[] = {mix<Q % (QUERIES / 2) + 1, 4>...};
+    static const Mix one[] = {mix<Q + 1, 1>...}, two[] = {mix<Q % OF_TWO + 1, 2>...};
+    static const Mix four[] = {mix<Q % OF_FOUR + 1, 4>...};
     return (vectors == 1 ? one : vectors == 2 ? two : four)[queries - 1];
 }
 
@@ -105,14 +116,15 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     Weights weights{room + weigh_room(d), few ? 1 : LANES, few ? (limit - low + LANES - 1) / LANES * LANES : 1, total};
     (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
                                    scale, room, weights);
-    int most = d < 4 * LANES || count <= QUERIES / 2 ? QUERIES : QUERIES / 2;
+    int widest = LANES == 16 || count <= OF_FOUR ? 4 : 2;
+    int most = widest == 4 && d >= 4 * LANES ? OF_FOUR : d >= 2 * LANES ? OF_TWO : OF_ONE;
     for (int lane = 0; lane < count; lane += most) {
         int together = count - lane < most ? count - lane : most;
         int64_t from = 0;
         float* to = mixed + lane * d;
-        for (int vectors = 4; vectors; vectors /= 2)
+        for (int vectors = widest; vectors; vectors /= 2)
             for (; d - from >= vectors * LANES; from += vectors * LANES)
-                mix_of(together, vectors, std::make_integer_sequence<int, QUERIES>())(
+                mix_of(together, vectors, std::make_integer_sequence<int, OF_ONE>())(
                     weights, values, s, row, kv_head, low, limit, lane, from, lane ? Next{} : next, to);
         for (int i = 0; i < together && from < d; i++)
             mix_rest(weights, values, s, row, kv_head, low, limit, lane + i, from, to + i * d);

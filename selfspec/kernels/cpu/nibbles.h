@@ -16,16 +16,37 @@ constexpr int64_t ABREAST = 4;                // tokens whose sums fit the regis
 static inline int64_t groups_of(int64_t in) { return (in + GROUP - 1) / GROUP; }
 static inline int64_t rounded_floats(int64_t n, int64_t in) { return n * groups_of(in) * GROUP_FLOATS; }
 
-// To each lane, the sum of the products of its four bytes: those of `a` from 0 to 255, of `b` from -128 to 127.
+// To each lane's sum, the products of its four bytes: those of `a` from 0 to 15, of `b` from -127 to 127. Where no
+// instruction adds up four, a lane holds two sums of 16 bits, which have room for SHORT such steps, until `widened`.
+constexpr int64_t SHORT = 8;
+
 static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX512BW__)
+    return (Ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i next = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+    asm("" : "+x"(next));  // else compilers add in an order that needs more registers than there are
+    return (Ints)next;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
 #else
     for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 255) * (b << (24 - byte) >> 24);
+    return sum;
+#endif
+}
+
+static inline Ints widened(Ints sum) {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+    return sum;
+#elif defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
     return sum;
 #endif
 }
@@ -74,17 +95,22 @@ static void tile_of_nibbles(const float* x, int64_t stride, int64_t groups, cons
         for (; prefetcher && told < (group + 1) * P * GROUP_BYTES; told += PORTION) prefetcher->advance();
         Ints whole[R * P][2];
         for (int i = 0; i < R * P; i++) whole[i][0] = whole[i][1] = splat_word(x + i / P * stride + GROUP / 4 + 1);
-#pragma GCC unroll 8
-        for (int64_t k = 0; k < GROUP / 8; k++) {
+        for (int64_t start = 0; start < GROUP / 8; start += SHORT / 2) {
+            Ints some[R * P][2] = {};
 #pragma GCC unroll 4
-            for (int i = 0; i < R * P; i++) {
-                Ints first = splat_word(x + i / P * stride + 2 * k), second = splat_word(x + i / P * stride + 2 * k + 1);
-                for (int half = 0; half < 2; half++) {
-                    Ints both = (Ints)load(panel + i % P * apart + (k * PANEL + half * LANES) * 4);
-                    whole[i][half] = add_bytes(whole[i][half], both & 0x0f0f0f0f, first);
-                    whole[i][half] = add_bytes(whole[i][half], both >> 4 & 0x0f0f0f0f, second);
-                }
+            for (int64_t k = start; k < start + SHORT / 2; k++) {
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < R * P; i++) {
+                        const float* numbers = x + i / P * stride + 2 * k;
+                        Ints both = (Ints)load(panel + i % P * apart + (k * PANEL + half * LANES) * 4);
+                        some[i][half] = add_bytes(some[i][half], both & 0x0f0f0f0f, splat_word(numbers));
+                        some[i][half] = add_bytes(some[i][half], both >> 4 & 0x0f0f0f0f, splat_word(numbers + 1));
+                    }
             }
+            for (int i = 0; i < R * P; i++)
+                for (int half = 0; half < 2; half++) whole[i][half] += widened(some[i][half]);
         }
         for (int i = 0; i < R * P; i++)
             for (int half = 0; half < 2; half++) {

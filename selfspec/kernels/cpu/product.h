@@ -42,27 +42,26 @@ class Rows {
     }
 };
 
-// An input of R rows times as many weights of P panels.
-template <int R, int P>
-static inline void add(const Rows<R>& x, int64_t k, const Vec (&weights)[P][2], Vec (&a)[P][R][2]) {
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-        Vec one = splat(x.at(r, k));
+// An input of R rows times as many weights of P panels, which `of` reads.
+template <int R, int P, class Of>
+static inline void add(const Rows<R>& x, int64_t k, Of of, Vec (&a)[P][R][2]) {
 #pragma GCC unroll 2
-        for (int p = 0; p < P; p++) {
-            a[p][r][0] = fma(one, weights[p][0], a[p][r][0]);
-            a[p][r][1] = fma(one, weights[p][1], a[p][r][1]);
+    for (int p = 0; p < P; p++) {
+        Vec low = of(p, 0), high = of(p, 1);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            Vec one = splat(x.at(r, k));
+            a[p][r][0] = fma(one, low, a[p][r][0]);
+            a[p][r][1] = fma(one, high, a[p][r][1]);
         }
+        if (R > 1 && P > 1) forget();
     }
 }
 
 template <int R, int P>
 static inline void add_full(Rows<R>& x, int64_t in, const char* panel, int64_t size, Vec (&a)[P][R][2]) {
     for (int64_t k = 0; k < in; k++, panel += PANEL * 4, x.advance(1)) {
-        Vec weights[P][2];
-        for (int p = 0; p < P; p++)
-            for (int half = 0; half < 2; half++) weights[p][half] = load(panel + p * size + half * LANES * 4);
-        add<R, P>(x, 0, weights, a);
+        add<R, P>(x, 0, [&](int p, int half) { return load(panel + p * size + half * LANES * 4); }, a);
     }
 }
 
@@ -71,14 +70,9 @@ template <int R, int P>
 static inline void add_halves(Rows<R>& x, int64_t in, const char* panel, int64_t size, Vec (&a)[P][R][2]) {
     for (int64_t k = 0; k < in; k += 2, panel += PANEL * 4, x.advance(2)) {
         auto both = [&](int p, int half) { return (Ints)load(panel + p * size + half * LANES * 4); };
-        Vec weights[P][2];
-        for (int p = 0; p < P; p++)
-            for (int half = 0; half < 2; half++) weights[p][half] = (Vec)(both(p, half) << 16);
-        add<R, P>(x, 0, weights, a);
+        add<R, P>(x, 0, [&](int p, int half) { return (Vec)(both(p, half) << 16); }, a);
         if (k + 1 == in) break;
-        for (int p = 0; p < P; p++)
-            for (int half = 0; half < 2; half++) weights[p][half] = (Vec)(both(p, half) & UPPER);
-        add<R, P>(x, 1, weights, a);
+        add<R, P>(x, 1, [&](int p, int half) { return (Vec)(both(p, half) & UPPER); }, a);
     }
 }
 
@@ -119,7 +113,7 @@ static const Tile TILES[13] = {nullptr,       tile<1, 1, k>, tile<2, 1, k>, tile
                                tile<7, 1, k>, tile<8, 1, k>, tile<9, 1, k>, tile<10, 1, k>, tile<11, 1, k>, tile<12, 1, k>
 #endif
 };
-constexpr int64_t ABREAST_ROWS = LANES == 16 ? 3 : 2;  // of so many rows, two panels at a time
+constexpr int64_t ABREAST_ROWS = 3;  // of so many rows, two panels at a time
 template <Kind k>
 static const Tile ABREAST_TILES[] = {nullptr, tile<1, 2, k>, tile<2, 2, k>, tile<3, 2, k>};
 

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "model.h"
+#include "prefetch.h"
 #include "vector.h"
 
 // Where a row's tokens are: `count` new ones, the first of them at `position`, written already. A node of a tree is a
@@ -38,6 +39,9 @@ static inline int64_t together_until(const Shape& s, const Span& row, int64_t at
 // Ask for what is that far from something that is read.
 static inline void ask(const float* from, int64_t away) { __builtin_prefetch(from + away); }
 
+// Whether a line of the caches begins with number `at` of a head, where heads begin with one.
+static inline bool begins_line(int64_t at) { return at % (CACHE_LINE / 4) == 0; }
+
 // What queries make of keys: weight of query `i` and key `low` + k is at[k * per_key + i * per_query].
 struct Weights {
     float* at;
@@ -58,6 +62,7 @@ static inline void products(const float* turned, const float* key, int64_t strid
     for (int64_t from = 0; from < d; from += LANES) {
 #pragma GCC unroll 4
         for (int i = 0; i < K; i++) {
+            if (!begins_line(from)) continue;
             ask(key + i * stride + from, away);
             ask(key + i * stride + from, SOON_KEYS * stride);
         }
@@ -67,7 +72,7 @@ static inline void products(const float* turned, const float* key, int64_t strid
 #pragma GCC unroll 4
                 for (int sum = 0; sum < QUAD_SUMS; sum++) {
                     int number = sum * QUAD + j;
-                    Vec q = load(turned + (from + number) * LANES);
+                    Vec q = held(load(turned + (from + number) * LANES));
 #pragma GCC unroll 4
                     for (int i = 0; i < K; i++)
                         acc[i][sum] = fma(q, splat(key[i * stride + from + number]), acc[i][sum]);
@@ -134,9 +139,10 @@ constexpr int FEW = LANES == 16 ? LANES : LANES / 2;
 // Vectors of a head, the last one filled up with zeros.
 static inline int64_t vectors_of(int64_t head_dim) { return (head_dim + LANES - 1) / LANES; }
 
-// The first `left` numbers, or a whole vector of them.
+// The first `left` numbers of a head from some of them on; a whole vector of them, where `whole` says that there is one.
+template <bool whole = false>
 static inline Vec load_rest(const float* from, int64_t left) {
-    return left >= LANES ? load(from) : load_some(from, int(left));
+    return whole || left >= LANES ? load(from) : load_some(from, int(left));
 }
 
 // Queries [n][d] spread for `scores`, [vectors][QUAD][n][LANES]: number j of every quad in all of its lanes.
@@ -149,36 +155,46 @@ static void spread(const float* queries, int n, int64_t d, float* out) {
         }
 }
 
-// Keys of one head one after another, and how far away from them values to ask for are.
+// Keys of one head one after another, and how far away from them values, and later keys, to ask for are.
 struct Keys {
     const float* first;
-    int64_t stride, away;
+    int64_t stride, away, later;  // later: 0 where nobody need ask
 };
 
 // Products of LANES keys with N `spread` queries. Four keys at a time are turned within quads of lanes, so that a
-// lane's sum is of one key and one quad. Whether to ask for later keys too is known when it is compiled.
-template <int N, bool asks_later>
+// lane's sum is of one key and one quad; where registers hold them, four more beside them, for which nothing of the
+// queries is loaded again.
+template <int N, bool whole>
 static void products_of_few(const Keys& keys, const float* queries, int64_t d, Vec* out) {
+    constexpr int BESIDE = LANES == 8 && N <= 3 ? 2 : 1;
     Vec sums[N][QUAD_SUMS];
     const float* key = keys.first;
 #pragma GCC unroll 4
-    for (int part = 0; part < QUAD_SUMS; part++, key += QUAD * keys.stride) {
-        Vec acc[N] = {};
+    for (int part = 0; part < QUAD_SUMS; part += BESIDE, key += BESIDE * QUAD * keys.stride) {
+        Vec acc[BESIDE][N] = {};
         const float* q = queries;
-        for (int64_t from = 0; from < d; from += LANES) {
-            Vec four[QUAD];
-            for (int i = 0; i < QUAD; i++) {
-                four[i] = load_rest(key + i * keys.stride + from, d - from);
-                ask(key + i * keys.stride + from, keys.away);
-                if (asks_later) ask(key + i * keys.stride + from, SOON_KEYS * keys.stride);
+        for (int64_t from = 0; from < d; from += LANES, q += QUAD * N * LANES) {
+            Vec fours[BESIDE][QUAD];
+#pragma GCC unroll 8
+            for (int i = 0; i < BESIDE * QUAD; i++) {
+                const float* own = key + i * keys.stride + from;
+                fours[i / QUAD][i % QUAD] = load_rest<whole>(own, d - from);
+                if (!begins_line(from)) continue;
+                ask(own, keys.away);
+                if (keys.later) ask(own, keys.later);
             }
-            turn_quads(four);
+            for (Vec (&four)[QUAD] : fours) turn_quads(four);
 #pragma GCC unroll 4
             for (int j = 0; j < QUAD; j++)
 #pragma GCC unroll 16
-                for (int n = 0; n < N; n++, q += LANES) acc[n] = fma(four[j], load(q), acc[n]);
+                for (int n = 0; n < N; n++) {
+                    Vec one = load(q + (j * N + n) * LANES);
+                    if (BESIDE > 1) one = held(one);
+                    for (int more = 0; more < BESIDE; more++) acc[more][n] = fma(fours[more][j], one, acc[more][n]);
+                }
         }
-        for (int n = 0; n < N; n++) sums[n][part] = acc[n];
+        for (int more = 0; more < BESIDE; more++)
+            for (int n = 0; n < N; n++) sums[n][part + more] = acc[more][n];
     }
     for (int n = 0; n < N; n++) out[n] = add_quads(sums[n]);
 }
@@ -197,14 +213,14 @@ static Keys gather(const float* keys, const float* values, const Shape& s, const
         }
     }
     std::fill(to, copied + LANES * d, 0.f);  // what lies there may be slow to multiply
-    return {copied, d, 0};
+    return {copied, d, 0, 0};
 }
 
 typedef void (*Products)(const Keys&, const float*, int64_t, Vec*);
-template <bool asks_later, int... N>
-static Products products_for(int count, std::integer_sequence<int, N...>) {
-    static const Products known[] = {products_of_few<N + 1, asks_later>...};
-    return known[count - 1];
+template <int... N>
+static Products products_for(int count, int64_t d, std::integer_sequence<int, N...>) {
+    static const Products whole[] = {products_of_few<N + 1, true>...}, filled[] = {products_of_few<N + 1, false>...};
+    return (d % LANES ? filled : whole)[count - 1];
 }
 
 // Floats of room to weigh keys in, for queries spread and keys copied, or queries turned.
@@ -217,8 +233,7 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
                       int window, float scale, float* room, const Weights& weights) {
     int64_t d = s.head_dim, stride = s.kv_heads * d, until = low;
     float* copied = room + vectors_of(d) * QUAD * LANES * FEW;
-    constexpr std::make_integer_sequence<int, FEW> counts;
-    Products products = products_for<false>(count, counts), asking = products_for<true>(count, counts);
+    Products products = products_for(count, d, std::make_integer_sequence<int, FEW>());
     const float* run = nullptr;  // keys that lie one after another, from here up to `until`
     Vec most[FEW];
     Ints lane = {};
@@ -232,7 +247,8 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
         }
         int64_t stop = at + LANES < limit ? at + LANES : limit;
         Vec sums[FEW];
-        (at + SOON_KEYS < low + asked ? products : asking)(at + LANES <= until ? Keys{run, stride, values - keys}
+        int64_t later = at + SOON_KEYS < low + asked ? 0 : SOON_KEYS * stride;
+        products(at + LANES <= until ? Keys{run, stride, values - keys, later}
                                      : gather(keys, values, s, row, kv_head, at, stop, copied),
                  room, d, sums);
         Ints where = lane + int32_t(at);

@@ -68,6 +68,22 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 
 static inline Vec splat(float x) { return x - Vec{}; }  // which compilers know to be x; 0 + x is not, if x is -0
 
+// A vector that is used more than once, in a register: of processors that cannot multiply by a single number where it
+// lies, each load counts.
+static inline Vec held(Vec v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
+// Whatever is read next is read again: of 16 registers none is left to remember it in, and sums had to move out.
+static inline void forget() {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm volatile("" ::: "memory");
+#endif
+}
+
 // The second one if either is no number.
 static inline Vec larger(Vec a, Vec b) {
 #if defined(__AVX512F__)
