@@ -159,10 +159,10 @@ class Adaptive:
         rounds = min(self._times.until_due, self._looks.rounds_left)
         if likely is None or likely.guesses:
             return Steady()
-        if not read or self._finder is None:
-            if not self._reading.waits:
+        if not read or self._finder is None or self._reading.will_wait:
+            if not read and not self._reading.waits:
                 return Steady(rounds)
-            return Steady(min(rounds, self._reading.rounds_left), (*(0,) * GATE, TO_ASK))
+            return Steady(min(rounds, self._reading.rounds_left), (*(0,) * GATE, TO_ASK), usual=likely)
         rounds = min(rounds, self._reading.rounds_left)
         return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
 
@@ -326,9 +326,9 @@ class Adaptive:
             decision, self._trying = decide(decision, *how, TRY), TRY_ROUNDS
         self._decision = decision
         if decision.exit_layer is not None:
-            self._times.decide_while_drafting(num_rows, before is None, decision.is_known)
             self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
+            self._times.decide_while_drafting(num_rows, before is None, decision.is_known, longest_round)
             block = block_of(num_rows).rounds
             apart = rounds_apart(decision.speedup, longest_round / worth.plain_seconds, block)
             if not self._block and pace.kinds.wants_plain(apart):

@@ -101,12 +101,14 @@ class Kinds:
         return {"table": self._table, "ratios": ratios, "last_plain": self._last_plain - self._round}
 
     def _value(self, kind: int, size: int) -> float:
-        """The logarithm now, of the nearest size of which something is known."""
-        known = [(abs(other - size), of[kind]) for other, of in self._ratios.items() if of[kind][1] > 0]
-        if not known:
-            return 0.0
-        value, _, at = min(known)[1]
-        return float(value * 0.5 ** ((self._round - at) / FORGET))
+        """The logarithm now, of the nearest size of which something is known; else that of the other kind that drafts,
+        since both verify more than one token."""
+        for asked in (kind, BY_LAYERS + BY_LOOKUP - kind):
+            known = [(abs(other - size), of[asked]) for other, of in self._ratios.items() if of[asked][1] > 0]
+            if known:
+                value, _, at = min(known)[1]
+                return float(value * 0.5 ** ((self._round - at) / FORGET))
+        return 0.0
 
     def _compare(self, kind: int) -> None:
         since = self._round - NEAR

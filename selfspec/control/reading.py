@@ -67,10 +67,25 @@ class Reading:
         """Rounds to come before few rows are asked about after all, or no more, if nothing is saved meanwhile."""
         if self._num_rows > FEW:
             return KEPT
-        if self.waits:
+        if self.waits or self.will_wait:
+            least = self._least if self.waits else (1 + TRIAL * self._num_rows) * self._asking
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
-            return max(0, int((self._least - self._balance + unpaid) / self._pays))
-        return max(0, int(self._balance / (self._asking + USUAL_TOKENS * READ_SECONDS)))
+            return max(0, int((least - self._balance + unpaid) / self._pays))
+        return max(0, int(self._balance / self._round_takes))
+
+    @property
+    def will_wait(self) -> bool:
+        """Whether the next round will, after one of few rows that was asked about, if nothing is saved in that."""
+        return self._is_few and not self.waits and self._balance < self._round_takes
+
+    @property
+    def _is_few(self) -> bool:
+        return self._num_rows <= FEW
+
+    @property
+    def _round_takes(self) -> float:
+        """Seconds, of few rows that are asked about, each."""
+        return self._asking + USUAL_TOKENS * READ_SECONDS
 
     @property
     def pause(self) -> int:
@@ -143,7 +158,7 @@ class Reading:
         """Whether rows may be asked about: of few, those that may not for a while are only watched."""
         if len(rows) > FEW:
             return self._balance >= 0
-        if self._balance < 0 or self._least < 0:
+        if min(self._balance, self._least) < 0 or (self._least == 0 and self._balance < self._round_takes):
             self._least = self._to_begin(rows)
         if self._balance >= self._least:
             self._least = 0.0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 # Rounds between decisions; once layers begin to draft, where earlier texts told nothing of them and where they did; and
 # for how many rounds that is.
 REPLAN, EARLY_REPLAN, EARLY = 24, (6, 12), 24
+# Seconds of the interpreter that a decision takes, with the call that it ends; and their share of the time, at most: a
+# small model's decisions are rarer, as far as `RAREST` rounds, and at first half of that.
+DECIDING, DECIDING_SHARE, RAREST = 5e-4, 0.0075, 96
 FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
@@ -80,10 +85,19 @@ class Timetable:
         if self._next > self.round:
             self._next = max(self._next, min(self._next + 1, self._last + MOST_PUT_OFF))
 
-    def decide_while_drafting(self, num_rows: int, begins: bool, is_known: bool) -> None:
-        """Layers draft, and begin to or not; something is known of the one that does, or next to nothing."""
+    def decide_while_drafting(self, num_rows: int, begins: bool, is_known: bool, seconds: float) -> None:
+        """Layers draft, and begin to or not; something is known of the one that does, or next to nothing.
+
+        Args:
+            seconds: of a round.
+        """
         if begins:
             self._began = self.round
         rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
-        soon = self._early_replan if is_known else FIRST_REPLAN
-        self.decide_after((soon if self.round < self._began + EARLY else REPLAN) * rarer)
+        paid = min(RAREST, math.ceil(DECIDING / (DECIDING_SHARE * seconds))) if seconds > 0 else 0
+        if self.round >= self._began + EARLY:
+            self.decide_after(max(REPLAN * rarer, paid))
+        elif is_known:
+            self.decide_after(max(self._early_replan * rarer, paid // 2))
+        else:
+            self.decide_after(FIRST_REPLAN * rarer)

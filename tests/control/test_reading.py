@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,22 @@ def test_where_asking_does_not_pay_only_long_matches_are_asked_about():
         assert reading.is_on(1) and bool(asked) != waits == reading.waits
     reading.pass_round(1, worth.plain_seconds, 1.0)  # a match of those saved a lot
     assert reading.begin([RowState(0, 51, 200, found(3))], worth, usual)
+
+
+def test_the_round_that_can_no_longer_be_paid_for_is_foreseen_as_is_how_long_rows_are_only_watched():
+    reading, worth, usual = account(1, slower=0.02)
+    row, foreseen, waited = rows_of(1, room=4000)[0], [], []
+    for at in range(3000):
+        read = reading.begin([row._replace(content_length=50 + at)], worth, usual)
+        was_asked, left = bool(read), reading.rounds_left
+        foreseen.append((was_asked, reading.will_wait, reading.waits, left))
+        reading.pass_round(1, worth.plain_seconds, 0.0)
+    for (asked, will_wait, _, left), (asks_next, _, waits_next, _) in itertools.pairwise(foreseen):
+        if asked:
+            assert will_wait == waits_next and asks_next != waits_next
+            assert asks_next or left > 10, "it is not asked round by round at the edge of what it can pay for"
+            waited.append(waits_next)
+    assert any(waited) and not all(waited)
 
 
 def test_the_clock_raises_the_price_and_hiccups_do_not_raise_it_far():

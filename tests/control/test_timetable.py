@@ -1,0 +1,97 @@
+"""When decisions and looks at other layers come, and that what is foreseen of them holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.control.looks import CALLING, SHADOW_SHARE, STEP, Looks
+from selfspec.control.plan import Seconds
+from selfspec.control.table import Table
+from selfspec.control.timetable import DECIDING, DECIDING_SHARE, FIRST_REPLAN, RAREST, REPLAN, Timetable
+from tests.eval.replays import made_up_costs
+
+LAYERS = 8
+
+
+def rounds_until_due(seconds, num_rows=1, is_known=True, drafting_since=0):
+    """Rounds from one decision to the next, where each takes so long."""
+    times = Timetable(has_prior=True)
+    times.begin()
+    times.decide_while_drafting(1, True, True, seconds)
+    for _ in range(drafting_since):
+        times.begin()
+    times.decide_while_drafting(num_rows, False, is_known, seconds)
+    return times.until_due + 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 32])
+def test_decisions_take_a_small_models_time_up_to_a_share_and_are_no_rarer_than_they_may_be(num_rows):
+    usual = rounds_until_due(1.0, num_rows, drafting_since=100)
+    assert usual >= REPLAN
+    for seconds in (1e-2, 3e-3, 1e-3, 7e-4):
+        rounds = rounds_until_due(seconds, num_rows, drafting_since=100)
+        assert rounds == usual or DECIDING_SHARE * rounds * seconds >= DECIDING
+        assert rounds <= max(usual, RAREST)
+        # At first half as rare, and as soon as ever where nothing is known.
+        assert rounds_until_due(seconds, num_rows) <= max(rounds // 2, rounds_until_due(1.0, num_rows))
+        assert rounds_until_due(seconds, 1, is_known=False) == FIRST_REPLAN
+    assert rounds_until_due(1e-3, 1, drafting_since=100) > 2 * REPLAN
+    assert rounds_until_due(1e-9, num_rows, drafting_since=100) == max(usual, RAREST)
+    assert rounds_until_due(0.0, num_rows, drafting_since=100) == usual  # a clock that was set back
+
+
+def looks_of(looking=3e-5):
+    costs = replace(made_up_costs(LAYERS), short=Table.of({1: looking / 4, 64: looking}))
+    return Looks(costs, has_prior=True)
+
+
+def passed(looks, took, count, looking=3e-5):
+    """In which of so many rounds of `took` seconds each looks come."""
+    came = []
+    for at in range(count):
+        is_due = looks.are_due
+        if is_due:
+            came.append(at)
+        looks.pass_round(1, False, Seconds(verify=took, shadow=looking if is_due else 0.0))
+    return came
+
+
+@given(st.floats(2e-4, 0.2), st.floats(5e-6, 2e-4))
+def test_no_look_comes_before_the_round_that_was_foreseen(took, looking):
+    looks = looks_of(looking)
+    passed(looks, took, 1)
+    for _ in range(600):
+        left, was_due = looks.rounds_left, looks.are_due
+        looks.pass_round(1, False, Seconds(verify=took, shadow=looking if was_due else 0.0))
+        if not was_due:
+            assert looks.are_due == (left == 0)
+
+
+def test_looks_of_a_small_model_come_at_multiples_and_pay_for_the_calls_that_they_end():
+    took, looking, count = 1e-3, 3e-5, 6000
+    came = passed(looks_of(looking), took, count, looking)
+    assert came and all(at % STEP == 0 for at in came)
+    assert len(came) * (looking + CALLING) <= 1.1 * SHADOW_SHARE[1] * took * count
+
+
+def test_rounds_of_a_large_model_end_no_call_and_are_looked_at_as_soon_as_that_is_paid_for():
+    took, looking, count = 2e-2, 3e-4, 600
+    came = passed(looks_of(looking), took, count, looking)
+    assert len(came) * looking == pytest.approx(SHADOW_SHARE[1] * took * count, rel=0.2)
+    assert any(at % STEP for at in came)
+
+
+@given(st.lists(st.tuples(st.floats(-1.0, 1.0), st.booleans(), st.integers(1, 40)), max_size=40))
+def test_a_clock_that_goes_backwards_and_hiccups_leave_looks_possible(rounds):
+    looks = looks_of()
+    for took, is_idle, count in rounds:
+        if is_idle:
+            looks.pass_idle(took, count)
+        else:
+            looks.pass_round(1, False, Seconds(verify=took, shadow=abs(took)))
+        assert looks.rounds_left >= 0
+    assert passed(looks, 1e-3, 20_000)
