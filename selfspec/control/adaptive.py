@@ -21,7 +21,6 @@ from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spr
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP, block_of, rounds_apart
-from selfspec.control.lengths import TO_ASK
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.pieces import MOST
@@ -37,7 +36,7 @@ from selfspec.control.plan import (
     ShadowPlan,
     Steady,
 )
-from selfspec.control.reading import FEW, GATE, Reading
+from selfspec.control.reading import FEW, Reading
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
@@ -162,7 +161,7 @@ class Adaptive:
         if not read or self._finder is None or self._reading.will_wait:
             if not read and not self._reading.waits:
                 return Steady(rounds)
-            return Steady(min(rounds, self._reading.rounds_left), (*(0,) * GATE, TO_ASK), usual=likely)
+            return Steady(min(rounds, self._reading.rounds_left), self._reading.asked_after, usual=likely)
         rounds = min(rounds, self._reading.rounds_left)
         return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
 
@@ -222,6 +221,8 @@ class Adaptive:
             found = self._finder.plan(read, self._worth, usual, drafts) if read else None
             if read:
                 self._reading.note(found is not None)
+            elif self._reading.waits and len(rows) == 1:
+                self._finder.watch(rows[0])
             if found is not None:
                 self._times.put_off()
                 if not self._looks.are_due:

@@ -9,9 +9,9 @@ from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.lengths import TO_ASK, Lengths, Weighed
-from selfspec.control.matches import MOST_FOUND, Matches, choose
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, Steady, TokenTree
-from selfspec.control.reading import FEW
+from selfspec.control.matches import LONG, MOST_FOUND, Matches, choose
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady, TokenTree
+from selfspec.control.reading import FEW, GATE
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
@@ -42,6 +42,7 @@ class Finder:
         self._vain = {0: QUIET}  # by match, of a batch: in how many rounds in a row nothing was drafted
         self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
+        self._watched = (-1, 0, 0)  # the single row that was watched last: its request, match and tokens
         self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
@@ -174,6 +175,19 @@ class Finder:
             length = 0
         may_branch = self.branches and wrong * self.ranks.beside >= least
         return Weighed(length, trust.ratio * rate, rate * seconds[length], usual, chances, may_branch)
+
+    def watch(self, row: RowState) -> None:
+        """A single row that is not asked about: how its match grew since it was watched last, if that was long, tells
+        how far a draft would have been right."""
+        request_id, match, length = self._watched
+        came = row.content_length - length
+        self._watched = row.request_id, row.match, row.content_length
+        self._lengths.forget()
+        if row.request_id != request_id or match < LONG or came < 1 or row.guesses is None or row.guesses.is_stored:
+            return
+        goes_on = row.match >= min(match + came, GATE)  # of longer ones it is not told how long
+        right = came if goes_on else max(0, came - 1 - row.match)  # else it ended where the present one began
+        self.matches.add(Looked(match, came, right), row.request_id)
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""

@@ -53,6 +53,10 @@ class Lengths:
                 self._known[at] = weigh(SHORTEST[at])
         self._changed.clear()
 
+    def forget(self) -> None:
+        """More may be known in the next round."""
+        self._for = None
+
     def after(self, match: int) -> Weighed:
         """What is drafted after such a match."""
         return self._known[_bin_of(match)]

@@ -14,6 +14,7 @@ from selfspec.control.fading import Fading, Passed
 from selfspec.control.plan import Looked
 
 MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
+LONG = MATCH_EDGES[-1]  # from here on
 FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of
 FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
 ROW_WEIGHT = 6.0  # and all rows' observations beside a row's own

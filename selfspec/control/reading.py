@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.control.lengths import TO_ASK
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
@@ -19,6 +20,10 @@ ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what ca
 CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
+GATE_PAUSE, MOST_GATE_PAUSE = (
+    2,
+    32,
+)  # rounds until such a one is asked about again, once in vain; twice as many each time
 WATCH_PAUSE = 31  # the same where rows are only watched
 GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
 # Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
@@ -53,6 +58,7 @@ class Reading:
         self.waits = False
         """Whether the rows of the last round were not asked about for want of a long match."""
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
+        self._held, self._hold = 0, GATE_PAUSE  # rounds before a long match is asked about again; and the next pause
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
@@ -61,6 +67,10 @@ class Reading:
     def note(self, has_drafted: bool) -> None:
         """Whether anything came of the rows' guesses in a round."""
         self._vain = 0 if has_drafted else self._vain + 1
+        if has_drafted:
+            self._hold = GATE_PAUSE
+        elif self._least > 0:  # they were for a long match alone
+            self._held, self._hold = self._hold, min(2 * self._hold, MOST_GATE_PAUSE)
 
     @property
     def rounds_left(self) -> int:
@@ -70,8 +80,14 @@ class Reading:
         if self.waits or self.will_wait:
             least = self._least if self.waits else (1 + TRIAL * self._num_rows) * self._asking
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
-            return max(0, int((least - self._balance + unpaid) / self._pays))
+            rounds = max(0, int((least - self._balance + unpaid) / self._pays))
+            return min(rounds, self._held - 1) if self._held > 1 else rounds
         return max(0, int(self._balance / self._round_takes))
+
+    @property
+    def asked_after(self) -> tuple[int, ...]:
+        """In those rounds, where rows wait or will, by match: see `Steady.lengths`."""
+        return (0,) if self._held > 1 else (*(0,) * GATE, TO_ASK)
 
     @property
     def will_wait(self) -> bool:
@@ -141,13 +157,19 @@ class Reading:
             return ()
         pays, debt = self._pays_now(rows), TRIAL * self._asking if len(rows) <= FEW else 0.0
         if self._balance < -debt:
-            self._is_on = False
-            return ()
+            if not debt or self._pays < READ_SECONDS:
+                self._is_on = False
+                return ()
+            self._balance = -debt  # to watch few rows takes less than the share
         read, indexing = self._affordable(rows)
         if not self._is_on:
             return ()
         self._balance -= indexing
-        self.waits = not pays and not any(row.match >= GATE for row in read)
+        is_long = any(row.match >= GATE for row in read)
+        self._held = max(0, self._held - 1)
+        if not is_long:
+            self._hold = GATE_PAUSE
+        self.waits = not pays and (not is_long or self._held > 0)
         self._indexing = indexing
         if self.waits:
             return ()

@@ -7,9 +7,9 @@ import math
 # Rounds between decisions; once layers begin to draft, where earlier texts told nothing of them and where they did; and
 # for how many rounds that is.
 REPLAN, EARLY_REPLAN, EARLY = 24, (6, 12), 24
-# Seconds of the interpreter that a decision takes, with the call that it ends; and their share of the time, at most: a
-# small model's decisions are rarer, as far as `RAREST` rounds, and at first half of that.
-DECIDING, DECIDING_SHARE, RAREST = 5e-4, 0.0075, 96
+# Later each holds for twice as many rounds as the one before, up to so many, as far as decisions would take more than
+# this share of the time: each takes so many seconds of the interpreter, with the call that it ends.
+RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 5e-4
 FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
@@ -32,6 +32,7 @@ class Timetable:
         self.round = self.ahead = 0
         self._next = self._last = 0  # the rounds of the next decision, and of the last one
         self._began = 0  # since when layers draft
+        self._held = 0  # for how many rounds the last decision to draft
 
     @property
     def is_due(self) -> bool:
@@ -94,10 +95,7 @@ class Timetable:
         if begins:
             self._began = self.round
         rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
-        paid = min(RAREST, math.ceil(DECIDING / (DECIDING_SHARE * seconds))) if seconds > 0 else 0
-        if self.round >= self._began + EARLY:
-            self.decide_after(max(REPLAN * rarer, paid))
-        elif is_known:
-            self.decide_after(max(self._early_replan * rarer, paid // 2))
-        else:
-            self.decide_after(FIRST_REPLAN * rarer)
+        usual, paid = REPLAN * rarer, math.ceil(DECIDING / (DECIDING_SHARE * seconds)) if seconds > 0 else 0
+        is_early = self.round < self._began + EARLY
+        self._held = self._early_replan * rarer if is_early else max(usual, min(2 * self._held, RAREST, paid))
+        self.decide_after(self._held if is_known else FIRST_REPLAN * rarer)

@@ -50,6 +50,57 @@ def taught(**options):
     return finder
 
 
+# ------------------------------------------------------------------------------------------------------------- watching
+
+
+def watched(finder, *seen, request_id=0, **others):
+    """A row is watched: (tokens it has, of which so many are found) at a time."""
+    for length, match in seen:
+        finder.watch(RowState(request_id, length, 100, found(match, **others)))
+
+
+def chance(finder, match=12):
+    return finder.matches.survivals(match, 0)[0]
+
+
+@pytest.mark.parametrize("grown", [(12, 15, 16, 16, 16), (9, 12, 15, 16, 16)])
+def test_a_long_match_that_goes_on_while_nobody_asks_says_that_drafts_would_have_been_right(grown):
+    finder, before = Finder(), chance(Finder())
+    watched(finder, *zip(range(50, 65, 3), grown, strict=True))
+    after = chance(finder)
+    told = Finder()
+    for match in grown[:-1]:
+        told.matches.add(Looked(match, 3, 3))
+    assert after == chance(told) > before
+
+
+def test_one_that_ends_says_so_too_and_where():
+    ended, told = Finder(), Finder()
+    watched(ended, (50, 14), (53, 1))  # the second of three tokens was another
+    told.matches.add(Looked(14, 3, 1))
+    assert chance(ended) == chance(told) < chance(Finder())
+
+
+def test_short_matches_other_rows_and_corpora_say_nothing_of_long_ones():
+    for rows in ([(50, 8), (53, 11)], [(50, 0), (53, 3)], [(50, 14)], [(50, 14), (50, 14)]):
+        finder = Finder()
+        watched(finder, *rows)
+        assert chance(finder) == chance(Finder())
+    finder = Finder()
+    watched(finder, (50, 14))
+    watched(finder, (53, 16), request_id=1)
+    watched(finder, (60, 16), (63, 16), request_id=2, is_stored=True)
+    assert chance(finder) == chance(Finder())
+
+
+def test_what_was_weighed_is_weighed_anew_after_watching():
+    finder = Finder(drafts=("lookup",))
+    short = plan_of(finder, (found(14), 100))
+    watched(finder, *((50 + 3 * n, 16) for n in range(30)))
+    after = plan_of(finder, (found(14), 100))
+    assert after.draft_lengths[0] > short.draft_lengths[0]
+
+
 # --------------------------------------------------------------------------------------------------------------- plans
 
 

@@ -164,6 +164,33 @@ def test_the_round_that_can_no_longer_be_paid_for_is_foreseen_as_is_how_long_row
     assert any(waited) and not all(waited)
 
 
+def test_a_long_match_that_is_asked_about_in_vain_is_asked_about_ever_more_rarely():
+    reading, worth, usual = account(1, slower=0.1)
+    [row], asked = rows_of(1, room=40), []
+    long, short = row._replace(guesses=found(GATE)), row._replace(guesses=found(1))
+    for at in range(100):
+        now = (short if at in (0, 60) else long)._replace(content_length=50 + at)
+        foreseen = reading.waits and reading.asked_after == (0,) and reading.rounds_left > 0
+        read = reading.begin([now], worth, usual)
+        assert not (read and foreseen)
+        if read:
+            asked.append(at)
+            reading.note(False)
+        reading.pass_round(1, worth.plain_seconds, 0.0)
+    assert reading.is_on(1), "few rows that take little to watch are watched on, whatever was lost"
+    assert asked == [1, 3, 7, 15, 31, 63, 65, 69, 77, 93], "of another one, as of the first"
+
+
+def test_few_rows_that_take_more_to_watch_than_their_share_are_not_for_long():
+    reading, worth, usual = account(1, slower=0.01)
+    [row] = rows_of(1, room=4000)
+    for at in range(400):
+        if reading.begin([row._replace(guesses=found(GATE), content_length=50 + at)], worth, usual):
+            reading.note(False)
+        reading.pass_round(1, worth.plain_seconds, 0.0)
+    assert not reading.is_on(1)
+
+
 def test_the_clock_raises_the_price_and_hiccups_do_not_raise_it_far():
     rounds = {}
     for planned, is_plain in ((0.0, False), (1.2e-4, False), (1.2e-4, True), (1.0, False)):

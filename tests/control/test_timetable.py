@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -17,31 +18,33 @@ from tests.eval.replays import made_up_costs
 LAYERS = 8
 
 
-def rounds_until_due(seconds, num_rows=1, is_known=True, drafting_since=0):
-    """Rounds from one decision to the next, where each takes so long."""
-    times = Timetable(has_prior=True)
+def intervals(seconds, count, num_rows=1, is_known=True):
+    """Rounds from one decision to the next, of so many, where rounds take so long and layers draft all the time."""
+    times, found = Timetable(has_prior=True), []
     times.begin()
-    times.decide_while_drafting(1, True, True, seconds)
-    for _ in range(drafting_since):
-        times.begin()
-    times.decide_while_drafting(num_rows, False, is_known, seconds)
-    return times.until_due + 1
+    for at in range(count):
+        times.decide_while_drafting(num_rows, at == 0, is_known, seconds)
+        found.append(times.until_due + 1)
+        for _ in range(found[-1]):
+            times.begin()
+    return found
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32])
-def test_decisions_take_a_small_models_time_up_to_a_share_and_are_no_rarer_than_they_may_be(num_rows):
-    usual = rounds_until_due(1.0, num_rows, drafting_since=100)
-    assert usual >= REPLAN
-    for seconds in (1e-2, 3e-3, 1e-3, 7e-4):
-        rounds = rounds_until_due(seconds, num_rows, drafting_since=100)
-        assert rounds == usual or DECIDING_SHARE * rounds * seconds >= DECIDING
-        assert rounds <= max(usual, RAREST)
-        # At first half as rare, and as soon as ever where nothing is known.
-        assert rounds_until_due(seconds, num_rows) <= max(rounds // 2, rounds_until_due(1.0, num_rows))
-        assert rounds_until_due(seconds, 1, is_known=False) == FIRST_REPLAN
-    assert rounds_until_due(1e-3, 1, drafting_since=100) > 2 * REPLAN
-    assert rounds_until_due(1e-9, num_rows, drafting_since=100) == max(usual, RAREST)
-    assert rounds_until_due(0.0, num_rows, drafting_since=100) == usual  # a clock that was set back
+def test_decisions_of_small_models_become_rarer_until_they_take_little_and_no_rarer_than_they_may_be(num_rows):
+    slow = intervals(1.0, 8, num_rows)
+    assert slow[0] <= slow[-1] == slow[-2] and slow[-1] >= REPLAN
+    for seconds in (1e-2, 3e-3, 1e-3, 7e-4, 1e-9):
+        found = intervals(seconds, 8, num_rows)
+        assert found[0] == slow[0], "whether it was right to begin is asked as soon as ever"
+        assert found == sorted(found) and all(b <= max(2 * a, slow[-1]) for a, b in pairwise(found))
+        assert found[-1] <= max(slow[-1], RAREST)
+        share = DECIDING / (found[-1] * seconds)
+        assert share <= DECIDING_SHARE or found[-1] == max(slow[-1], RAREST)
+        assert share >= 0.5 * DECIDING_SHARE or found[-1] == slow[-1], "rarer than it has to be"
+        assert set(intervals(seconds, 3, num_rows, is_known=False)) == {FIRST_REPLAN * (slow[-1] // REPLAN)}
+    assert intervals(1e-3, 8)[-1] > 2 * REPLAN
+    assert intervals(0.0, 8, num_rows) == slow  # of a clock that was set back
 
 
 def looks_of(looking=3e-5):
