@@ -52,4 +52,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'selfspec' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    from selfspec.hushed import hushed
+
+    with hushed():
+        return getattr(import_module(_HOMES[name]), name)
