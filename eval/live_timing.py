@@ -10,6 +10,7 @@ from eval.methods import Endless, Ids
 from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
+from selfspec.api import WHOLE_BURST
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
@@ -92,7 +93,7 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
         policy.tell_pace(paces[way.name])
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
     sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
-    options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, **sampling}
+    options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, "burst": WHOLE_BURST, **sampling}
     stream = scene.target.stream
     rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
     if paces is not None and isinstance(policy, Adaptive):

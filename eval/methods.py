@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from selfspec.api import Target
+from selfspec.api import WHOLE_BURST, Target
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
@@ -56,7 +56,7 @@ class Endless(Target):
 
 @dataclass(frozen=True, slots=True)
 class SelfSpec:
-    """selfspec through its public `stream`: plain decoding, or the fixed policy when `settings` name E and D."""
+    """selfspec as `generate` decodes: plain decoding, or the fixed policy when `settings` name E and D."""
 
     target: Endless
     name: str
@@ -65,7 +65,7 @@ class SelfSpec:
 
     def rounds(self, prompts: Ids, max_new_tokens: int) -> Iterator[Round]:
         policy = "fixed" if self.settings else "plain"
-        batch = {"max_batch_size": len(prompts), "max_new_tokens": max_new_tokens}
+        batch = {"max_batch_size": len(prompts), "max_new_tokens": max_new_tokens, "burst": WHOLE_BURST}
         return self.target.stream(prompts, policy=policy, **self.settings, **batch)  # type: ignore[arg-type]
 
     def __call__(self, prompts: Ids, max_new_tokens: int) -> list[Answer]:

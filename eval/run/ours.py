@@ -10,7 +10,7 @@ from eval.methods import Endless
 from eval.run.names import MethodName
 from eval.run.turns import Prompt, Steps, Turn
 from eval.timing import timed
-from selfspec.api import Target
+from selfspec.api import WHOLE_BURST, Target
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Seconds
 from selfspec.decoding.measure import measure
@@ -77,7 +77,8 @@ class Ours:
     def _decode(self, prompt: Prompt) -> tuple[list[Round], Steps]:
         steps, rounds = Steps(self.limit), []
         sampling = {"temperature": self.temperature, "seed": prompt.seed}
-        length = {"max_new_tokens": prompt.max_new_tokens, "max_batch_size": 1}
+        # As `generate` decodes, since nobody waits for a round; the others are asked for whole outputs, too.
+        length = {"max_new_tokens": prompt.max_new_tokens, "max_batch_size": 1, "burst": WHOLE_BURST}
         stream = self.target.stream([prompt.ids], **self.settings, **sampling, **length)  # type: ignore[arg-type]
         for round_ in stream:
             rounds.append(round_)

@@ -17,11 +17,11 @@ from selfspec.control.plan import LOOKUP, Plan, Seconds, Steady
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
-from selfspec.target.compiled_round import MOST_ROUNDS
+from selfspec.target.compiled_round import most_rounds
 from selfspec.target.draft_head import Part
 from selfspec.target.round_room import Done, Further
 
-SECONDS = 1 / 30  # after which no further round begins: what is streamed still seems to flow
+BURST = 1 / 30  # seconds after which no further round begins: what is streamed still seems to flow
 
 
 class Coming(NamedTuple):
@@ -33,9 +33,14 @@ class Coming(NamedTuple):
 
 
 class Ahead:
-    """The rounds of an engine's rows that wait, oldest first."""
+    """The rounds of an engine's rows that wait, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        burst: seconds of them after which no further one begins; None: `BURST`.
+    """
+
+    def __init__(self, burst: float | None = None) -> None:
+        self._burst = burst
         self._coming: deque[Coming] = deque()
         self.usual = Plan(None, ())
         """The plan of all of them that are not drafted by lookup, or of those that may come."""
@@ -92,14 +97,15 @@ class Ahead:
 
         Nobody waits for a second round before the first token is there.
         """
-        steady, num_rounds, usual = self._steady, min(MOST_ROUNDS, 1 + self._steady.num_rounds), self.usual
+        steady, usual, burst = self._steady, self.usual, BURST if self._burst is None else self._burst
+        num_rounds = min(most_rounds(len(rows)), 1 + steady.num_rounds)
         if num_rounds < 2 or any(len(row.content) == row.num_prompt_tokens for row in rows):
             return None
         if usual.exit_layer == LOOKUP or usual.guesses or usual.asks_for_more:
             return None
         ends = [sorted(row.stopper.eos) for row in rows]
         if not self._reads_lookup:
-            return Further(num_rounds, SECONDS, ends)
+            return Further(num_rounds, burst, ends)
         lookups = [row.guesser.lookup if row.guesser.is_read else None for row in rows]
         if any(row.datastore is not None for row in rows):
             return None
@@ -110,10 +116,10 @@ class Ahead:
         indices = [one.lend() if isinstance(one, CompiledLookup) else None for one in lookups]
         sizes = [one.told_size for one in lookups if isinstance(one, CompiledLookup)]
         if not sizes:
-            return Further(num_rounds, SECONDS, ends)
+            return Further(num_rounds, burst, ends)
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
         lengths = tuple([min(length, longest) for length in steady.lengths])
-        return Further(num_rounds, SECONDS, ends, indices, max(sizes), lengths, steady.branches)
+        return Further(num_rounds, burst, ends, indices, max(sizes), lengths, steady.branches)
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""

@@ -66,6 +66,8 @@ class Engine:
             lookup, texts of the corpus continue a row, too.
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.target.exact`.
+        burst: seconds of rounds that may be decoded in one compiled call, before the first of them is handed out;
+            default: a thirtieth.
 
     Raises:
         DatastoreError: the datastore holds tokens that the model does not know.
@@ -86,7 +88,10 @@ class Engine:
         learn: Learns | None = None,
         datastore: Datastore | None = None,
         exact: bool = False,
+        burst: float | None = None,
     ) -> None:
+        if burst is not None and not burst >= 0:
+            raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -119,7 +124,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
         self._next_id = 0
-        self._ahead = Ahead()
+        self._ahead = Ahead(burst)
 
     @property
     def policy(self) -> Policy:

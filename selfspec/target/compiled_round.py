@@ -15,8 +15,14 @@ from selfspec.target.compiled import FEW, CompiledBody
 from selfspec.target.round_room import Done, Drafter, Further, Given, Room
 
 STEP = 8  # drafted tokens: buffers are made for multiples of it
-MOST_ROUNDS = 64  # in one call
+MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
+ROUNDS_OF_ROWS = 1024  # that take little memory
 MOST_ROOMS = 8  # that are kept
+
+
+def most_rounds(count: int) -> int:
+    """In one call of so many rows."""
+    return min(MOST_ROUNDS, max(MANY_ROUNDS, ROUNDS_OF_ROWS // count))
 
 
 class Rounds:
@@ -46,7 +52,7 @@ class Rounds:
             rooms: the most tokens that each row may draft, with those beside.
             drafter: None where no layer drafts.
             given: every row's draft in the first round, where no layer makes it.
-            further: how far rounds go on, at most `MOST_ROUNDS` of them; None: there is one.
+            further: how far rounds go on, at most `most_rounds` of them; None: there is one.
 
         Raises:
             MemoryError: there is too little of it.
@@ -90,7 +96,8 @@ class Rounds:
         return room.done(drafter, further)
 
     def _room(self, count: int, most: int, num_rounds: int) -> Room:
-        key = count, -(-most // STEP) * STEP, 1 if num_rounds == 1 else MOST_ROUNDS
+        sizes = (1, MANY_ROUNDS, most_rounds(count))
+        key = count, -(-most // STEP) * STEP, next(size for size in sizes if size >= num_rounds)
         room = self._rooms.get(key)
         if room is None:
             if len(self._rooms) >= MOST_ROOMS:

@@ -120,8 +120,8 @@ def test_they_are_what_they_are_one_by_one(seed, num_rows, family, table, branch
     for most in (16, 1):
         policy = Runs(seed, table, branches, reads_lookup)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ahead, "MOST_ROUNDS", most)
-            patch.setattr(ahead, "SECONDS", 60.0)
+            patch.setattr(ahead, "most_rounds", lambda count, most=most: most)
+            patch.setattr(ahead, "BURST", 60.0)
             found.append((*decoded(family, num_rows, seed, policy, 40, sampled), policy.seen))
     assert found[0] == found[1]
 
@@ -141,19 +141,19 @@ def counted(monkeypatch):
 
 @pytest.mark.parametrize("policy", [Plain(), Fixed(2, 3)])
 def test_policies_that_never_change_take_a_call_for_many_rounds(monkeypatch, policy):
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     calls = counted(monkeypatch)
     engine = Engine(compiled("llama"), policy=policy, max_batch_size=1)
     engine.submit(make_prompts([7])[0], max_new_tokens=160)
     rounds = [round_ for round_ in engine.run() if round_.rows]
     assert calls[0] == 1  # nobody waits for later tokens before the first is there
-    assert len(rounds) == sum(calls) and max(calls) <= ahead.MOST_ROUNDS
-    assert calls[1] == min(ahead.MOST_ROUNDS, len(rounds) - 1)
+    assert len(rounds) == sum(calls) and max(calls) <= ahead.most_rounds(1)
+    assert calls[1] == min(ahead.most_rounds(1), len(rounds) - 1)
     assert len(calls) < len(rounds) / 4
 
 
 def test_lookup_is_drafted_by_without_asking(monkeypatch):
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     calls, policy = counted(monkeypatch), Runs(3, [0, 0, 3], [False] * 3, True)
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
     engine.submit("class Stack:\n", max_new_tokens=250)  # greedy text, which soon goes round in circles
@@ -166,7 +166,7 @@ def test_lookup_is_drafted_by_without_asking(monkeypatch):
 @pytest.mark.parametrize("tells_usual", [False, True])
 def test_a_call_may_begin_with_a_round_by_lookup_if_it_is_known_how_others_are_planned(monkeypatch, tells_usual):
     """And goes on after one that was wrong somewhere; after one that was all right the policy is asked."""
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     policy, run, began = Runs(3, [0, 5], [False] * 2, True), Rounds.run, []
     policy.left, policy.drawn, policy.tells_usual = 1000, ((2, 3), {"keep_confidence": True}), tells_usual
 
@@ -219,7 +219,7 @@ def test_plain_plans_need_no_lengths(lies):
 
 def test_indices_are_lent_to_all_rows_or_none(monkeypatch):
     """What was lent and is not told of is made anew: no row pays for another's index being ahead."""
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     made = []
     anew = CompiledLookup._begin_anew
     monkeypatch.setattr(CompiledLookup, "_begin_anew", lambda self: made.append(self) or anew(self))
@@ -238,7 +238,7 @@ def test_indices_are_lent_to_all_rows_or_none(monkeypatch):
 
 
 def test_drafts_are_cut_to_what_rows_have_room_for(monkeypatch):
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     calls = counted(monkeypatch)
     for left in (1, 2, 3, 5, 9, 20, 33):
         engine = Engine(compiled("llama"), policy=Fixed(1, 9), max_batch_size=2)
@@ -252,10 +252,28 @@ def test_drafts_are_cut_to_what_rows_have_room_for(monkeypatch):
 
 
 def test_after_some_time_no_round_begins(monkeypatch):
-    monkeypatch.setattr(ahead, "SECONDS", 0.0)
+    monkeypatch.setattr(ahead, "BURST", 0.0)
     calls = counted(monkeypatch)
     decoded("llama", 2, 0, Plain(), 20, [False] * 8)
     assert {*calls} == {1}
+
+
+def test_generate_decodes_on_for_longer_than_stream_and_says_so_if_that_is_nonsense(monkeypatch):
+    monkeypatch.setattr(ahead, "BURST", 0.0)
+    target, calls, told = compiled("llama"), counted(monkeypatch), {"policy": Plain(), "max_new_tokens": 120}
+    [done] = target.generate(make_prompts([7]), **told)
+    assert len(calls) < 5 and sum(calls) == 120
+    calls.clear()
+    [streamed] = tokens_of(target.stream(make_prompts([7]), **told)).values()
+    assert {*calls} == {1} and streamed.tokens == done.tokens
+    for burst in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="burst must be a number of seconds, at least 0, got"):
+            target.stream(make_prompts([7]), burst=burst)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 16, 64, 500])
+def test_calls_of_many_rows_have_fewer_rounds_and_memory_for_them(count):
+    assert 64 <= ahead.most_rounds(count) <= max(64, 1024 // count)
 
 
 def tokens_of(rounds):
@@ -265,7 +283,7 @@ def tokens_of(rounds):
 
 def test_rows_that_come_and_go_meanwhile(monkeypatch):
     """Every row's tokens are plain decoding's, and its keys and values those of a forward, after every step."""
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     target, prompts = compiled("llama"), make_prompts([9, 4, 12, 6])
     engine = Engine(target, policy=Fixed(2, 3), max_batch_size=3)
     for prompt in prompts[:2]:
@@ -292,7 +310,7 @@ def test_rows_that_come_and_go_meanwhile(monkeypatch):
 
 @pytest.mark.parametrize("policy", [Plain(), Fixed(2, 3)])
 def test_nothing_is_decoded_after_an_end(monkeypatch, policy):
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     target, prompt = compiled("llama"), make_prompts([9])[0]
     text = generate(target.model, prompt, 40)
     end = next(at for at in range(10, 40) if text[at] not in text[:at])
@@ -308,7 +326,7 @@ def test_nothing_is_decoded_after_an_end(monkeypatch, policy):
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
 def test_an_index_that_was_told_of_tokens_nobody_heard_of_is_made_anew(monkeypatch, at, problem):
     """What is interrupted right after a compiled call has lost that call, and nothing else."""
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     run, found = Rounds.run, []
     for interrupted in (False, True):
         policy, left = Runs(3, [0, 0, 3], [False] * 3, True), [at if interrupted else -1]
@@ -420,7 +438,7 @@ def test_policies_that_say_what_they_do_not_do_lose_time_alone(lengths, num_rows
 
 
 def test_seconds_of_what_was_in_vain_are_told_as_control(monkeypatch):
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     told, vain, lost, forget = [], [], Ahead.lost, Ahead.forget
 
     def losing(self):
@@ -454,10 +472,10 @@ class Clocked(Witness):
 @pytest.mark.parametrize("drafts", [None, ["exit", "copies"], ["exit"]])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_adaptive_plans_the_same_whether_or_not_rounds_come_at_once(monkeypatch, num_rows, drafts):
-    monkeypatch.setattr(ahead, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "BURST", 60.0)
     calls, found = counted(monkeypatch), []
     for most in (1, 16):
-        monkeypatch.setattr(ahead, "MOST_ROUNDS", most)
+        monkeypatch.setattr(ahead, "most_rounds", lambda count, most=most: most)
         calls.clear()
         policy = Adaptive(made_up_costs(16), drafts=drafts or DEFAULT_DRAFTS)
         policy.tell_copies(True)
