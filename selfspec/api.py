@@ -226,7 +226,8 @@ class Target:
             OSError: the datastore is not there, or cannot be read.
             UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
-        options.setdefault("burst", WHOLE_BURST)
+        if options.get("burst") is None:
+            options["burst"] = WHOLE_BURST
         rounds = self.stream(prompts, **options)
         done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
         return sorted(done, key=lambda completion: completion.request_id)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from selfspec.api import Target
+from selfspec.api import WHOLE_BURST, Target
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.request import Completion
@@ -100,6 +100,7 @@ class SelfSpeculative:
                 max_cached_tokens=len(ids) * share,
                 prefill_chunk=config.prefill_chunk_size or 512,
                 exact=self.exact,
+                burst=WHOLE_BURST if self.streamer is None else None,
             )
             self.completions = self._decode(engine, call)
             target.remember(engine)

@@ -175,6 +175,7 @@ class Adaptive:
         self._plain_run += num_rounds
         if self._finder is not None:
             self._finder.pass_time(num_rounds)
+            self._reading.pass_plain(num_rounds)
         if self._finder is not None and self._worth is not None:
             self._reading.pass_round(self._batch, num_rounds * self._worth.plain_seconds, 0.0)
         self._experience.add_idle(num_rounds)

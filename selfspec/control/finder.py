@@ -17,6 +17,7 @@ from selfspec.control.worth import Worth
 
 STRENGTHS = (3,)  # bounds between matches whose forecasts are trusted apart: those of weak ones are too good oftener
 QUIET = 2  # rounds in a row in which a batch drafted nothing after a match, until it is taken to draft nothing
+UNWATCHED = -1, 0, 0  # request, match and tokens of the single row that was watched in the last round
 SURE = 0.97  # no chance of being right counts for more where it is asked whether a draft could pay at all
 
 
@@ -42,7 +43,7 @@ class Finder:
         self._vain = {0: QUIET}  # by match, of a batch: in how many rounds in a row nothing was drafted
         self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
-        self._watched = (-1, 0, 0)  # the single row that was watched last: its request, match and tokens
+        self._watched = UNWATCHED
         self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
@@ -53,7 +54,7 @@ class Finder:
             usual: tokens per second of all rows.
             beside_layers: whether that is what drafts by layers come to.
         """
-        matches = [row.match for row in rows]
+        matches, self._watched = [row.match for row in rows], UNWATCHED
         if len(rows) == 1:
             return self._plan_one(rows[0], matches[0], worth, usual, beside_layers)
         found = self._plan(rows, matches, worth, usual, False)
@@ -181,13 +182,15 @@ class Finder:
         how far a draft would have been right."""
         request_id, match, length = self._watched
         came = row.content_length - length
-        self._watched = row.request_id, row.match, row.content_length
+        is_own = row.guesses is not None and not row.guesses.is_stored
+        self._watched = row.request_id, row.match if is_own else 0, row.content_length
         self._lengths.forget()
-        if row.request_id != request_id or match < LONG or came < 1 or row.guesses is None or row.guesses.is_stored:
+        if row.request_id != request_id or match < LONG or not is_own or not 0 < came < GATE:
             return
         goes_on = row.match >= min(match + came, GATE)  # of longer ones it is not told how long
-        right = came if goes_on else max(0, came - 1 - row.match)  # else it ended where the present one began
-        self.matches.add(Looked(match, came, right), row.request_id)
+        # Of one that ended nobody knows after which of the tokens.
+        self.matches.add(Looked(match, came, came if goes_on else (came - 1) // 2), row.request_id)
+        self.matches.keep_rows([row.request_id])
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""

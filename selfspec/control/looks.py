@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
@@ -12,9 +13,11 @@ from selfspec.control.timetable import DECIDING
 SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
-# Rounds of a small model come many in a call, which goes on past no look: those wait for a multiple of so many rounds,
-# if these pass in so little time, and take so many seconds beside; where nothing is drafted somebody decides anew.
+# Rounds of a small model come many in a call, which goes on past no look: those come so many rounds apart at least, if
+# these pass in so little time, and take so many seconds beside; where nothing is drafted, somebody decides anew.
 STEP, SOON, CALLING = 8, 8e-3, 3e-4
+FARTHEST = 512  # rounds ahead that a look is fixed for
+FOLLOW = 0.1  # how fast what rounds take is followed
 NOTHING_TO_SEE = 64  # rounds
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
 
@@ -30,27 +33,19 @@ class Looks:
         self._costs = costs
         self._most = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
         self._credit = -OWED[has_prior] * self._most  # seconds that shadow picks may still take
-        self._paid = 0.0  # by the last round
-        self._step = 1  # rounds
-        self._round, self._due = 0, -1  # rounds that passed; and after how many the next look is due, if it is paid for
+        self._paid = self._took = 0.0  # by a round lately, and its seconds
+        self._round, self._due = 0, 0  # rounds that passed, and after how many the next look comes
         self._turn = 0  # whose turn it is to be looked at in a large batch
 
     @property
     def are_due(self) -> bool:
-        """Whether earlier rounds have paid for one, and those that were likely to pass before it have passed."""
+        """Whether earlier rounds have paid for one, and as many have passed as were likely to."""
         return self._credit >= 0 and self._round >= self._due
 
     @property
     def rounds_left(self) -> int:
-        """Rounds to come before one is due, if they are like the last; many if it is, for there was nothing to see."""
-        if self.are_due:
-            return NOTHING_TO_SEE
-        due = self._due
-        if self._credit < 0:
-            if self._paid <= 0:
-                return 0
-            due = self._due_after(self._round + int(-self._credit / self._paid) + 1)
-        return due - self._round - 1
+        """Rounds to come for certain before one is due; many if it is, for there was nothing to see."""
+        return NOTHING_TO_SEE if self.are_due else max(0, self._due - self._round - 1)
 
     def pass_idle(self, seconds: float, num_rounds: int = 1) -> None:
         """Lay by a share of what the forwards of plain rounds took, which could be many."""
@@ -71,18 +66,25 @@ class Looks:
 
     def _pass(self, share: float, seconds: float, looked: float, num_rounds: int) -> None:
         """Rounds took so many seconds, and looking beside them."""
-        paid, was_paid = share * max(0.0, seconds), self._credit >= 0
-        self._paid, self._round = paid / max(1, num_rounds), self._round + num_rounds
-        most = max(self._most, CALLING)
+        paid, most = share * max(0.0, seconds), max(self._most, CALLING)
         self._credit = max(min(self._credit + paid - looked, most), -10 * most)  # a hiccup is forgiven
-        if seconds > 0:
-            self._step = max(1, min(STEP, int(SOON * num_rounds / seconds)))
-        if self._credit >= 0 and not was_paid:
-            self._due = self._due_after(self._round)
+        self._round += num_rounds
+        if seconds > 0 and num_rounds:
+            rate = FOLLOW if self._took else 1.0
+            self._took += rate * (seconds / num_rounds - self._took)
+            self._paid += rate * (paid / num_rounds - self._paid)
+        if looked or (self._credit < 0 and self._round >= self._due):
+            self._due = self._round + self._rounds_to_pay()
 
-    def _due_after(self, num_rounds: int) -> int:
-        """After how many rounds a look is due that is paid for after so many."""
-        return -(-num_rounds // self._step) * self._step
+    @property
+    def _step(self) -> int:
+        return max(1, min(STEP, int(SOON / self._took))) if self._took > 0 else 1
+
+    def _rounds_to_pay(self) -> int:
+        """After so many rounds the next look is paid for."""
+        needed, paid = -self._credit, FARTHEST * self._paid
+        rounds = FARTHEST if needed > paid else math.ceil(needed / self._paid) if needed > 0 else 0
+        return max(rounds, self._step - 1)
 
     def plan(self, layers: Sequence[int], exit_layer: int | None, num_rows: int, emitted: int) -> ShadowPlan | None:
         """At these layers but the one that drafts, at a few rows in turn, of about `emitted` tokens each."""

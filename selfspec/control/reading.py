@@ -20,17 +20,15 @@ ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what ca
 CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
-GATE_PAUSE, MOST_GATE_PAUSE = (
-    2,
-    32,
-)  # rounds until such a one is asked about again, once in vain; twice as many each time
 WATCH_PAUSE = 31  # the same where rows are only watched
 GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
+GATE_PAUSE, MOST_GATE_PAUSE = 2, 8  # rounds until they are asked about again, once in vain; each time twice as many
 # Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
 SHARE = 0.02
 USUAL_TOKENS = 4  # of a round
 FEW_ADVANCE = 0.3  # of the time of few rows, that it is paid for beforehand; of more rows, all of it
 TRIAL = 8  # rounds that must be affordable for rows to be asked about again; and the debt in which few are watched
+WARIEST = 8  # of such trials there must be twice as many each time that much was lost, up to so many
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
@@ -58,6 +56,7 @@ class Reading:
         self.waits = False
         """Whether the rows of the last round were not asked about for want of a long match."""
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
+        self._wary = 1  # trials that must be affordable
         self._held, self._hold = 0, GATE_PAUSE  # rounds before a long match is asked about again; and the next pause
 
     def is_on(self, num_rows: int) -> bool:
@@ -67,10 +66,11 @@ class Reading:
     def note(self, has_drafted: bool) -> None:
         """Whether anything came of the rows' guesses in a round."""
         self._vain = 0 if has_drafted else self._vain + 1
-        if has_drafted:
-            self._hold = GATE_PAUSE
-        elif self._least > 0:  # they were for a long match alone
-            self._held, self._hold = self._hold, min(2 * self._hold, MOST_GATE_PAUSE)
+        if not has_drafted and self._is_few and self._least > 0:  # they were for a long match alone
+            self._pause_asking()
+
+    def _pause_asking(self) -> None:
+        self._held, self._hold = self._hold, min(2 * self._hold, MOST_GATE_PAUSE)
 
     @property
     def rounds_left(self) -> int:
@@ -78,7 +78,7 @@ class Reading:
         if self._num_rows > FEW:
             return KEPT
         if self.waits or self.will_wait:
-            least = self._least if self.waits else (1 + TRIAL * self._num_rows) * self._asking
+            least = self._least if self.waits else (1 + self._wary * TRIAL * self._num_rows) * self._asking
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
             rounds = max(0, int((least - self._balance + unpaid) / self._pays))
             return min(rounds, self._held - 1) if self._held > 1 else rounds
@@ -92,7 +92,7 @@ class Reading:
     @property
     def will_wait(self) -> bool:
         """Whether the next round will, after one of few rows that was asked about, if nothing is saved in that."""
-        return self._is_few and not self.waits and self._balance < self._round_takes
+        return self._is_few and not self.waits and self._balance < max(self._least, self._round_takes)
 
     @property
     def _is_few(self) -> bool:
@@ -106,7 +106,13 @@ class Reading:
     @property
     def pause(self) -> int:
         """Plain rounds to pass over before the next one that is asked about: the more, the longer it was in vain."""
-        return WATCH_PAUSE if self.waits else min(self._vain // PATIENCE, MOST_PAUSE)
+        if self.waits:
+            return min(WATCH_PAUSE, self._held - 1) if self._held > 1 else WATCH_PAUSE
+        return min(self._vain // PATIENCE, MOST_PAUSE)
+
+    def pass_plain(self, num_rounds: int) -> None:
+        """Count rounds that nobody was asked about."""
+        self._held = max(0, self._held - num_rounds)
 
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
@@ -157,17 +163,18 @@ class Reading:
             return ()
         pays, debt = self._pays_now(rows), TRIAL * self._asking if len(rows) <= FEW else 0.0
         if self._balance < -debt:
-            if not debt or self._pays < READ_SECONDS:
+            if not debt or self._pays < READ_SECONDS * len(rows):
                 self._is_on = False
                 return ()
-            self._balance = -debt  # to watch few rows takes less than the share
+            self._balance, self._wary = -debt, min(2 * self._wary, WARIEST)  # to watch few takes less than the share
+            self._pause_asking()
         read, indexing = self._affordable(rows)
         if not self._is_on:
             return ()
         self._balance -= indexing
         is_long = any(row.match >= GATE for row in read)
         self._held = max(0, self._held - 1)
-        if not is_long:
+        if pays or not is_long:
             self._hold = GATE_PAUSE
         self.waits = not pays and (not is_long or self._held > 0)
         self._indexing = indexing
@@ -189,7 +196,7 @@ class Reading:
     def _to_begin(self, rows: Sequence[RowState]) -> float:
         """What the account must hold for rows to be asked about from now on."""
         indexing = [READ_SECONDS * (row.content_length - self._read.get(row.request_id, 0)) for row in rows]
-        return (1 + TRIAL * len(rows)) * self._asking + min(indexing)
+        return (1 + self._wary * TRIAL * len(rows)) * self._asking + min(indexing)
 
     def _affordable(self, rows: Sequence[RowState]) -> tuple[list[RowState], float]:
         """The rows, without guesses where nothing pays for an index; and seconds for the others' indices."""
@@ -202,7 +209,8 @@ class Reading:
                 read.append(row._replace(guesses=None))
                 continue
             if before is None:
-                self._vain = 0
+                self._vain = self._held = 0
+                self._hold = GATE_PAUSE
             left, indexing = left - cost, indexing + index
             known[row.request_id] = row.content_length
             read.append(row)
@@ -241,6 +249,8 @@ class Reading:
         if self._advance > 0:
             paid = min(self._advance, seconds)
             self._advance -= paid
+        if saved > 0:
+            self._wary = 1
         most = max(self._balance, KEPT * num_rows * self._asking)
         self._balance = min(self._balance + SHARE * (seconds - paid) + saved, most)
 

@@ -32,7 +32,7 @@ class Timetable:
         self.round = self.ahead = 0
         self._next = self._last = 0  # the rounds of the next decision, and of the last one
         self._began = 0  # since when layers draft
-        self._held = 0  # for how many rounds the last decision to draft
+        self._held = 0  # for how many rounds the decision before the last one did
 
     @property
     def is_due(self) -> bool:
@@ -79,6 +79,8 @@ class Timetable:
         self._next = self.round
 
     def decide_after(self, num_rounds: int) -> None:
+        if self.round > self._last:
+            self._held = self.round - self._last
         self._last, self._next = self.round, self.round + num_rounds
 
     def put_off(self) -> None:
@@ -97,5 +99,5 @@ class Timetable:
         rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
         usual, paid = REPLAN * rarer, math.ceil(DECIDING / (DECIDING_SHARE * seconds)) if seconds > 0 else 0
         is_early = self.round < self._began + EARLY
-        self._held = self._early_replan * rarer if is_early else max(usual, min(2 * self._held, RAREST, paid))
-        self.decide_after(self._held if is_known else FIRST_REPLAN * rarer)
+        known = self._early_replan * rarer if is_early else max(usual, min(2 * self._held, RAREST, paid))
+        self.decide_after(known if is_known else FIRST_REPLAN * rarer)

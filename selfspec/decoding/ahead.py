@@ -52,6 +52,11 @@ class Ahead:
     def __len__(self) -> int:
         return len(self._coming)
 
+    @property
+    def coming(self) -> Sequence[Coming]:
+        """Those that wait."""
+        return tuple(self._coming)
+
     def forget(self) -> None:
         """Rows left that these were of, or they are planned in another way."""
         self._lost += sum([taken for one in self._coming for _, taken in one.parts])
@@ -99,6 +104,8 @@ class Ahead:
         """
         steady, usual, burst = self._steady, self.usual, BURST if self._burst is None else self._burst
         num_rounds = min(most_rounds(len(rows)), 1 + steady.num_rounds)
+        if any(row.request.stop or row.request.stopping_criteria for row in rows):
+            burst = min(burst, BURST)  # where they end, what was decoded beyond is in vain
         if num_rounds < 2 or any(len(row.content) == row.num_prompt_tokens for row in rows):
             return None
         if usual.exit_layer == LOOKUP or usual.guesses or usual.asks_for_more:

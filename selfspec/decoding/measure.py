@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, TokenTree
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, Steady, TokenTree
+from selfspec.decoding.ahead import Ahead, Coming
 from selfspec.decoding.around import Around
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker
@@ -37,7 +38,10 @@ SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
 RAGGED = 9  # tokens by which rows of a batch differ in length
 STEPS = 4  # early passes of a timed round
-FAST = 3e-3  # seconds of a forward, up to which it matters what is spent around it in calls of many rounds
+FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
+# Rounds after the first of such a call, of which the last half count: the first ones find caches as the interpreter
+# left them, and take up to twice as long, plain ones most of all.
+FURTHER = 12
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
 MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
 
@@ -101,10 +105,13 @@ class _Laps(Seconds):
         return self._clock()
 
 
-class _Endless:
-    """Stands for the stopper of a row that has room for any draft."""
+class _Stopper:
+    """Stands for that of a row which ends where its memory does."""
 
-    max_new_tokens = 1 << 20
+    eos: frozenset[int] = frozenset()
+
+    def __init__(self, room: int) -> None:
+        self.max_new_tokens = room - 1  # its prompt is one token, whatever else it has
 
 
 class _Clock:
@@ -125,9 +132,9 @@ class _Clock:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        self.room = self.base + max(widest, 2 * max(BESIDE) + 2)
+        self.room = self.base + max(widest, 2 * max(BESIDE) + 2) + 8 * FURTHER
         self.cache, self.pages = _rows(stack, max(batch_sizes), self.room)
-        self.far = _rows(stack, 1, self.long + 1)
+        self.far = _rows(stack, 1, self.long + 1 + FURTHER)
         self.readings = Readings()
         self.engines = Around(stack, self.now)
         self.keeps = self.thin = self.is_fast = False
@@ -142,7 +149,7 @@ class _Clock:
         self.is_fast = forward < FAST
         if self.stack.has_copies and self.steps == STEPS:
             self.copied(1, max(1, self.stack.num_layers // 2))  # which makes all of the copies
-        probes, turn = list(self.probes()), (True,) if self.thin else (False, True, True)
+        probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
         for repeat in range(repeats):
             late = repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
             if self.stack.agreed(late):
@@ -185,14 +192,17 @@ class _Clock:
         return self.picker.rounds is not None and self.is_fast and self.engines.fits
 
     def plain(self, rows: int, context: int, piece: str) -> None:
-        laps = self.laps(rows, context, Plan(None, (0,) * rows))
-        (around, *_), (layers, *_) = laps["rest"], laps["verify"]
+        single, *warm = self.laps(rows, context, Plan(None, (0,) * rows))
+        (around, *_), (layers, *_) = single["rest"], single["verify"]
         if self.picker.rounds is None:
             layers += around  # which other rounds spend beside layers, too
         elif not self.has_calls:
             self.keep("rest", rows, 1, around)
-        self.keep(piece, rows, 1, layers)
-        self.keep("head", 1, rows, laps["head"][0])
+        if context == self.base:
+            self.keep("single", rows, 1, layers)
+        for laps in warm or [single]:
+            self.keep(piece, rows, 1, laps["verify"][0] if warm else layers)
+            self.keep("head", 1, rows, laps["head"][0])
 
     def around(self, rows: int) -> None:
         """What is spent around the forwards of plain rounds."""
@@ -200,56 +210,63 @@ class _Clock:
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
         """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
-        laps = self.laps(rows, self.base, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
-        (first, *later), late = laps["draft"], laps["verify"][0]
-        if piece == "early":
-            self.keep("first", rows, exit_layer, first)
-            self.keep(piece, rows, exit_layer, sum(later) / len(later) if later else first)
-        else:
-            self.keep(piece, rows, width, late)
-        if width == 1:  # a whole forward in two parts: one more reading of what is short of them
-            self.keep("plain", rows, 1, first + late)
-        for stage in ("head", "pick"):
-            *drafting, judging = laps[stage]
-            for one in drafting:
-                self.keep(stage, 1, rows, one)
-            if drafting:
-                self.keep(stage, 1, rows * width, judging)
+        single, *warm = self.laps(rows, self.base, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
+        for laps in warm or [single]:
+            (first, *later), late = laps["draft"], laps["verify"][0]
+            if piece == "early":
+                self.keep("first", rows, exit_layer, first)
+                self.keep(piece, rows, exit_layer, sum(later) / len(later) if later else first)
+            else:
+                self.keep(piece, rows, width, late)
+            if width == 1:  # a whole forward in two parts: one more reading of what is short of them
+                self.keep("plain", rows, 1, first + late)
+            for stage in ("head", "pick"):
+                *drafting, judging = laps[stage]
+                for one in drafting:
+                    self.keep(stage, 1, rows, one)
+                if drafting:
+                    self.keep(stage, 1, rows * width, judging)
 
     def copied(self, rows: int, exit_layer: int) -> None:
         """A round's draft by copies of the layers."""
         plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=4)
-        laps = self.laps(rows, self.base, plan)
-        first, *later, packing = laps["draft"]
-        self.keep("copied first", rows, exit_layer, first + packing)
-        for one in later:
-            self.keep("copied later", rows, exit_layer, one)
-        for one in laps["head"][:-1]:
-            self.keep("copied head", 1, rows, one)
+        single, *warm = self.laps(rows, self.base, plan)
+        for laps in warm or [single]:
+            first, *later, packing = laps["draft"]
+            self.keep("copied first", rows, exit_layer, first + packing)
+            for one in later:
+                self.keep("copied later", rows, exit_layer, one)
+            for one in laps["head"][:-1]:
+                self.keep("copied head", 1, rows, one)
 
     def beside(self, drafted: int, more: int) -> None:
         """The last early pass of a draft, with so many tokens drafted beside the others."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
         plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)
-        self.keep("wide", 1, 1 + more, self.laps(1, self.base, plan)["draft"][-1])
+        single, *warm = self.laps(1, self.base, plan)
+        for laps in warm or [single]:
+            self.keep("wide", 1, 1 + more, laps["draft"][-1])
 
     def ragged(self, rows: int) -> None:
         """A verification of all layers in which few rows have many tokens, and the others one."""
         lengths = [0 if i % RAGGED_EVERY else RAGGED_WIDTH - 1 for i in range(rows)]
         trees = tuple(TokenTree((0,) * n, tuple(range(n))) if n else None for n in lengths)
-        laps = self.laps(rows, self.base, Plan(LOOKUP, tuple(lengths), trees=trees))
+        [laps] = self.laps(rows, self.base, Plan(LOOKUP, tuple(lengths), trees=trees))
         self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
 
-    def laps(self, num_rows: int, context: int, plan: Plan) -> dict[str, list[float]]:
-        """Stage -> its seconds, one by one, of a round as the engine decodes it."""
+    def laps(self, num_rows: int, context: int, plan: Plan) -> list[dict[str, list[float]]]:
+        """Stage -> its seconds, one by one, of a round as the engine decodes it, and of the last ones of its call."""
         cache, pages = (self.cache, self.pages) if context < self.room else self.far
-        rows = []
+        rows, stopper = [], cast(Any, _Stopper(min(cache.page_size, self.stack.context_limit)))
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
-            rows.append(Row(i, Request([0]), cast(Any, _Endless), pages[i], content))
-        laps = _Laps(self.now)
-        decode_round(self.stack, cache, rows, plan, laps, picker=self.picker)
-        return laps.taken
+            rows.append(Row(i, Request([0]), stopper, pages[i], content))
+        laps, ahead = _Laps(self.now), Ahead(burst=1.0)
+        ahead.allow(Steady(FURTHER), plan, None, False)
+        goes_on = self.has_calls and plan.exit_layer != LOOKUP
+        decode_round(self.stack, cache, rows, plan, laps, picker=self.picker, ahead=ahead if goes_on else None)
+        further = [_by_stage(one) for one in ahead.coming if _is_whole(one, plan)]
+        return [laps.taken, *further[len(further) // 2 :]]
 
     def head(self, num_tokens: int) -> None:
         """The head and picks of many tokens, after a forward: as in a round, nothing of the head is in the caches."""
@@ -294,6 +311,19 @@ class _Clock:
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
         return perf_counter()
+
+
+def _is_whole(round_: Coming, plan: Plan) -> bool:
+    """Whether rows had room for all that they were to draft."""
+    drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
+    return drafted == list(plan.draft_lengths)
+
+
+def _by_stage(round_: Coming) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {}
+    for stage, seconds in round_.parts:
+        taken.setdefault(stage, []).append(seconds)
+    return taken
 
 
 def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:

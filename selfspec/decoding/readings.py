@@ -49,8 +49,10 @@ class Readings:
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
         )
+        # A ragged round is the only one of its call, and finds caches as single plain rounds do.
+        single = self.typical("single")
         factors = {
-            rows: seconds / costs.verify(LOOKUP, rows, num_tokens)
+            rows: seconds / costs.verify(LOOKUP, rows, num_tokens) * min(1.0, costs.plain(rows) / single[rows][1])
             for rows, of_rows in self.typical("ragged").items()
             for num_tokens, seconds in of_rows.items()
         }

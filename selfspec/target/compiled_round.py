@@ -16,7 +16,7 @@ from selfspec.target.round_room import Done, Drafter, Further, Given, Room
 
 STEP = 8  # drafted tokens: buffers are made for multiples of it
 MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
-ROUNDS_OF_ROWS = 1024  # that take little memory
+ROUNDS_OF_ROWS = 1024  # rounds times rows that take little memory
 MOST_ROOMS = 8  # that are kept
 
 
@@ -96,8 +96,7 @@ class Rounds:
         return room.done(drafter, further)
 
     def _room(self, count: int, most: int, num_rounds: int) -> Room:
-        sizes = (1, MANY_ROUNDS, most_rounds(count))
-        key = count, -(-most // STEP) * STEP, next(size for size in sizes if size >= num_rounds)
+        key = count, -(-most // STEP) * STEP, 1 if num_rounds == 1 else most_rounds(count)
         room = self._rooms.get(key)
         if room is None:
             if len(self._rooms) >= MOST_ROOMS:

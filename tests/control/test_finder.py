@@ -15,6 +15,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.finder import Finder
 from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState
+from selfspec.control.reading import GATE
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees
@@ -74,9 +75,9 @@ def test_a_long_match_that_goes_on_while_nobody_asks_says_that_drafts_would_have
     assert after == chance(told) > before
 
 
-def test_one_that_ends_says_so_too_and_where():
+def test_one_that_ends_says_so_too():
     ended, told = Finder(), Finder()
-    watched(ended, (50, 14), (53, 1))  # the second of three tokens was another
+    watched(ended, (50, 14), (53, 1))  # one of three tokens was another: the middle one, on the average
     told.matches.add(Looked(14, 3, 1))
     assert chance(ended) == chance(told) < chance(Finder())
 
@@ -90,6 +91,11 @@ def test_short_matches_other_rows_and_corpora_say_nothing_of_long_ones():
     watched(finder, (50, 14))
     watched(finder, (53, 16), request_id=1)
     watched(finder, (60, 16), (63, 16), request_id=2, is_stored=True)
+    watched(finder, (66, 16), request_id=2)  # what was there before it was a corpus's
+    watched(finder, (66 + GATE, 16), request_id=2)  # so many tokens at once may hide anything
+    watched(finder, (50, 14), request_id=3)
+    plan_of(finder, (found(14), 100))  # which hears of what comes of it
+    watched(finder, (53, 16), request_id=3)
     assert chance(finder) == chance(Finder())
 
 

@@ -96,7 +96,7 @@ class Watchful(Patient):
 @pytest.mark.parametrize("engine", ["views", "compiled"])
 @pytest.mark.parametrize("least", [1, 2, 4])
 def test_rounds_ahead_end_where_a_match_is_found_that_matters(engine, least, monkeypatch):
-    monkeypatch.setattr(ahead_module, "SECONDS", 60.0)
+    monkeypatch.setattr(ahead_module, "BURST", 60.0)
     target, [prompt] = Target(build("llama"), engine=engine), make_prompts([9])
     policy, ahead, count = Watchful(11, least), 11, 90
     tokens = target.generate([prompt], max_new_tokens=count, policy=policy)[0].tokens
