@@ -28,7 +28,7 @@ class Timetable:
     """
 
     def __init__(self, has_prior: bool = False) -> None:
-        self._early_replan = EARLY_REPLAN[has_prior]
+        self._has_prior, self._early_replan = has_prior, EARLY_REPLAN[has_prior]
         self.round = self.ahead = 0
         self._next = self._last = 0  # the rounds of the next decision, and of the last one
         self._began = 0  # since when layers draft
@@ -99,5 +99,8 @@ class Timetable:
         rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
         usual, paid = REPLAN * rarer, math.ceil(DECIDING / (DECIDING_SHARE * seconds)) if seconds > 0 else 0
         is_early = self.round < self._began + EARLY
-        known = self._early_replan * rarer if is_early else max(usual, min(2 * self._held, RAREST, paid))
+        early = self._early_replan * rarer
+        if self._has_prior:
+            early = max(early, min(EARLY, paid))
+        known = early if is_early else max(usual, min(2 * self._held, RAREST, paid))
         self.decide_after(known if is_known else FIRST_REPLAN * rarer)
