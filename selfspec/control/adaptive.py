@@ -41,7 +41,7 @@ from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
 
-SEED_SHARE = 0.005  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
+SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
 # before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
@@ -197,6 +197,7 @@ class Adaptive:
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self.tracker.add_shadow(shadow)
+        self._looks.take_seed(self.costs.seed(len(shadow.layers), shadow.hits.shape[1]))
         self._times.decide_now()
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
@@ -315,7 +316,8 @@ class Adaptive:
         worth.price(pace.pick, (pace.passes[0], pace.passes[1]), deciding + pace.around_of(num_rows), lookups)
         self._reading.price(num_rows, deciding)
         self._times.decide_after(IDLE_ROUNDS)
-        if not self._allowed:
+        self._looks.begin(worth.plain_seconds * max([row.room for row in rows]))
+        if not self._allowed or self._looks.are_awaited:
             self._decision = Decision(num_rows / worth.plain_seconds)
             return
         parts = self._parts.now(self._processes)

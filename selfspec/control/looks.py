@@ -20,6 +20,7 @@ FARTHEST = 512  # rounds ahead that a look is fixed for
 FOLLOW = 0.1  # how fast what rounds take is followed
 NOTHING_TO_SEE = 64  # rounds
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
+EARLY_SHARE = 0.02  # of the time that rows will take: where a first look takes more, it is earned as any other
 
 
 class Looks:
@@ -33,9 +34,25 @@ class Looks:
         self._costs = costs
         self._most = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
         self._credit = -OWED[has_prior] * self._most  # seconds that shadow picks may still take
+        self._has_begun = has_prior  # see `begin`
+        self.are_awaited = False
+        """Whether nothing is known, and finding out takes more than is likely to come of it for now."""
         self._paid = self._took = 0.0  # by a round lately, and its seconds
         self._round, self._due = 0, 0  # rounds that passed, and after how many the next look comes
         self._turn = 0  # whose turn it is to be looked at in a large batch
+
+    def begin(self, seconds: float) -> None:
+        """Rows will take so many seconds: where a look and a decision are much beside that, the first one waits."""
+        first = DECIDING + self._costs.shadow(self._costs.num_layers - 1, 1)
+        if not self._has_begun and first > EARLY_SHARE * seconds:
+            self._credit = -first
+            self.are_awaited = True
+        self._has_begun = True
+
+    def take_seed(self, seconds: float) -> None:
+        """A prompt was looked at, which took so long: what comes of that is known before rounds begin."""
+        self._credit -= seconds
+        self._has_begun = True
 
     @property
     def are_due(self) -> bool:
@@ -62,6 +79,7 @@ class Looks:
             share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
         beside = DECIDING if num_rows is None else CALLING * (self._step - 1) / (STEP - 1)
         looked = max(0.0, seconds.shadow) + beside if seconds.shadow > 0 else 0.0
+        self.are_awaited = self.are_awaited and not looked
         self._pass(share, seconds.draft + seconds.verify + seconds.head, looked, 1)
 
     def _pass(self, share: float, seconds: float, looked: float, num_rounds: int) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Shadow
-from selfspec.decoding.pick import Sampling, Subset, filtered
-from selfspec.decoding.picker import Picker
+from selfspec.decoding.pick import Sampling, filtered
+from selfspec.decoding.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel
+from selfspec.target.compiled import CompiledBody
+from selfspec.target.compiled_shadow import look
 from selfspec.target.stack import Stack
 
 TOP = 32  # of the target's likeliest tokens
@@ -34,15 +36,34 @@ def shadow_picks(
 ) -> Shadow:
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
-    if not exact:
-        hits, sure = _over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)
+    if not exact and picker.is_compiled and isinstance(stack.lean, CompiledBody):
+        hits, sure = in_one_call(stack, stack.lean, layers, hidden, samplings, positions, target, judged)
+    elif not exact:
+        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)
     if hits is None or sure is None:
         hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged)
     told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
     return Shadow(tuple(layers), told[0] > 0, told[1])
 
 
-def _over_shortlist(
+def in_one_call(
+    stack: Stack,
+    body: CompiledBody,
+    layers: Sequence[int],
+    hidden: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    target: Tensor,
+    judged: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What `over_shortlist` gives, in one call."""
+    if stack.exit_heads is not None:
+        hidden = stack.exit_heads.of_layers(hidden, layers)
+    num_likely = min(TOP, target.shape[1]) - 1
+    return look(body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others)
+
+
+def over_shortlist(
     stack: Stack,
     picker: Picker,
     layers: Sequence[int],
@@ -65,12 +86,6 @@ def _over_shortlist(
     unseen = (target.shape[1] - num_top) / (num_others - twice.sum(-1)).clamp(
         min=1
     )  # tokens that each other stands for
-    if picker.is_compiled and all(sampling.temperature > 0 for sampling in samplings):
-        tokens = torch.cat((top, stack.others.expand(len(top), -1)), 1)
-        repeated, each = [*positions] * len(layers), Subset(tokens.repeat(len(layers), 1), target.shape[1])
-        picks = picker(logits.flatten(0, 1), [*samplings] * len(layers), repeated, each, with_sure=True)
-        assert picks.sure is not None
-        return picks.tokens.view(len(layers), -1) == judged, picks.sure.view(len(layers), -1)
     weights = torch.ones_like(logits[0])
     weights[:, num_top:] = unseen.clamp(min=1)[:, None]
     groups: dict[tuple[float, int, float, float], list[int]] = {}

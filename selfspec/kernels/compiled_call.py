@@ -105,6 +105,14 @@ class Ahead(Structure):
     )
 
 
+class Looking(Structure):
+    _fields_ = (
+        *_all("num_layers num_positions hidden vocab num_likely num_others", c_int64),
+        *_all("head bias norm others states target judged how positions hits sure", c_void_p),
+        *_all("eps", c_float),
+    )
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -130,6 +138,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
         "selfspec_pick_floats": ([n], n),
+        "selfspec_shadow": ([p, n], None),
         "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }
     for name, (arguments, result) in types.items():

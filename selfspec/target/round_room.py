@@ -83,7 +83,7 @@ class Room:
     """The arrays that rounds of `count` rows and at most `most` drafted tokens of each read and write."""
 
     def __init__(self, body: CompiledBody, count: int, most: int, num_rounds: int) -> None:
-        self.count, self.most = count, most
+        self.count, self.most, self.size = count, most, (count, most, num_rounds)
         self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
         # Of one round after the other:
         self._drafted, self._counts, self._chains, self._accepted = (_ints(num_rounds * count) for _ in range(4))

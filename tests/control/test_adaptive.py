@@ -139,6 +139,30 @@ def test_a_prompt_is_looked_at_as_far_as_the_output_can_pay_for_it():
         assert Adaptive(made_up_costs(LAYERS)).seed_layers(RowState(0, 100, room)) == layers
 
 
+def first_look(seconds, room):
+    """Decisions and drafts before the first look at layers that are never right, and the round of that; a layer takes
+    so many seconds."""
+    costs = made_up_costs(LAYERS)
+    for name in ("plain", "rest", "head", "pick", "short"):
+        costs = replace(costs, **{name: getattr(costs, name).scaled(seconds / 1e-3)})
+    for name in ("early", "late"):
+        costs = replace(costs, **{name: {r: t.scaled(seconds / 1e-3) for r, t in getattr(costs, name).items()}})
+    policy = Adaptive(costs)
+    policy.seed_layers = lambda row: ()
+    rounds = replay(traces(0.0, count=1, tokens=room), policy, costs).rounds
+    at = next((i for i, round_ in enumerate(rounds) if round_.plan.shadow), len(rounds))
+    return sum(round_.plan.exit_layer is not None for round_ in rounds[:at]), at
+
+
+def test_what_would_take_more_than_it_can_gain_is_not_found_out_until_it_is_earned():
+    drafts, at = first_look(1e-3, 200)
+    assert drafts and at < 20, "a large model finds out at once"
+    short, long = 200, 4000
+    assert first_look(1e-5, short) == (0, short), "of a small one a short text is plain"
+    drafts, at = first_look(1e-5, long)
+    assert drafts and at < 20, "and of a long one it is little"
+
+
 def test_layers_are_looked_at_only_where_being_always_right_would_pay():
     costs = made_up_costs(LAYERS)
     limits = Worth(costs, 1).limits() * costs.plain_round(1)

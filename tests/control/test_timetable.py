@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.looks import CALLING, SHADOW_SHARE, STEP, Looks
+from selfspec.control.looks import CALLING, EARLY_SHARE, OFF_SHARE, SHADOW_SHARE, STEP, Looks
 from selfspec.control.plan import Seconds
 from selfspec.control.table import Table
 from selfspec.control.timetable import DECIDING, DECIDING_SHARE, EARLY, FIRST_REPLAN, RAREST, REPLAN, Timetable
@@ -107,3 +107,22 @@ def test_a_clock_that_goes_backwards_and_hiccups_leave_looks_possible(rounds):
             looks.pass_round(1, False, Seconds(verify=took, shadow=abs(took)))
         assert looks.rounds_left >= 0
     assert passed(looks, 1e-3, 20_000)
+
+
+def test_the_first_look_of_a_text_that_takes_little_is_earned_as_any_other():
+    short, long, first = (Looks(looks_of()._costs, has_prior=False) for _ in range(3))
+    cost = DECIDING + short._costs.shadow(LAYERS - 1, 1)
+    long.begin(1.01 * cost / EARLY_SHARE)
+    short.begin(0.99 * cost / EARLY_SHARE)
+    assert short.are_awaited and not long.are_awaited
+    earned = 0.0
+    while not short.are_due:
+        short.pass_idle(1e-3)
+        short.begin(0.0)
+        earned += OFF_SHARE * 1e-3
+    assert earned == pytest.approx(cost, rel=0.2)
+    short.pass_round(None, True, Seconds(verify=1e-3, shadow=1e-5))
+    assert not short.are_awaited
+    first.take_seed(1e-3)
+    first.begin(0.0)
+    assert not first.are_awaited and not first.are_due, "prompts tell, and are paid for, too"

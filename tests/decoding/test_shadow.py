@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from selfspec.api import Target
 from selfspec.decoding.pick import Sampling, pick, pick_surely
+from selfspec.decoding.picker import Picker
+from selfspec.decoding.shadow import in_one_call, over_shortlist
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from tests.helpers import Adversary, decode, make_prompts
 from tests.models import build, tiny
@@ -66,3 +72,57 @@ def test_the_default_works_with_a_vocabulary_smaller_than_the_shortlist(vocab_si
     [plain] = target.generate([[3, 1]], policy="plain", max_new_tokens=20)
     [done] = target.generate([[3, 1]], max_new_tokens=20)
     assert done.tokens == plain.tokens
+
+
+@cache
+def compiled(name):
+    extra = {"small": {"vocab_size": 20}, "biased": {"vocab_size": 150}}.get(
+        name, {"hidden_size": 96, "vocab_size": 999}
+    )
+    model = build("llama", **extra)
+    if name == "biased":
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(150))
+    return Target(model, engine="compiled").stack
+
+
+@given(
+    name=st.sampled_from(["small", "biased", "large"]),
+    layers=st.lists(st.integers(1, 3), min_size=1, max_size=3, unique=True),
+    ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+@torch.inference_mode()
+def test_looks_in_one_compiled_call_are_those_of_torchs_operations(name, layers, ways, seed):
+    stack, source = compiled(name), torch.Generator().manual_seed(seed)
+    last = torch.randn(len(ways), stack.config.hidden_size, generator=source)
+    hidden = torch.randn(len(layers), *last.shape, generator=source) + 2 * last  # which often picks as the last does
+    logits, positions, picker = stack.logits(last), range(7, 7 + len(ways)), Picker(stack)
+    judged = picker(logits, ways, positions).tokens
+    given = stack, layers, hidden, ways, positions, logits, judged
+    hits, sure = in_one_call(stack, stack.lean, *given[1:])
+    wanted, wanted_sure = over_shortlist(stack, picker, *given[1:])
+    torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
+    assert torch.equal(hits, wanted)
+
+
+def test_looks_with_exit_heads_go_through_them_in_a_compiled_call_too():
+    stack = compiled("large")
+    hidden, last = torch.randn(2, 5, 96), torch.randn(5, 96)
+    logits = stack.logits(last)
+    given = (1, 2), hidden, [Sampling()] * 5, range(5), logits, logits.argmax(-1)
+    plain = in_one_call(stack, stack.lean, *given)[1]
+    stack.exit_heads = Doubling()
+    try:
+        hits, sure = in_one_call(stack, stack.lean, *given)
+        wanted, wanted_sure = over_shortlist(stack, Picker(stack), *given)
+    finally:
+        stack.exit_heads = None
+    torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
+    assert torch.equal(hits, wanted) and not torch.allclose(sure, plain, atol=1e-3)
+
+
+class Doubling:
+    """Stands for exit heads: a norm undoes no shift."""
+
+    def of_layers(self, hidden, layers):
+        return hidden + 2 * hidden.roll(1, -1)

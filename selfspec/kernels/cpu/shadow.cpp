@@ -1,0 +1,158 @@
+// What layers would have picked at judged positions, told from a few tokens: see `selfspec/decoding/shadow.py`.
+
+#include <vector>
+
+#include "norm.h"
+#include "pick.h"
+#include "team.h"
+
+struct Looking {
+    int64_t num_layers, num_positions, hidden, vocab, num_likely, num_others;
+    const float *head, *bias, *norm;  // [vocab, hidden], [vocab] or null, [hidden]
+    const int64_t* others;            // [num_others], a sample of the vocabulary
+    const float *states, *target;     // [num_layers, num_positions, hidden]; its logits [num_positions, vocab]
+    const int64_t* judged;            // [num_positions], its picks
+    const How* how;
+    const int64_t* positions;  // in their rows, of the tokens picked there
+    bool* hits;                // [num_layers, num_positions]
+    float* sure;
+    float eps;
+};
+
+template <int... I>
+static inline float total(Vec v, std::integer_sequence<int, I...>) {
+    const Ints lanes = {I...};
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) v += choose(v, v, lanes ^ half);
+    return v[0];
+}
+
+static inline float total(Vec v) { return total(v, std::make_integer_sequence<int, LANES>()); }
+
+// A token's weights times R rows of x, each into a row of `out`.
+template <int R>
+static void multiply(const float* weight, const float* x, int64_t size, float* out, int64_t apart) {
+    Vec sums[R] = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        Vec one = load(weight + i);
+        for (int r = 0; r < R; r++) sums[r] = fma(one, load(x + r * size + i), sums[r]);
+    }
+    for (int r = 0; r < R; r++) {
+        float product = total(sums[r]);
+        for (int64_t j = i; j < size; j++) product += weight[j] * x[r * size + j];
+        out[r * apart] = product;
+    }
+}
+
+// The likeliest tokens but one, in any order; returns how many. `out` has room for twice as many as are wanted.
+static int64_t likeliest(const float* logits, int64_t vocab, int64_t except, int64_t wanted, int64_t* out) {
+    int64_t count = 0;
+    float bound = -INFINITY;
+    auto cut = [&] {
+        auto is_likelier = [&](int64_t a, int64_t b) { return logits[a] > logits[b]; };
+        std::nth_element(out, out + wanted - 1, out + count, is_likelier);
+        bound = logits[out[wanted - 1]], count = wanted;
+    };
+    auto look = [&](int64_t i) {
+        if (!(logits[i] > bound) || i == except) return;
+        out[count++] = i;
+        if (count == 2 * wanted) cut();
+    };
+    int64_t i = 0;
+    for (; wanted && i + LANES <= vocab; i += LANES) {
+        Ints is_likelier = load(logits + i) > bound;
+        int32_t some = 0;
+        for (int lane = 0; lane < LANES; lane++) some |= is_likelier[lane];
+        for (int64_t j = i; some && j < i + LANES; j++) look(j);
+    }
+    for (; wanted && i < vocab; i++) look(i);
+    if (wanted && count > wanted) cut();
+    return count;
+}
+
+// Looks at positions one after another, with room of its own.
+class Looker {
+    const Looking& all;
+    int64_t most;  // tokens, filled up
+    std::vector<int64_t> tokens;
+    std::vector<float> normed, logits, stands_for, room;  // [layers, hidden], [layers, most], [most]
+
+    void fetch(int64_t token) const {
+        const float* weight = all.head + token * all.hidden;
+        for (int64_t i = 0; i < all.hidden; i += 16) __builtin_prefetch(weight + i);
+    }
+
+    // All layers' logits of one token.
+    void multiply_all(int64_t token, int64_t column) {
+        const float *weight = all.head + token * all.hidden, *x = normed.data();
+        float* out = logits.data() + column;
+        int64_t k = 0;
+        for (; k + 8 <= all.num_layers; k += 8)
+            multiply<8>(weight, x + k * all.hidden, all.hidden, out + k * most, most);
+        for (; k + 3 <= all.num_layers; k += 3)
+            multiply<3>(weight, x + k * all.hidden, all.hidden, out + k * most, most);
+        for (; k < all.num_layers; k++)
+            multiply<1>(weight, x + k * all.hidden, all.hidden, out + k * most, most);
+        for (k = 0; all.bias && k < all.num_layers; k++) out[k * most] += all.bias[token];
+    }
+
+    // Whether the first of a layer's logits is the largest, and how sure that is.
+    bool is_first(float* own, int64_t count, float* sure) const {
+        int64_t end = filled_up(count);
+        for (int64_t i = count; i < end; i++) own[i] = -INFINITY;
+        float best = largest(own, end);
+        Vec sums = {};
+        for (int64_t i = 0; i < count; i += LANES)
+            sums = fma(exponential(load(own + i) - best), load(stands_for.data() + i), sums);
+        *sure = 1 / total(sums);
+        return own[0] >= best;
+    }
+
+   public:
+    explicit Looker(const Looking& all)
+        : all(all), most(filled_up(1 + all.num_likely + std::max(all.num_likely, all.num_others))), tokens(most),
+          normed(all.num_layers * all.hidden), logits(all.num_layers * most), stands_for(most), room(pick_floats(most)) {}
+
+    void look(int64_t n) {
+        tokens[0] = all.judged[n];
+        const float* target = all.target + n * all.vocab;
+        int64_t num_top = 1 + likeliest(target, all.vocab, tokens[0], all.num_likely, tokens.data() + 1);
+        std::copy(all.others, all.others + all.num_others, tokens.begin() + num_top);
+        int64_t count = num_top + all.num_others, num_twice = 0;
+        for (int64_t k = 0; k < all.num_layers; k++)
+            norm(all.states + (k * all.num_positions + n) * all.hidden, all.norm, all.eps, all.hidden,
+                 normed.data() + k * all.hidden);
+        for (int64_t i = 0; i < count; i++) {
+            if (i + 1 < count) fetch(tokens[i + 1]);
+            auto top_end = tokens.begin() + num_top;
+            if (i >= num_top && std::find(tokens.begin(), top_end, tokens[i]) != top_end) {
+                num_twice++;
+                for (int64_t k = 0; k < all.num_layers; k++) logits[k * most + i] = -INFINITY;
+            } else {
+                multiply_all(tokens[i], i);
+            }
+        }
+        float unseen = float(all.vocab - num_top) / float(std::max<int64_t>(all.num_others - num_twice, 1));
+        std::fill_n(stands_for.begin(), num_top, 1.f);
+        std::fill_n(stands_for.begin() + num_top, all.num_others, std::max(unseen, 1.f));
+        const How& how = all.how[n];
+        for (int64_t k = 0; k < all.num_layers; k++) {
+            float* own = logits.data() + k * most;
+            int64_t at = k * all.num_positions + n;
+            if (how.temperature > 0) {
+                Picked pick = pick_row({own, count, all.positions[n], tokens.data()}, how, room.data(), true, false);
+                all.hits[at] = pick.best == 0, all.sure[at] = pick.sure;
+            } else {
+                all.hits[at] = is_first(own, count, all.sure + at);
+            }
+        }
+    }
+};
+
+extern "C" void selfspec_shadow(const Looking* all, int64_t num_threads) {
+    Team::run(num_threads, [&] {
+        Looker looker(*all);
+        Team::share(all->num_positions, [&](int64_t n) { looker.look(n); });
+    });
+}
