@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
+from selfspec.control.gate import GATE
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.lengths import TO_ASK, Lengths, Weighed
 from selfspec.control.matches import LONG, MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady, TokenTree
-from selfspec.control.reading import FEW, GATE
+from selfspec.control.reading import FEW
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 

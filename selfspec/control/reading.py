@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.control.gate import GATE, Gate
 from selfspec.control.lengths import TO_ASK
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
@@ -21,8 +22,6 @@ CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
 CLOCK_STEP, MOST_ASKING = 0.1, 5.0  # how fast that is followed; and the most, in what is taken on without it
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
 WATCH_PAUSE = 31  # the same where rows are only watched
-GATE = 12  # tokens that few rows must match to be asked about where that does not pay: texts that repeat themselves do
-GATE_PAUSE, MOST_GATE_PAUSE = 2, 8  # rounds until they are asked about again, once in vain; each time twice as many
 # Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
 SHARE = 0.02
 USUAL_TOKENS = 4  # of a round
@@ -57,7 +56,7 @@ class Reading:
         """Whether the rows of the last round were not asked about for want of a long match."""
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
         self._wary = 1  # trials that must be affordable
-        self._held, self._hold = 0, GATE_PAUSE  # rounds before a long match is asked about again; and the next pause
+        self._gate = Gate()
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
@@ -67,10 +66,7 @@ class Reading:
         """Whether anything came of the rows' guesses in a round."""
         self._vain = 0 if has_drafted else self._vain + 1
         if not has_drafted and self._is_few and self._least > 0:  # they were for a long match alone
-            self._pause_asking()
-
-    def _pause_asking(self) -> None:
-        self._held, self._hold = self._hold, min(2 * self._hold, MOST_GATE_PAUSE)
+            self._gate.shut()
 
     @property
     def rounds_left(self) -> int:
@@ -78,16 +74,16 @@ class Reading:
         if self._num_rows > FEW:
             return KEPT
         if self.waits or self.will_wait:
-            least = self._least if self.waits else (1 + self._wary * TRIAL * self._num_rows) * self._asking
+            least = self._least if self.waits else self._trials(self._num_rows)
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
             rounds = max(0, int((least - self._balance + unpaid) / self._pays))
-            return min(rounds, self._held - 1) if self._held > 1 else rounds
+            return min(rounds, self._gate.opens_after or rounds)
         return max(0, int(self._balance / self._round_takes))
 
     @property
     def asked_after(self) -> tuple[int, ...]:
         """In those rounds, where rows wait or will, by match: see `Steady.lengths`."""
-        return (0,) if self._held > 1 else (*(0,) * GATE, TO_ASK)
+        return (0,) if self._gate.opens_after else (*(0,) * GATE, TO_ASK)
 
     @property
     def will_wait(self) -> bool:
@@ -107,12 +103,12 @@ class Reading:
     def pause(self) -> int:
         """Plain rounds to pass over before the next one that is asked about: the more, the longer it was in vain."""
         if self.waits:
-            return min(WATCH_PAUSE, self._held - 1) if self._held > 1 else WATCH_PAUSE
+            return min(WATCH_PAUSE, self._gate.opens_after or WATCH_PAUSE)
         return min(self._vain // PATIENCE, MOST_PAUSE)
 
     def pass_plain(self, num_rounds: int) -> None:
         """Count rounds that nobody was asked about."""
-        self._held = max(0, self._held - num_rounds)
+        self._gate.pass_rounds(num_rounds)
 
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
@@ -167,16 +163,16 @@ class Reading:
                 self._is_on = False
                 return ()
             self._balance, self._wary = -debt, min(2 * self._wary, WARIEST)  # to watch few takes less than the share
-            self._pause_asking()
+            self._gate.shut()
         read, indexing = self._affordable(rows)
         if not self._is_on:
             return ()
         self._balance -= indexing
         is_long = any(row.match >= GATE for row in read)
-        self._held = max(0, self._held - 1)
+        self._gate.pass_rounds()
         if pays or not is_long:
-            self._hold = GATE_PAUSE
-        self.waits = not pays and (not is_long or self._held > 0)
+            self._gate.forgive()
+        self.waits = not pays and not (is_long and self._gate.is_open)
         self._indexing = indexing
         if self.waits:
             return ()
@@ -196,7 +192,11 @@ class Reading:
     def _to_begin(self, rows: Sequence[RowState]) -> float:
         """What the account must hold for rows to be asked about from now on."""
         indexing = [READ_SECONDS * (row.content_length - self._read.get(row.request_id, 0)) for row in rows]
-        return (1 + self._wary * TRIAL * len(rows)) * self._asking + min(indexing)
+        return self._trials(len(rows)) + min(indexing)
+
+    def _trials(self, num_rows: int) -> float:
+        """What it must hold for so many rows to be tried."""
+        return (1 + self._wary * TRIAL * num_rows) * self._asking
 
     def _affordable(self, rows: Sequence[RowState]) -> tuple[list[RowState], float]:
         """The rows, without guesses where nothing pays for an index; and seconds for the others' indices."""
@@ -209,8 +209,8 @@ class Reading:
                 read.append(row._replace(guesses=None))
                 continue
             if before is None:
-                self._vain = self._held = 0
-                self._hold = GATE_PAUSE
+                self._vain = 0
+                self._gate.open()
             left, indexing = left - cost, indexing + index
             known[row.request_id] = row.content_length
             read.append(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -90,7 +91,7 @@ class Engine:
         exact: bool = False,
         burst: float | None = None,
     ) -> None:
-        if burst is not None and not burst >= 0:
+        if burst is not None and not (isinstance(burst, Real) and burst >= 0):
             raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:

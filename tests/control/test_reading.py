@@ -10,8 +10,9 @@ import pytest
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.gate import GATE
 from selfspec.control.plan import LOOKUP, RowState
-from selfspec.control.reading import ASK_SECONDS, GATE, READ_SECONDS, SHARE, Reading, could_pay
+from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found

@@ -272,7 +272,7 @@ def test_generate_decodes_on_for_longer_than_stream_and_says_so_if_that_is_nonse
     calls.clear()
     [streamed] = tokens_of(target.stream(make_prompts([7]), **told)).values()
     assert {*calls} == {1} and streamed.tokens == done.tokens
-    for burst in (-1.0, float("nan")):
+    for burst in (-1.0, float("nan"), "x"):
         with pytest.raises(ValueError, match="burst must be a number of seconds, at least 0, got"):
             target.stream(make_prompts([7]), burst=burst)
 
