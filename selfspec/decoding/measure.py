@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import perf_counter
-from typing import Any, cast
 
 import torch
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, Steady, TokenTree
-from selfspec.decoding.ahead import Ahead, Coming
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, TokenTree
 from selfspec.decoding.around import Around
 from selfspec.decoding.pick import Sampling
-from selfspec.decoding.picker import Picker
 from selfspec.decoding.readings import Readings
-from selfspec.decoding.request import Request
-from selfspec.decoding.rounds import decode_round
-from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import shadow_picks
-from selfspec.target.cache import PagedCache
+from selfspec.decoding.timed import FURTHER, TimedRounds
 from selfspec.target.stack import Stack
 
 QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
@@ -36,12 +29,8 @@ BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT = 1024
-RAGGED = 9  # tokens by which rows of a batch differ in length
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
-# Rounds after the first of such a call, of which the last half count: the first ones find caches as the interpreter
-# left them, and take up to twice as long, plain ones most of all.
-FURTHER = 12
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
 MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
 
@@ -89,31 +78,6 @@ def doubtful(costs: Costs) -> bool:
     return costs.num_layers >= 4 and (early(1) > plain / 2 or early(costs.num_layers - 1) > 1.3 * plain)
 
 
-class _Laps(Seconds):
-    """A round's stages one by one, on the measurement's own clock, which waits for the device."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        super().__init__()
-        self._clock = now
-        self.taken: dict[str, list[float]] = {}
-        self._last = now()
-
-    def add(self, stage: str, seconds: float) -> None:
-        self.taken.setdefault(stage, []).append(seconds)
-
-    def now(self) -> float:
-        return self._clock()
-
-
-class _Stopper:
-    """Stands for that of a row which ends where its memory does."""
-
-    eos: frozenset[int] = frozenset()
-
-    def __init__(self, room: int) -> None:
-        self.max_new_tokens = room - 1  # its prompt is one token, whatever else it has
-
-
 class _Clock:
     """Runs every probe in turn, and all again, so that what drifts reaches all alike.
 
@@ -125,20 +89,17 @@ class _Clock:
         self, stack: Stack, batch_sizes: Sequence[int], widths: Sequence[int], say: Callable[[str], None]
     ) -> None:
         self.stack, self.batch_sizes, self.say = stack, batch_sizes, say
-        self.picker = Picker(stack)
         self.middle = max(1, stack.num_layers // 4)
         limit, widest = stack.context_limit, max(STEPS, *widths)
         self.base = max(0, min(CONTEXT, limit - 2 * widest))
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        self.room = self.base + max(widest, 2 * max(BESIDE) + 2) + 8 * FURTHER
-        self.cache, self.pages = _rows(stack, max(batch_sizes), self.room)
-        self.far = _rows(stack, 1, self.long + 1 + FURTHER)
+        self.timed = TimedRounds(stack, max(batch_sizes), self.base + max(widest, 2 * max(BESIDE) + 2), self.long + 1)
+        self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings()
         self.engines = Around(stack, self.now)
         self.keeps = self.thin = self.is_fast = False
-        self.inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
     def costs(self, repeats: int, within: float | None) -> Costs:
         self.plain(1, self.base, "plain")
@@ -192,7 +153,7 @@ class _Clock:
         return self.picker.rounds is not None and self.is_fast and self.engines.fits
 
     def plain(self, rows: int, context: int, piece: str) -> None:
-        single, *warm = self.laps(rows, context, Plan(None, (0,) * rows))
+        single, *warm = self.laps(rows, Plan(None, (0,) * rows), context)
         (around, *_), (layers, *_) = single["rest"], single["verify"]
         if self.picker.rounds is None:
             layers += around  # which other rounds spend beside layers, too
@@ -210,7 +171,7 @@ class _Clock:
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
         """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
-        single, *warm = self.laps(rows, self.base, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
+        single, *warm = self.laps(rows, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
         for laps in warm or [single]:
             (first, *later), late = laps["draft"], laps["verify"][0]
             if piece == "early":
@@ -230,7 +191,7 @@ class _Clock:
     def copied(self, rows: int, exit_layer: int) -> None:
         """A round's draft by copies of the layers."""
         plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=4)
-        single, *warm = self.laps(rows, self.base, plan)
+        single, *warm = self.laps(rows, plan)
         for laps in warm or [single]:
             first, *later, packing = laps["draft"]
             self.keep("copied first", rows, exit_layer, first + packing)
@@ -243,7 +204,7 @@ class _Clock:
         """The last early pass of a draft, with so many tokens drafted beside the others."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
         plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)
-        single, *warm = self.laps(1, self.base, plan)
+        single, *warm = self.laps(1, plan)
         for laps in warm or [single]:
             self.keep("wide", 1, 1 + more, laps["draft"][-1])
 
@@ -251,22 +212,13 @@ class _Clock:
         """A verification of all layers in which few rows have many tokens, and the others one."""
         lengths = [0 if i % RAGGED_EVERY else RAGGED_WIDTH - 1 for i in range(rows)]
         trees = tuple(TokenTree((0,) * n, tuple(range(n))) if n else None for n in lengths)
-        [laps] = self.laps(rows, self.base, Plan(LOOKUP, tuple(lengths), trees=trees))
+        [laps] = self.laps(rows, Plan(LOOKUP, tuple(lengths), trees=trees))
         self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
 
-    def laps(self, num_rows: int, context: int, plan: Plan) -> list[dict[str, list[float]]]:
-        """Stage -> its seconds, one by one, of a round as the engine decodes it, and of the last ones of its call."""
-        cache, pages = (self.cache, self.pages) if context < self.room else self.far
-        rows, stopper = [], cast(Any, _Stopper(min(cache.page_size, self.stack.context_limit)))
-        for i, token in enumerate(self.given(num_rows, 0).tolist()):
-            content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
-            rows.append(Row(i, Request([0]), stopper, pages[i], content))
-        laps, ahead = _Laps(self.now), Ahead(burst=1.0)
-        ahead.allow(Steady(FURTHER), plan, None, False)
-        goes_on = self.has_calls and plan.exit_layer != LOOKUP
-        decode_round(self.stack, cache, rows, plan, laps, picker=self.picker, ahead=ahead if goes_on else None)
-        further = [_by_stage(one) for one in ahead.coming if _is_whole(one, plan)]
-        return [laps.taken, *further[len(further) // 2 :]]
+    def laps(self, num_rows: int, plan: Plan, context: int | None = None) -> list[dict[str, list[float]]]:
+        """See `TimedRounds.laps`."""
+        further = FURTHER if self.has_calls and plan.exit_layer != LOOKUP else 0
+        return self.timed.laps(num_rows, self.base if context is None else context, plan, further)
 
     def head(self, num_tokens: int) -> None:
         """The head and picks of many tokens, after a forward: as in a round, nothing of the head is in the caches."""
@@ -291,42 +243,6 @@ class _Clock:
         shadow_picks(self.stack, self.picker, layers, seen, sampling, at, scores, scores.argmax(-1))
         self.keep("short", 1, positions * len(layers), self.now() - start)
 
-    def given(self, num_tokens: int, start: int) -> torch.Tensor:
-        """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""
-        known = self.inputs.get((num_tokens, start > 0))
-        if known is None:
-            source = torch.Generator().manual_seed(num_tokens)
-            if start == 0:
-                known = torch.randint(self.stack.vocab_size, (num_tokens,), generator=source)
-            else:
-                known = torch.randn(num_tokens, self.stack.config.hidden_size, generator=source).to(self.stack.dtype)
-            known = self.inputs[num_tokens, start > 0] = known.to(self.stack.device)
-        return known
-
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
         if self.keeps:
             self.readings.keep(piece, rows, size, seconds)
-
-    def now(self) -> float:
-        if self.stack.device.type == "cuda":
-            torch.cuda.synchronize(self.stack.device)
-        return perf_counter()
-
-
-def _is_whole(round_: Coming, plan: Plan) -> bool:
-    """Whether rows had room for all that they were to draft."""
-    drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
-    return drafted == list(plan.draft_lengths)
-
-
-def _by_stage(round_: Coming) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {}
-    for stage, seconds in round_.parts:
-        taken.setdefault(stage, []).append(seconds)
-    return taken
-
-
-def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
-    """A cache with one page for each of `count` rows."""
-    cache = stack.new_cache(count, room)
-    return cache, [cache.reserve(room) or [] for _ in range(count)]

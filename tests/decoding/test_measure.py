@@ -15,6 +15,7 @@ from selfspec.api import Target
 from selfspec.control.costs import Costs
 from selfspec.control.table import Table
 from selfspec.decoding import measure as module
+from selfspec.decoding import timed
 from selfspec.decoding.around import Around
 from selfspec.decoding.measure import exits_to_time, measure
 from tests.models import build, tiny
@@ -116,12 +117,12 @@ def falling(seed):
     ids=["jumps", "other jumps", "backwards", "stopped", "slow"],
 )
 def test_a_bad_clock_still_gives_costs_to_divide_by(monkeypatch, steps):
-    monkeypatch.setattr(module, "perf_counter", Clock(steps))
+    monkeypatch.setattr(timed, "perf_counter", Clock(steps))
     assert_sound(measure(tiny("llama").stack, (1, 2), repeats=2), 4)
 
 
 def test_a_slow_model_is_measured_at_fewer_points_unless_there_is_time(monkeypatch):
-    monkeypatch.setattr(module, "perf_counter", Clock(itertools.repeat(0.1)))
+    monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(0.1)))
     stack = tiny("llama").stack
     assert measure(stack).late[1].points == module.THIN_WIDTHS
     assert measure(stack, repeats=1, within=None).late[1].points == module.WIDTHS
@@ -129,7 +130,7 @@ def test_a_slow_model_is_measured_at_fewer_points_unless_there_is_time(monkeypat
 
 def test_repeats_end_with_the_time_given(monkeypatch):
     told = []
-    monkeypatch.setattr(module, "perf_counter", Clock(itertools.repeat(1e-3)))
+    monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(1e-3)))
     monkeypatch.setattr(module, "doubtful", lambda costs: False)
     measure(tiny("llama").stack, repeats=5, within=0.02, say=told.append)
     assert told == ["repeat 1 of 5"]

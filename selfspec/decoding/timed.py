@@ -1,0 +1,114 @@
+"""`TimedRounds`: rounds of rows that are made up, decoded as the engine does it and timed stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+
+from selfspec.control.plan import Plan, Seconds, Steady
+from selfspec.decoding.ahead import Ahead, Coming
+from selfspec.decoding.picker import Picker
+from selfspec.decoding.request import Request
+from selfspec.decoding.rounds import decode_round
+from selfspec.decoding.row import Row
+from selfspec.target.cache import PagedCache
+from selfspec.target.stack import Stack
+
+RAGGED = 9  # tokens by which rows of a batch differ in length
+# Rounds after the first of a call of many, of which the last half count: the first ones find caches as the interpreter
+# left them, and take up to twice as long, plain ones most of all.
+FURTHER = 12
+
+
+class _Laps(Seconds):
+    """A round's stages one by one, on the measurement's own clock, which waits for the device."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = now
+        self.taken: dict[str, list[float]] = {}
+        self._last = now()
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.taken.setdefault(stage, []).append(seconds)
+
+    def now(self) -> float:
+        return self._clock()
+
+
+class _Stopper:
+    """Stands for that of a row which ends where its memory does."""
+
+    eos: frozenset[int] = frozenset()
+
+    def __init__(self, room: int) -> None:
+        self.max_new_tokens = room - 1  # its prompt is one token, whatever else it has
+
+
+class TimedRounds:
+    """Keeps the rows' caches from round to round.
+
+    Args:
+        num_rows: most rows of a round.
+        room: tokens that each may come to hold.
+        far_room: what a single one may, where that is more.
+    """
+
+    def __init__(self, stack: Stack, num_rows: int, room: int, far_room: int) -> None:
+        self._stack, self.picker = stack, Picker(stack)
+        self._room = room + 8 * FURTHER
+        self._cache, self._pages = _rows(stack, num_rows, self._room)
+        self._far = _rows(stack, 1, far_room + FURTHER)
+        self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:
+        """Stage -> its seconds, one by one, of a round; and of the last half of so many further ones of its call."""
+        cache, pages = (self._cache, self._pages) if context < self._room else self._far
+        rows, stopper = [], cast(Any, _Stopper(min(cache.page_size, self._stack.context_limit)))
+        for i, token in enumerate(self.given(num_rows, 0).tolist()):
+            content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
+            rows.append(Row(i, Request([0]), stopper, pages[i], content))
+        laps, ahead = _Laps(self.now), Ahead(burst=1.0)
+        ahead.allow(Steady(further), plan, None, False)
+        decode_round(self._stack, cache, rows, plan, laps, picker=self.picker, ahead=ahead if further else None)
+        coming = [_by_stage(one) for one in ahead.coming if _is_whole(one, plan)]
+        return [laps.taken, *coming[len(coming) // 2 :]]
+
+    def given(self, num_tokens: int, start: int) -> torch.Tensor:
+        """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""
+        known = self._inputs.get((num_tokens, start > 0))
+        if known is None:
+            source = torch.Generator().manual_seed(num_tokens)
+            if start == 0:
+                known = torch.randint(self._stack.vocab_size, (num_tokens,), generator=source)
+            else:
+                known = torch.randn(num_tokens, self._stack.config.hidden_size, generator=source).to(self._stack.dtype)
+            known = self._inputs[num_tokens, start > 0] = known.to(self._stack.device)
+        return known
+
+    def now(self) -> float:
+        if self._stack.device.type == "cuda":
+            torch.cuda.synchronize(self._stack.device)
+        return perf_counter()
+
+
+def _is_whole(round_: Coming, plan: Plan) -> bool:
+    """Whether rows had room for all that they were to draft."""
+    drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
+    return drafted == list(plan.draft_lengths)
+
+
+def _by_stage(round_: Coming) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {}
+    for stage, seconds in round_.parts:
+        taken.setdefault(stage, []).append(seconds)
+    return taken
+
+
+def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
+    """A cache with one page for each of `count` rows."""
+    cache = stack.new_cache(count, room)
+    return cache, [cache.reserve(room) or [] for _ in range(count)]
