@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.decision import HANDICAP, Decision, decide, favour_of, spread
+from selfspec.control.decider import TRY_ROUNDS, Decider
+from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
-from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP, block_of, rounds_apart
+from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.looks import Looks
-from selfspec.control.parts import Parts, Vocabulary
+from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
@@ -39,14 +40,9 @@ from selfspec.control.plan import (
 from selfspec.control.reading import FEW, Reading
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
-from selfspec.control.worth import Worth
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
-# A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
-# before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
-TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
-CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
 
@@ -74,26 +70,20 @@ class Adaptive:
         self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
         self._reading = Reading(costs.ragged is not None)
         self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
-        self._favour = favour_of(costs.num_layers)
+        self._decider = Decider(costs, self._experience, self._allowed)
         self._cascades = "cascade" in drafts
         self._looks = Looks(costs, self._has_prior)
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
-        self._worth: Worth | None = None
-        self._worth_for = (0, 0)  # rows, and steps of context of the longest
         self._times = Timetable(self._has_prior)
         self._batch = 0
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
-        self._decision = Decision()
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._block = 0  # plain rounds still to come before drafts go on
         self._in_block = False  # whether the last round was one of those
         self._trying = 0  # rounds still to come of drafts that are tried
-        self._tried: set[int] = set()  # bit lengths of batches' sizes
-        self._may_copy, self._has_copies = "copies" in drafts, False
-        self._vocabulary: Vocabulary | None = None
-        self._parts = Parts(costs)  # ways of drafting
+        self._may_copy = "copies" in drafts
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
@@ -106,15 +96,17 @@ class Adaptive:
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        self._vocabulary = vocabulary
-        self._parts = Parts(self.costs, vocabulary, self._has_copies)
-        self._times.decide_now()
-        self._made = self._promising = None
+        self._decider.tell_vocabulary(vocabulary)
+        self._forget_decision()
 
     def tell_copies(self, has_copies: bool) -> None:
         """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
-        self._has_copies, self._worth = has_copies and self._may_copy, None
-        self.tell_vocabulary(self._vocabulary)
+        self._decider.tell_copies(has_copies and self._may_copy)
+        self._forget_decision()
+
+    def _forget_decision(self) -> None:
+        self._times.decide_now()
+        self._made = self._promising = None
 
     def tell_pace(self, pace: Any) -> None:
         """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
@@ -176,8 +168,8 @@ class Adaptive:
         if self._finder is not None:
             self._finder.pass_time(num_rounds)
             self._reading.pass_plain(num_rounds)
-        if self._finder is not None and self._worth is not None:
-            self._reading.pass_round(self._batch, num_rounds * self._worth.plain_seconds, 0.0)
+        if self._finder is not None and self._decider.worth is not None:
+            self._reading.pass_round(self._batch, num_rounds * self._decider.worth.plain_seconds, 0.0)
         self._experience.add_idle(num_rounds)
         self._looks.pass_idle(seconds, num_rounds)
 
@@ -188,7 +180,7 @@ class Adaptive:
             return ()  # rounds tell soon enough, and of what the model writes
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
-        could = self._could_pay(self._worth_of(max(1, self._batch), row.content_length // CONTEXT_STEP), HANDICAP)
+        could = self._decider.could_pay(self._decider.worth_of(max(1, self._batch), row.content_length), HANDICAP)
         order = [layer for layer in spread(self.costs.num_layers) if layer in could]
         count = len(order)
         while count and self.costs.seed(count, positions) > budget:
@@ -216,46 +208,52 @@ class Adaptive:
             self._block -= 1
             self._likely = self._idle
             return self._idle
-        read: Sequence[RowState] = ()
-        if self._finder is not None and self._worth is not None:
-            read = self._were_read = self._reading.begin(rows, self._worth, self._decision.usual)
-            drafts, usual = self._decision.exit_layer is not None, self._usual(len(rows))
-            found = self._finder.plan(read, self._worth, usual, drafts) if read else None
-            if read:
-                self._reading.note(found is not None)
-            elif self._reading.waits and len(rows) == 1:
-                self._finder.watch(rows[0])
-            if found is not None:
-                self._times.put_off()
-                if not self._looks.are_due:
-                    self._likely = self._by_layers(rows) if drafts else self._idle
-                return found
-        decision, due = self._decision, self._looks.are_due
-        exit_layer = decision.exit_layer
+        found = self._by_lookup(rows)
+        if found is not None:
+            return found
+        exit_layer = self._decider.decision.exit_layer
+        shadow = self._shadow(exit_layer, len(rows)) if self._looks.are_due else None
         if exit_layer is None:
-            shadow = self._shadow(None, len(rows)) if due else None
-            if shadow is not None:
-                return Plan(None, self._idle.draft_lengths, shadow=shadow)
-            if self._plain_run > block_of(len(rows)).rounds and not self.recycles and not self._times.has_clock:
-                self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
-            self._likely = self._idle
-            return self._idle
-        shadow = self._shadow(exit_layer, len(rows)) if due else None
-        guesses = self._checks(self._finder.chains[0]) if read and self._finder is not None else 0
+            return self._without_drafts(len(rows), shadow)
+        guesses = self._checks(self._finder.chains[0]) if self.hears_lookup and self._finder is not None else 0
         plan = self._by_layers(rows, shadow, guesses)
         if shadow is None and plan is not self._idle:
             self._likely = plan
         return plan
 
+    def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
+        """Drafts of rows that are looked up, where that pays."""
+        finder, worth, usual = self._finder, self._decider.worth, self._decider.usual(len(rows))
+        if finder is None or worth is None:
+            return None
+        read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual)
+        drafts = self._decider.decision.exit_layer is not None
+        found = finder.plan(read, worth, usual, drafts) if read else None
+        if read:
+            self._reading.note(found is not None)
+        elif self._reading.waits and len(rows) == 1:
+            finder.watch(rows[0])
+        if found is not None:
+            self._times.put_off()
+            if not self._looks.are_due:
+                self._likely = self._by_layers(rows) if drafts else self._idle
+        return found
+
+    def _without_drafts(self, num_rows: int, shadow: ShadowPlan | None) -> Plan:
+        if shadow is not None:
+            return Plan(None, self._idle.draft_lengths, shadow=shadow)
+        if self._plain_run > block_of(num_rows).rounds and not self.recycles and not self._times.has_clock:
+            self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
+        self._likely = self._idle
+        return self._idle
+
     def _checks(self, chances: Sequence[float]) -> int:
         """How many guesses that are as likely, the first, the first two, .. an early pass checks."""
-        if self._decision.exit_layer is None or not self._cascades or self._worth is None or self._batch != 1:
-            return 0
-        return self._worth.guesses(self._decision.exit_layer, chances)
+        return self._decider.guesses(chances) if self._cascades else 0
 
     def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
         """What was decided; nothing else changes between decisions."""
-        decision, made = self._decision, self._made
+        decision, made = self._decider.decision, self._made
         most = min(self.most, decision.most)
         lengths = tuple([min(most, row.room - 1) for row in rows])
         if not any(lengths):
@@ -281,12 +279,12 @@ class Adaptive:
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
             if self._were_read:
-                self._finder.observe(plan, outcomes, self._forecast(plan, outcomes))
+                self._finder.observe(plan, outcomes, self._decider.forecast(plan.exit_layer, outcomes))
             elif outcomes:
                 self._finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
-            if self._worth is not None:
-                usual = self._finder.usual if plan.exit_layer == LOOKUP else self._usual(len(outcomes))
-                self._reading.count(plan, outcomes, self._worth, usual, self._decision.rounds)
+            if self._decider.worth is not None:
+                usual = self._finder.usual if plan.exit_layer == LOOKUP else self._decider.usual(len(outcomes))
+                self._reading.count(plan, outcomes, self._decider.worth, usual, self._decider.decision.rounds)
             if self._were_read and not self._times.has_decided:
                 self._reading.clock(seconds.control, plan is self._idle)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
@@ -301,83 +299,40 @@ class Adaptive:
         is_tried = self._trying > 0 and plan.exit_layer is not None
         self._trying -= is_tried
         looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and not 0 < self._plain_run <= block.cold)
-        looked = (self._context, self._parts.share(plan.draft_vocab)) if looks else None
+        looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
-        """Choose the exit layer, and the chance of being all right below which a row's draft stops."""
-        self._made = None
-        num_rows, longest = len(rows), max([row.content_length for row in rows])
-        pace = self._experience.pace
-        self._batch = num_rows
-        worth = self._worth_of(num_rows, longest // CONTEXT_STEP)
-        lookups, deciding = pace.kinds.ratio(BY_LOOKUP, num_rows), pace.deciding_of(num_rows)
-        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), deciding + pace.around_of(num_rows), lookups)
+        decider, times, num_rows = self._decider, self._times, len(rows)
+        worth, deciding = decider.price(rows)
         self._reading.price(num_rows, deciding)
-        self._times.decide_after(IDLE_ROUNDS)
+        self._batch, self._made = num_rows, None
+        times.decide_after(IDLE_ROUNDS)
         self._looks.begin(worth.plain_seconds * max([row.room for row in rows]))
         if not self._allowed or self._looks.are_awaited:
-            self._decision = Decision(num_rows / worth.plain_seconds)
+            decider.be_plain()
             return
-        parts = self._parts.now(self._processes)
-        how = worth, parts, self._allowed, self._experience, self._favour
-        before = self._decision.exit_layer
-        decision, self._trying = decide(self._decision, *how), 0
-        self._promising = None
-        if self._is_worth_a_try(decision, num_rows):
-            self._tried.add(num_rows.bit_length())
-            decision, self._trying = decide(decision, *how, TRY), TRY_ROUNDS
-        self._decision = decision
+        before, self._promising = decider.decision.exit_layer, None
+        self._trying = TRY_ROUNDS if decider.decide(self._processes) else 0
+        decision = decider.decision
         if decision.exit_layer is not None:
             self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
-            self._times.decide_while_drafting(num_rows, before is None, decision.is_known, longest_round)
+            times.decide_while_drafting(num_rows, before is None, decision.is_known, longest_round)
             block = block_of(num_rows).rounds
             apart = rounds_apart(decision.speedup, longest_round / worth.plain_seconds, block)
-            if not self._block and pace.kinds.wants_plain(apart):
+            if not self._block and self._experience.pace.kinds.wants_plain(apart):
                 self._block = block
             if self._trying:
                 self._block = block
-                self._times.decide_after(block + TRY_ROUNDS)
-
-    def _usual(self, num_rows: int) -> float:
-        """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""
-        return self._decision.usual * num_rows / self._batch
-
-    def _forecast(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> float:
-        """Tokens that a round of a single row was to bring, by what is usual now; 0 where no layer drafted."""
-        if not plan.exit_layer or len(outcomes) != 1 or self._decision.exit_layer is None:
-            return 0.0
-        rounds = self._decision.rounds
-        return self._decision.usual * rounds[min(outcomes[0].num_drafted, len(rounds) - 1)]
-
-    def _is_worth_a_try(self, decision: Decision, num_rows: int) -> bool:
-        """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""
-        if not TRY <= decision.speedup < SURE or num_rows == 1:
-            return False
-        known = self._experience.pace.kinds.has_compared(BY_LAYERS, num_rows)
-        return not known and num_rows.bit_length() not in self._tried
-
-    def _worth_of(self, num_rows: int, step: int) -> Worth:
-        if self._worth is None or self._worth_for[0] != num_rows:
-            self._worth, self._worth_for = Worth(self.costs, num_rows, copies=self._has_copies), (num_rows, -1)
-        if self._worth_for[1] != step:
-            self._worth.move((step + 0.5) * CONTEXT_STEP)
-            self._worth_for = (num_rows, step)
-        return self._worth
-
-    def _could_pay(self, worth: Worth, speedup: float) -> list[int]:
-        """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
-        slower = self._experience.pace.kinds.ratio(BY_LAYERS, worth.num_rows)
-        least = slower * speedup * worth.num_rows / worth.plain_seconds
-        could = (worth.limits() >= least).tolist()
-        return [layer for layer in self._allowed if could[layer - 1]]
+                times.decide_after(block + TRY_ROUNDS)
 
     def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
         """At all layers that could pay; only called when earlier rounds have paid for it."""
+        decider = self._decider
         if self._promising is None:
-            assert self._worth is not None
-            self._promising = self._could_pay(self._worth, max(HANDICAP, self._decision.speedup))
-        emitted = 1 if exit_layer is None else 1 + math.ceil(self._decision.length)
+            assert decider.worth is not None
+            self._promising = decider.could_pay(decider.worth, max(HANDICAP, decider.decision.speedup))
+        emitted = 1 if exit_layer is None else 1 + math.ceil(decider.decision.length)
         return self._looks.plan(self._promising, exit_layer, num_rows, emitted)

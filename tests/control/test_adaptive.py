@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.replay import replay
-from selfspec.control import adaptive
+from selfspec.control import decider
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import UNKNOWN, decide, favour_of
 from selfspec.control.parts import WHOLE, choose
@@ -106,7 +106,7 @@ def test_an_exit_layer_and_a_longest_draft_can_be_given():
 
 def test_a_few_rows_that_leave_need_no_decision_of_their_own(monkeypatch):
     decided = []
-    monkeypatch.setattr(adaptive, "decide", lambda *given: decided.append(given) or decide(*given))
+    monkeypatch.setattr(decider, "decide", lambda *given: decided.append(given) or decide(*given))
     costs = made_up_costs(LAYERS, rows=(1, 4, 16))
     policy = Adaptive(costs)
     counts = []

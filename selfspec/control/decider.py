@@ -1,0 +1,130 @@
+"""`Decider`: what drafts are worth now, and what was decided by that; `Adaptive` says when to decide anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.control.costs import Costs
+from selfspec.control.decision import Decision, decide, favour_of
+from selfspec.control.experience import Experience
+from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
+from selfspec.control.parts import Parts, Vocabulary
+from selfspec.control.plan import RowOutcome, RowState
+from selfspec.control.worth import Worth
+
+# A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
+# before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
+TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
+CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
+
+
+class Decider:
+    """Prices rounds by a machine's costs, and chooses by that and by what rounds have shown.
+
+    Args:
+        exit_layers: those to choose from.
+
+    Attributes:
+        decision: what holds now.
+        worth: of the rows that were priced last; None: none were.
+        num_rows: of these.
+    """
+
+    def __init__(self, costs: Costs, experience: Experience, exit_layers: Sequence[int]) -> None:
+        self._costs, self._experience, self._exit_layers = costs, experience, exit_layers
+        self._favour = favour_of(costs.num_layers)
+        self._has_copies = False
+        self._vocabulary: Vocabulary | None = None
+        self._parts = Parts(costs)  # ways of drafting
+        self.worth: Worth | None = None
+        self._worth_for = (0, 0)  # rows, and steps of context of the longest
+        self.num_rows = 0
+        self.decision = Decision()
+        self._tried: set[int] = set()  # bit lengths of batches' sizes
+
+    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+        """Drafts may be over parts of this vocabulary; None: they are over all of it."""
+        self._vocabulary = vocabulary
+        self._parts = Parts(self._costs, vocabulary, self._has_copies)
+
+    def tell_copies(self, has_copies: bool) -> None:
+        """Drafts may be written by copies of the layers in 4 bits, or not."""
+        self._has_copies, self.worth = has_copies, None
+        self.tell_vocabulary(self._vocabulary)
+
+    def share(self, draft_vocab: int | None) -> float:
+        """Of the vocabulary, that a draft is over."""
+        return self._parts.share(draft_vocab)
+
+    def worth_of(self, num_rows: int, longest: int) -> Worth:
+        """Of so many rows, the longest of so many tokens."""
+        step = longest // CONTEXT_STEP
+        if self.worth is None or self._worth_for[0] != num_rows:
+            self.worth, self._worth_for = Worth(self._costs, num_rows, copies=self._has_copies), (num_rows, -1)
+        if self._worth_for[1] != step:
+            self.worth.move((step + 0.5) * CONTEXT_STEP)
+            self._worth_for = (num_rows, step)
+        return self.worth
+
+    def price(self, rows: Sequence[RowState]) -> tuple[Worth, float]:
+        """Price the rounds of these rows as the clock told; and the seconds that deciding takes."""
+        self.num_rows, pace = len(rows), self._experience.pace
+        worth = self.worth_of(self.num_rows, max([row.content_length for row in rows]))
+        lookups, deciding = pace.kinds.ratio(BY_LOOKUP, self.num_rows), pace.deciding_of(self.num_rows)
+        around = deciding + pace.around_of(self.num_rows)
+        worth.price(pace.pick, (pace.passes[0], pace.passes[1]), around, lookups)
+        return worth, deciding
+
+    def be_plain(self) -> None:
+        """Decide that nothing is drafted by layers."""
+        assert self.worth is not None
+        self.decision = Decision(self.num_rows / self.worth.plain_seconds)
+
+    def decide(self, is_whole: bool) -> bool:
+        """Choose the exit layer, and the chance of being all right below which a row's draft stops.
+
+        Args:
+            is_whole: whether drafts must be by the layers themselves, over the whole vocabulary.
+
+        Returns:
+            Whether that is only tried, for `TRY_ROUNDS`.
+        """
+        assert self.worth is not None
+        how = self.worth, self._parts.now(is_whole), self._exit_layers, self._experience, self._favour
+        self.decision = decide(self.decision, *how)
+        if not self._is_worth_a_try():
+            return False
+        self._tried.add(self.num_rows.bit_length())
+        self.decision = decide(self.decision, *how, TRY)
+        return True
+
+    def _is_worth_a_try(self) -> bool:
+        """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""
+        if not TRY <= self.decision.speedup < SURE or self.num_rows == 1:
+            return False
+        known = self._experience.pace.kinds.has_compared(BY_LAYERS, self.num_rows)
+        return not known and self.num_rows.bit_length() not in self._tried
+
+    def usual(self, num_rows: int) -> float:
+        """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""
+        return self.decision.usual * num_rows / self.num_rows
+
+    def forecast(self, exit_layer: int | None, outcomes: Sequence[RowOutcome]) -> float:
+        """Tokens that a round of a single row was to bring, by what is usual now; 0 where no layer drafted."""
+        if not exit_layer or len(outcomes) != 1 or self.decision.exit_layer is None:
+            return 0.0
+        rounds = self.decision.rounds
+        return self.decision.usual * rounds[min(outcomes[0].num_drafted, len(rounds) - 1)]
+
+    def could_pay(self, worth: Worth, speedup: float) -> list[int]:
+        """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
+        slower = self._experience.pace.kinds.ratio(BY_LAYERS, worth.num_rows)
+        least = slower * speedup * worth.num_rows / worth.plain_seconds
+        could = (worth.limits() >= least).tolist()
+        return [layer for layer in self._exit_layers if could[layer - 1]]
+
+    def guesses(self, chances: Sequence[float]) -> int:
+        """How many guesses that are as likely, the first, the first two, .. an early pass of one row checks."""
+        if self.decision.exit_layer is None or self.worth is None or self.num_rows != 1:
+            return 0
+        return self.worth.guesses(self.decision.exit_layer, chances)
