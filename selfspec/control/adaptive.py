@@ -307,13 +307,13 @@ class Adaptive:
         decider, times, num_rows = self._decider, self._times, len(rows)
         worth, deciding = decider.price(rows)
         self._reading.price(num_rows, deciding)
-        self._batch, self._made = num_rows, None
+        self._batch, self._made, self._promising = num_rows, None, None
         times.decide_after(IDLE_ROUNDS)
         self._looks.begin(worth.plain_seconds * max([row.room for row in rows]))
         if not self._allowed or self._looks.are_awaited:
             decider.be_plain()
             return
-        before, self._promising = decider.decision.exit_layer, None
+        before = decider.decision.exit_layer
         self._trying = TRY_ROUNDS if decider.decide(self._processes) else 0
         decision = decider.decision
         if decision.exit_layer is not None:

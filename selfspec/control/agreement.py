@@ -5,38 +5,68 @@ Rounding costs little of a model that was trained, and may cost nearly all of on
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from selfspec.control.fading import Fading, Passed
 from selfspec.control.tracker import Floats
 
-HALF_LIFE = 200.0  # tokens after which an observation counts half
+HALF_LIFE, OVERALL = 200.0, 2000.0  # tokens after which an observation counts half: here, and in what is kept for later
 # Right tokens that full agreement is believed for at first, and the agreement of all exits for that of one.
 BELIEVED, POOLED = 20.0, 10.0
 AS_GOOD = 0.9  # agreement from which on what copies came to says how often the layers are right
+PRIOR_SIZE = 100.0  # most tokens that what was kept counts for
 
 
-class Agreement(Fading):
-    """Tokens that copies got right, and that the layers would have, by exit layer; older ones fade."""
+class _Counts(Fading):
+    """Tokens that came right, and that were to, by exit layer; older ones fade."""
 
-    def __init__(self, num_layers: int, passed: Passed) -> None:
-        super().__init__(HALF_LIFE, passed)
-        self._came, self._expected = np.zeros((2, num_layers - 1))
-        self._in_all = [0.0, 0.0]  # their sums
+    def __init__(self, half_life: float, passed: Passed, known: Floats) -> None:
+        super().__init__(half_life, passed)
+        self.came, self.expected = known[0].copy(), known[1].copy()
+        self.in_all = [float(self.came.sum()), float(self.expected.sum())]
+
+    def add(self, line: int, came: float, expected: float) -> None:
+        weight = self.weight
+        self.came[line] += came * weight
+        self.expected[line] += expected * weight
+        self.in_all[0] += came * weight
+        self.in_all[1] += expected * weight
+
+    @property
+    def weight(self) -> float:
+        """Of an observation now."""
+        self._fade()
+        return self._weight
+
+    def _divide(self, by: float) -> None:
+        self.came /= by
+        self.expected /= by
+        self.in_all[:] = [count / by for count in self.in_all]
+
+
+class Agreement:
+    """How many tokens copies got right, of those that the layers would have.
+
+    Args:
+        prior: what `state` of an earlier one of the same model returned; anything else is passed over.
+    """
+
+    def __init__(self, num_layers: int, passed: Passed, prior: Any = None) -> None:
+        known = _read(prior, num_layers)
+        thinned = known * min(1.0, PRIOR_SIZE / max(1.0, float(known[1].sum())))
+        self._now, self._overall = _Counts(HALF_LIFE, passed, thinned), _Counts(OVERALL, passed, known)
 
     def add(self, exit_layer: int, came: float, expected: float) -> None:
         """Count tokens of a draft by copies that were right, and as many as the layers would have had right."""
-        self._fade()
-        self._came[exit_layer - 1] += came * self._weight
-        self._expected[exit_layer - 1] += expected * self._weight
-        self._in_all[0] += came * self._weight
-        self._in_all[1] += expected * self._weight
+        for counts in (self._now, self._overall):
+            counts.add(exit_layer - 1, came, expected)
 
     @property
     def pooled(self) -> float:
         """Of all exits together, at most 1."""
-        self._fade()
-        believed, (came, expected) = BELIEVED * self._weight, self._in_all
+        believed, (came, expected) = BELIEVED * self._now.weight, self._now.in_all
         return min(1.0, (came + believed) / (expected + believed))
 
     @property
@@ -45,11 +75,21 @@ class Agreement(Fading):
 
     def ratios(self) -> Floats:
         """`[L - 1]`, at most 1."""
-        pooled, weight = self.pooled, POOLED * self._weight
-        ratios: Floats = np.minimum((self._came + weight * pooled) / (self._expected + weight), 1.0)
+        pooled, weight = self.pooled, POOLED * self._now.weight
+        ratios: Floats = np.minimum((self._now.came + weight * pooled) / (self._now.expected + weight), 1.0)
         return ratios
 
-    def _divide(self, by: float) -> None:
-        self._came /= by
-        self._expected /= by
-        self._in_all[:] = [count / by for count in self._in_all]
+    def state(self) -> list[list[float]]:
+        """Plain numbers for a later one to start from."""
+        overall, weight = self._overall, self._overall.weight
+        return [(counts / weight).round(2).tolist() for counts in (overall.came, overall.expected)]
+
+
+def _read(given: Any, num_layers: int) -> Floats:
+    """Tokens `[2, L - 1]` from `Agreement.state`; none where they are not told, or nonsense."""
+    try:
+        counts = np.array(given, np.float64)
+    except (TypeError, ValueError):
+        counts = np.empty(0)
+    fits = counts.shape == (2, num_layers - 1) and bool(np.isfinite(counts).all() and (counts >= 0).all())
+    return counts if fits else np.zeros((2, num_layers - 1))

@@ -40,7 +40,7 @@ class Experience:
         self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
         self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
         self._passed = Passed()
-        self._agreement = Agreement(costs.num_layers, self._passed)
+        self._agreement = Agreement(costs.num_layers, self._passed, (prior or {}).get("agreement"))
         self._covered = 1.0  # how much less right than the layers the plans' calibration takes a draft to be
         self._trust = Trust(self._passed)  # in forecasts of rounds that layers drafted in
         self._pace = Pace(costs, (prior or {}).get("pace"))
@@ -77,7 +77,7 @@ class Experience:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later one from."""
-        return self.tracker.state() | {"pace": self._pace.state()}
+        return self.tracker.state() | {"agreement": self._agreement.state(), "pace": self._pace.state()}
 
     def tell_pace(self, prior: Any) -> None:
         """Start from what `Pace.state` of an earlier one returned."""

@@ -42,17 +42,23 @@ class Looks:
         self._turn = 0  # whose turn it is to be looked at in a large batch
 
     def begin(self, seconds: float) -> None:
-        """Rows will take so many seconds: where a look and a decision are much beside that, the first one waits."""
+        """Rows will take so many seconds, of whom nothing is known as yet: where a look and a decision are much beside
+        that, the first one waits until it is earned, or until rows come that take longer."""
+        if self._has_begun and not self.are_awaited:
+            return
         first = DECIDING + self._costs.shadow(self._costs.num_layers - 1, 1)
-        if not self._has_begun and first > EARLY_SHARE * seconds:
-            self._credit = -first
-            self.are_awaited = True
-        self._has_begun = True
+        awaited = first > EARLY_SHARE * seconds
+        if awaited and not self.are_awaited:
+            self._credit = min(self._credit, -first)
+        elif self.are_awaited and not awaited:
+            self._credit = max(self._credit, -OWED[False] * self._most)
+        self._has_begun, self.are_awaited = True, awaited
 
     def take_seed(self, seconds: float) -> None:
         """A prompt was looked at, which took so long: what comes of that is known before rounds begin."""
-        self._credit -= seconds
-        self._has_begun = True
+        if not self._has_begun:
+            self._credit -= seconds  # the first look would have told as much; those of later prompts come beside
+        self._has_begun, self.are_awaited = True, False
 
     @property
     def are_due(self) -> bool:

@@ -71,7 +71,8 @@ class Engine:
             default: a thirtieth.
 
     Raises:
-        DatastoreError: the datastore holds tokens that the model does not know.
+        ValueError: an argument is out of range; a `DatastoreError` where the datastore holds tokens that the model does
+            not know.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Engine:
         exact: bool = False,
         burst: float | None = None,
     ) -> None:
-        if burst is not None and not (isinstance(burst, Real) and burst >= 0):
+        if burst is not None and not (isinstance(burst, Real) and not isinstance(burst, bool) and burst >= 0):
             raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
         for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:

@@ -16,7 +16,7 @@ from selfspec.decoding.pick import Sampling, filtered
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel
 from selfspec.target.compiled import CompiledBody
-from selfspec.target.compiled_shadow import look
+from selfspec.target.compiled_shadow import can_look, look
 from selfspec.target.stack import Stack
 
 TOP = 32  # of the target's likeliest tokens
@@ -36,7 +36,7 @@ def shadow_picks(
 ) -> Shadow:
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
-    if not exact and picker.is_compiled and isinstance(stack.lean, CompiledBody):
+    if not exact and picker.is_compiled and isinstance(stack.lean, CompiledBody) and can_look(stack.lean):
         hits, sure = in_one_call(stack, stack.lean, layers, hidden, samplings, positions, target, judged)
     elif not exact:
         hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)
@@ -56,9 +56,10 @@ def in_one_call(
     target: Tensor,
     judged: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What `over_shortlist` gives, in one call."""
-    if stack.exit_heads is not None:
-        hidden = stack.exit_heads.of_layers(hidden, layers)
+    """What `over_shortlist` gives, with the same arguments, in one call."""
+    heads = stack.exit_heads  # read once: another thread may set it
+    if heads is not None:
+        hidden = heads.of_layers(hidden, layers)
     num_likely = min(TOP, target.shape[1]) - 1
     return look(body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others)
 
@@ -73,7 +74,10 @@ def over_shortlist(
     target: Tensor,
     judged: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Hits and confidences `[layers, N]`, or None where the head is of an unknown kind."""
+    """Hits, bool, and confidences, fp32, `[layers, N]`, or None where the head is of an unknown kind.
+
+    Arguments are those of `shadow_picks`.
+    """
     own = judged[:, None]
     likely = target.scatter(1, own, float("-inf")).topk(min(TOP, target.shape[1]) - 1).indices
     top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first

@@ -138,7 +138,8 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
         "selfspec_pick_floats": ([n], n),
-        "selfspec_shadow": ([p, n], None),
+        "selfspec_shadow_words": ([p], n),
+        "selfspec_shadow": ([p, p, n], None),
         "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
     }
     for name, (arguments, result) in types.items():

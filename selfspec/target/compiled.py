@@ -65,8 +65,6 @@ class CompiledBody(LeanBody):
         self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
-        self.rooms: dict[tuple[int, ...], list[Any]] = {}
-        """What `Rounds` were told in and is not in use, by size."""
         self.threads_for_few: int | None = None
         """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
 

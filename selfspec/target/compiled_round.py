@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from selfspec.kernels import compiled_call as c
 from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import FEW, CompiledBody
-from selfspec.target.round_room import Done, Drafter, Further, Given, Room
+from selfspec.target.round_room import Done, Drafter, Further, Given, Spare
 
 STEP = 8  # drafted tokens: buffers are made for multiples of it
 MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
 ROUNDS_OF_ROWS = 1024  # rounds times rows that take little memory
-MOST_ROOMS = 8  # that a model keeps
+
+
+_spare: WeakKeyDictionary[CompiledBody, Spare] = WeakKeyDictionary()
 
 
 def most_rounds(count: int) -> int:
@@ -26,11 +29,11 @@ def most_rounds(count: int) -> int:
 
 
 class Rounds:
-    """Rounds of the rows of one engine. What they are told and tell lies where it lay in earlier ones of the model,
-    whosever they were: new memory takes as long as a token of a small one."""
+    """Rounds of the rows of one engine. What they are told and tell lies where it lay in earlier ones of the model."""
 
     def __init__(self, body: CompiledBody) -> None:
         self._body, self._lib = body, c.functions()
+        self._spare = _spare.setdefault(body, Spare())
 
     def run(
         self,
@@ -67,7 +70,8 @@ class Rounds:
             filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
             longest = max(longest, min(longest + (further.num_rounds - 1) * (most + 1), filled))
         model, layers = body.structs(cache)
-        room = self._room(len(rows), most, 1 if further is None else most_rounds(len(rows)))
+        num_rounds = 1 if further is None else most_rounds(len(rows))
+        room = self._spare.take(body, (len(rows), -(-most // STEP) * STEP, num_rounds))
         drafting, judging = room.drafting, room.judging
         room.tell(rows, lengths, last, how, rooms)
         for row, one in enumerate(given):
@@ -92,22 +96,8 @@ class Rounds:
         room.go_on(further, drafter is None or bool(given))
         has_failed = self._lib.selfspec_rounds(ctypes.byref(model), *room.places)
         done = [] if has_failed else room.done(drafter, further)
-        self._give_back(room)
+        self._spare.give_back(room)
         if has_failed:
             tokens = sum(drafts) + len(rows)
             raise MemoryError(f"there is too little memory for a round of {tokens} tokens; decode fewer rows at once")
         return done
-
-    def _room(self, count: int, most: int, num_rounds: int) -> Room:
-        """One that is nobody else's until it is given back: engines of a model may run in several threads."""
-        size = count, -(-most // STEP) * STEP, num_rounds
-        try:
-            return self._body.rooms[size].pop()
-        except (KeyError, IndexError):
-            return Room(self._body, *size)
-
-    def _give_back(self, room: Room) -> None:
-        rooms = self._body.rooms
-        if sum([len(spare) for spare in list(rooms.values())]) >= MOST_ROOMS:
-            rooms.clear()
-        rooms.setdefault(room.size, []).append(room)

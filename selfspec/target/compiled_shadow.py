@@ -18,6 +18,16 @@ from selfspec.target.compiled import CompiledBody
 ALONE = 1 << 22  # products up to which one thread looks
 
 
+def can_look(body: CompiledBody) -> bool:
+    """Whether the head's weights lie in memory as they are read: who edits them may have put others in their place."""
+    size = body.embedding.shape[1]
+    shapes = (body.head.weight, (body.packed_head.num_outputs, size)), (body.head.bias, (body.packed_head.num_outputs,))
+    return all(
+        one is None or (one.shape == shape and one.is_contiguous() and one.dtype == torch.float32)
+        for one, shape in shapes
+    )
+
+
 def look(
     body: CompiledBody,
     hidden: Tensor,
@@ -39,11 +49,11 @@ def look(
         num_likely: of its other tokens, the likeliest that are looked at, fewer than there are.
         others: int64, a sample of the vocabulary that stands for all that is not looked at.
     """
-    weight, bias = body.head
+    weight, bias, lib = *body.head, c.functions()
     hidden, target, judged = hidden.contiguous(), target.contiguous(), judged.contiguous()
     num_layers, num_positions, size = hidden.shape
-    hits = torch.empty(num_layers, num_positions, dtype=torch.bool)
-    sure = torch.empty(num_layers, num_positions)
+    hits = judged.new_empty(num_layers, num_positions, dtype=torch.bool)
+    sure = hidden.new_empty(num_layers, num_positions)
     at, told = (ctypes.c_int64 * num_positions)(*positions), ctypes.create_string_buffer(how, len(how))
     looking = c.Looking(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
@@ -52,6 +62,7 @@ def look(
         *(ctypes.addressof(at), hits.data_ptr(), sure.data_ptr(), body.norm.eps),
     )
     products = hidden.numel() * (1 + num_likely + len(others))
-    threads = min(torch.get_num_threads(), num_positions) if products > ALONE else 1
-    c.functions().selfspec_shadow(ctypes.byref(looking), threads)
+    threads = min(body.threads(num_positions), num_positions) if products > ALONE else 1
+    room = judged.new_empty(threads * lib.selfspec_shadow_words(ctypes.byref(looking)))
+    lib.selfspec_shadow(ctypes.byref(looking), room.data_ptr(), threads)
     return hits, sure

@@ -15,6 +15,8 @@ from selfspec.target.compiled import FEW, CompiledBody
 from selfspec.target.compiled_draft import Stops, doubles, stop_of
 from selfspec.target.packed import Packed
 
+MOST_SPARE, MOST_KEPT_BYTES = 8, 1 << 22  # rooms that a model keeps, and how large they may be
+
 
 class Beside(NamedTuple):
     """Which second choices are drafted beside first ones; see `selfspec.control.plan.SecondChoices`."""
@@ -115,6 +117,8 @@ class Room:
             path=at(self._path), picks=at(self._picks), taken=at(self._taken),
         )  # fmt: skip
         self._given = _ints(num_rounds)
+        arrays = (one for one in vars(self).values() if isinstance(one, ctypes.Array))
+        self.num_bytes = self._hidden.nbytes + sum(map(ctypes.sizeof, arrays))
         self._ahead = c.Ahead(rounds=1, rooms=at(self._rooms), given=at(self._given))
         self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._ahead)]
 
@@ -223,6 +227,29 @@ class Room:
             None if index is None else told[at * size + 1 : at * size + 3 + told[at * size]]
             for at, index in enumerate(indices)
         ]
+
+
+class Spare:
+    """Rooms of a model that are in nobody's use: new memory takes as long as a token of a small one. Engines of a model
+    may run in several threads, each with rooms that are its own until it gives them back."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[tuple[int, int, int], list[Room]] = {}
+
+    def take(self, body: CompiledBody, size: tuple[int, int, int]) -> Room:
+        """One of such a size, see `Room`."""
+        try:
+            return self._by_size[size].pop()
+        except (KeyError, IndexError):
+            return Room(body, *size)
+
+    def give_back(self, room: Room) -> None:
+        if room.num_bytes > MOST_KEPT_BYTES:
+            return
+        kept = self._by_size
+        if sum([len(spare) for spare in list(kept.values())]) >= MOST_SPARE:
+            kept.pop(next(iter(list(kept))), None)  # of the size that came first
+        kept.setdefault(room.size, []).append(room)
 
 
 def _ints(count: int) -> Any:

@@ -163,6 +163,31 @@ def test_what_would_take_more_than_it_can_gain_is_not_found_out_until_it_is_earn
     assert drafts and at < 20, "and of a long one it is little"
 
 
+def test_layers_that_a_batch_does_not_look_at_are_looked_at_for_the_row_that_comes_after(monkeypatch):
+    """Where a first look was awaited, and its turn came while no layer could have paid."""
+    pays = [False]
+    could_pay = decider.Decider.could_pay
+    monkeypatch.setattr(decider.Decider, "could_pay", lambda *given: could_pay(*given) if pays[0] else [])
+    costs = made_up_costs(LAYERS)
+    policy = Adaptive(replace(costs, short=Table.of({1: 1.0, 64: 1.0})), drafts=["exit"])
+    policy.seed_layers = lambda row: ()
+
+    def look(rows):
+        at = 100
+        for _ in range(40_000):
+            at += 1
+            plan = policy.plan([RowState(i, at, 50) for i in range(rows)])
+            if plan.shadow is not None:
+                return True
+            policy.observe(plan, [RowOutcome(i, 0, 0) for i in range(rows)], Seconds(**costs.stages(None, [0] * rows)))
+            policy.pass_plain(ahead := policy.plain_ahead, ahead * costs.plain(rows))
+        return False
+
+    assert not look(4)
+    pays[0] = True
+    assert look(1)
+
+
 def test_layers_are_looked_at_only_where_being_always_right_would_pay():
     costs = made_up_costs(LAYERS)
     limits = Worth(costs, 1).limits() * costs.plain_round(1)

@@ -34,13 +34,30 @@ def test_it_is_never_more_than_full_and_older_observations_fade():
     assert seen.pooled == 1 and seen.ratios().max() == 1
 
 
-@pytest.mark.parametrize("copies_are_right", [True, False])
-def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_right):
-    costs = with_copies(made_up_costs(LAYERS), faster=1.5)
-    policy = Adaptive(costs, drafts=["exit", "copies"])
-    policy.tell_copies(True)
+def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense():
+    passed = Passed()
+    seen = Agreement(LAYERS, passed)
+    seen.add(2, 10.0, 40.0)
+    passed.tokens += 100
+    seen.add(3, 5.0, 6.0)
+    later = Agreement(LAYERS, Passed(), seen.state())
+    assert later.state() == seen.state()
+    assert later.ratios().argmin() == 1 and later.ratios()[1] < 0.5 and not later.is_good
+    passed.tokens += 1000
+    assert seen.is_good and not Agreement(LAYERS, Passed(), seen.state()).is_good, "it is kept for longer than it holds"
+    much = Agreement(LAYERS, Passed(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])
+    for _ in range(4):
+        much.add(1, 100.0, 100.0)
+    assert much.ratios()[0] > 0.8, "what comes soon says more"
+    ones, short = [1.0] * (LAYERS - 1), [1.0] * (LAYERS - 2)
+    for given in (None, 3, "x", [ones], [short, short], [ones, [float("nan")] * (LAYERS - 1)], [ones, [-1.0, *short]]):
+        assert Agreement(LAYERS, Passed(), given).pooled == 1
+
+
+def drafted_by(policy, costs, copies_are_right, num_rounds):
+    """By what a policy drafts, round by round, where layers are always right and their copies always, or never."""
     by, at = [], 0
-    for _ in range(300):
+    for _ in range(num_rounds):
         plan = policy.plan([RowState(0, 40 + at, 40_000 - at)])
         drafted = plan.draft_lengths[0] if plan.exit_layer else 0
         right = drafted if plan.draft_bits is None or copies_are_right else 0
@@ -53,5 +70,28 @@ def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_r
         policy.observe(plan, [outcome], Seconds(**took, shadow=1e-4 if shadow else 0.0))
         by.append(plan.draft_bits if plan.exit_layer else "plain")
         at += right + 1
-    last = by[-100:]
+    return by
+
+
+def policy_of(costs, prior=None):
+    policy = Adaptive(costs, prior, drafts=["exit", "copies"])
+    policy.tell_copies(True)
+    return policy
+
+
+@pytest.mark.parametrize("copies_are_right", [True, False])
+def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_right):
+    costs = with_copies(made_up_costs(LAYERS), faster=1.5)
+    last = drafted_by(policy_of(costs), costs, copies_are_right, 300)[-100:]
     assert last.count(4) > 80 if copies_are_right else last.count(None) > 80
+
+
+def test_copies_that_were_never_right_do_not_draft_first_in_a_later_text():
+    costs = with_copies(made_up_costs(LAYERS), faster=1.5)
+    policy, by = policy_of(costs), []
+    while by[-4:] != [None] * 4:
+        by += drafted_by(policy, costs, False, 1)
+    state = policy.state()
+    assert drafted_by(policy_of(costs, state), costs, False, 1) == [None]
+    del state["agreement"]
+    assert drafted_by(policy_of(costs, state), costs, False, 1) == [4], "it says nothing else of copies"

@@ -126,3 +126,30 @@ def test_the_first_look_of_a_text_that_takes_little_is_earned_as_any_other():
     first.take_seed(1e-3)
     first.begin(0.0)
     assert not first.are_awaited and not first.are_due, "prompts tell, and are paid for, too"
+
+
+def test_nobody_waits_for_a_first_look_any_longer_than_there_is_need():
+    cost = DECIDING + looks_of()._costs.shadow(LAYERS - 1, 1)
+    for end in ("a long text", "a prompt"):
+        looks = Looks(looks_of()._costs, has_prior=False)
+        looks.begin(0.1 * cost / EARLY_SHARE)
+        assert looks.are_awaited
+        if end == "a prompt":
+            looks.take_seed(1e-3)
+        else:
+            looks.begin(2 * cost / EARLY_SHARE)
+        assert not looks.are_awaited
+        looks.begin(0.0)
+        assert not looks.are_awaited
+
+
+def test_prompts_that_come_one_after_another_do_not_use_up_what_looks_may_take():
+    looks = Looks(looks_of()._costs, has_prior=False)
+    for _ in range(40):
+        looks.take_seed(1e-3)
+        looks.begin(1.0)
+    num_rounds = 0
+    while not looks.are_due:
+        looks.pass_idle(1e-3)
+        num_rounds += 1
+    assert num_rounds < 1e-3 / (OFF_SHARE * 1e-3) * 1.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.decoding.pick import Sampling, pick, pick_surely
 from selfspec.decoding.picker import Picker
-from selfspec.decoding.shadow import in_one_call, over_shortlist
+from selfspec.decoding.shadow import in_one_call, over_shortlist, shadow_picks
 from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.compiled_shadow import ALONE, can_look
 from tests.helpers import Adversary, decode, make_prompts
 from tests.models import build, tiny
 
@@ -85,24 +87,72 @@ def compiled(name):
     return Target(model, engine="compiled").stack
 
 
+def looked(stack, num_layers, ways, seed, spoil=None):
+    """What a compiled call and torch's operations say of the same layers: (hits, sure) of each."""
+    source = torch.Generator().manual_seed(seed)
+    last = torch.randn(len(ways), stack.config.hidden_size, generator=source, dtype=torch.float32)
+    hidden = torch.randn(len(ways), num_layers, last.shape[1], generator=source, dtype=torch.float32).transpose(0, 1)
+    hidden = hidden + 2 * last  # which often picks as the last does
+    logits, positions, picker = stack.logits(last), range(7, 7 + len(ways)), Picker(stack)
+    judged = picker(logits, ways, positions).tokens
+    if spoil is not None:
+        hidden[0, 0, 3] = logits[0, 5] = spoil
+    given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged
+    assert can_look(stack.lean)
+    return in_one_call(stack, stack.lean, *given[1:]), over_shortlist(stack, picker, *given[1:])
+
+
 @given(
     name=st.sampled_from(["small", "biased", "large"]),
-    layers=st.lists(st.integers(1, 3), min_size=1, max_size=3, unique=True),
+    num_layers=st.integers(1, 20),
     ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=9),
+    alone=st.sampled_from([0, ALONE]),
     seed=st.integers(0, 99),
 )
 @torch.inference_mode()
-def test_looks_in_one_compiled_call_are_those_of_torchs_operations(name, layers, ways, seed):
-    stack, source = compiled(name), torch.Generator().manual_seed(seed)
-    last = torch.randn(len(ways), stack.config.hidden_size, generator=source)
-    hidden = torch.randn(len(layers), *last.shape, generator=source) + 2 * last  # which often picks as the last does
-    logits, positions, picker = stack.logits(last), range(7, 7 + len(ways)), Picker(stack)
-    judged = picker(logits, ways, positions).tokens
-    given = stack, layers, hidden, ways, positions, logits, judged
-    hits, sure = in_one_call(stack, stack.lean, *given[1:])
-    wanted, wanted_sure = over_shortlist(stack, picker, *given[1:])
+def test_looks_in_one_compiled_call_are_those_of_torchs_operations(name, num_layers, ways, alone, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.target.compiled_shadow.ALONE", alone)
+        patch.setattr(torch, "get_num_threads", lambda: 2)
+        (hits, sure), (wanted, wanted_sure) = looked(compiled(name), num_layers, ways, seed)
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
     assert torch.equal(hits, wanted)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), float("-inf")])
+@torch.inference_mode()
+def test_what_is_no_number_spoils_no_more_than_its_own_layer(spoil):
+    (hits, sure), (wanted, wanted_sure) = looked(compiled("large"), 3, [Sampling()] * 4, 0, spoil)
+    assert torch.equal(hits[:, 1:], wanted[:, 1:]) and torch.allclose(sure[:, 1:], wanted_sure[:, 1:], atol=1e-4)
+    assert not 0 <= sure[0, 0] <= 1 and not hits[0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@torch.inference_mode()
+def test_looks_are_the_same_whatever_torch_makes_by_default(dtype):
+    stack = compiled("large")
+    Picker(stack)
+    torch.set_default_dtype(dtype)
+    try:
+        (hits, sure), (wanted, wanted_sure) = looked(stack, 3, [Sampling()] * 4, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(sure, wanted_sure.float(), atol=1e-2, rtol=0)
+    assert sure.dtype == torch.float32 and torch.equal(hits, wanted)
+
+
+@torch.inference_mode()
+def test_a_head_that_was_put_elsewhere_in_memory_is_followed():
+    model = build("llama", vocab_size=300)
+    stack = Target(model, engine="compiled").stack
+    given = stack, Picker(stack), (1, 2), torch.randn(2, 4, 32), WAYS, range(4)
+    logits = stack.logits(torch.randn(4, 32))
+    wanted = shadow_picks(*given, logits, logits.argmax(-1))
+    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+    assert not can_look(stack.lean)
+    found = shadow_picks(*given, logits, logits.argmax(-1))
+    np.testing.assert_allclose(found.confidences, wanted.confidences, atol=1e-4)
+    assert (found.hits == wanted.hits).all()
 
 
 def test_looks_with_exit_heads_go_through_them_in_a_compiled_call_too():

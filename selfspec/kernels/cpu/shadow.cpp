@@ -1,7 +1,5 @@
 // What layers would have picked at judged positions, told from a few tokens: see `selfspec/decoding/shadow.py`.
 
-#include <vector>
-
 #include "norm.h"
 #include "pick.h"
 #include "team.h"
@@ -71,12 +69,16 @@ static int64_t likeliest(const float* logits, int64_t vocab, int64_t except, int
     return count;
 }
 
-// Looks at positions one after another, with room of its own.
+// Looks at positions one after another, in room of its own.
 class Looker {
     const Looking& all;
     int64_t most;  // tokens, filled up
-    std::vector<int64_t> tokens;
-    std::vector<float> normed, logits, stands_for, room;  // [layers, hidden], [layers, most], [most]
+    int64_t* tokens;
+    float *normed, *logits, *stands_for, *room;  // [layers, hidden], [layers, most], [most], `pick_floats`
+
+    static int64_t most_of(const Looking& all) {
+        return filled_up(1 + all.num_likely + std::max(all.num_likely, all.num_others));
+    }
 
     void fetch(int64_t token) const {
         const float* weight = all.head + token * all.hidden;
@@ -85,8 +87,8 @@ class Looker {
 
     // All layers' logits of one token.
     void multiply_all(int64_t token, int64_t column) {
-        const float *weight = all.head + token * all.hidden, *x = normed.data();
-        float* out = logits.data() + column;
+        const float *weight = all.head + token * all.hidden, *x = normed;
+        float* out = logits + column;
         int64_t k = 0;
         for (; k + 8 <= all.num_layers; k += 8)
             multiply<8>(weight, x + k * all.hidden, all.hidden, out + k * most, most);
@@ -104,29 +106,36 @@ class Looker {
         float best = largest(own, end);
         Vec sums = {};
         for (int64_t i = 0; i < count; i += LANES)
-            sums = fma(exponential(load(own + i) - best), load(stands_for.data() + i), sums);
-        *sure = 1 / total(sums);
+            sums = fma(exponential(load(own + i) - best), load(stands_for + i), sums);
+        *sure = std::isfinite(best) ? 1 / total(sums) : NAN;
         return own[0] >= best;
     }
 
    public:
-    explicit Looker(const Looking& all)
-        : all(all), most(filled_up(1 + all.num_likely + std::max(all.num_likely, all.num_others))), tokens(most),
-          normed(all.num_layers * all.hidden), logits(all.num_layers * most), stands_for(most), room(pick_floats(most)) {}
+    // Of room, in whole numbers.
+    static int64_t words(const Looking& all) {
+        int64_t most = most_of(all), floats = all.num_layers * (all.hidden + most) + most + pick_floats(most);
+        return most + (floats + 1) / 2;
+    }
+
+    Looker(const Looking& all, int64_t* own) : all(all), most(most_of(all)), tokens(own) {
+        normed = reinterpret_cast<float*>(own + most), logits = normed + all.num_layers * all.hidden;
+        stands_for = logits + all.num_layers * most, room = stands_for + most;
+    }
 
     void look(int64_t n) {
         tokens[0] = all.judged[n];
         const float* target = all.target + n * all.vocab;
-        int64_t num_top = 1 + likeliest(target, all.vocab, tokens[0], all.num_likely, tokens.data() + 1);
-        std::copy(all.others, all.others + all.num_others, tokens.begin() + num_top);
+        int64_t num_top = 1 + likeliest(target, all.vocab, tokens[0], all.num_likely, tokens + 1);
+        std::copy(all.others, all.others + all.num_others, tokens + num_top);
         int64_t count = num_top + all.num_others, num_twice = 0;
         for (int64_t k = 0; k < all.num_layers; k++)
             norm(all.states + (k * all.num_positions + n) * all.hidden, all.norm, all.eps, all.hidden,
-                 normed.data() + k * all.hidden);
+                 normed + k * all.hidden);
         for (int64_t i = 0; i < count; i++) {
             if (i + 1 < count) fetch(tokens[i + 1]);
-            auto top_end = tokens.begin() + num_top;
-            if (i >= num_top && std::find(tokens.begin(), top_end, tokens[i]) != top_end) {
+            int64_t* top_end = tokens + num_top;
+            if (i >= num_top && std::find(tokens, top_end, tokens[i]) != top_end) {
                 num_twice++;
                 for (int64_t k = 0; k < all.num_layers; k++) logits[k * most + i] = -INFINITY;
             } else {
@@ -134,14 +143,15 @@ class Looker {
             }
         }
         float unseen = float(all.vocab - num_top) / float(std::max<int64_t>(all.num_others - num_twice, 1));
-        std::fill_n(stands_for.begin(), num_top, 1.f);
-        std::fill_n(stands_for.begin() + num_top, all.num_others, std::max(unseen, 1.f));
+        std::fill_n(stands_for, num_top, 1.f);
+        std::fill_n(stands_for + num_top, all.num_others, std::max(unseen, 1.f));
+        std::fill(stands_for + count, stands_for + most, 0.f);
         const How& how = all.how[n];
         for (int64_t k = 0; k < all.num_layers; k++) {
-            float* own = logits.data() + k * most;
+            float* own = logits + k * most;
             int64_t at = k * all.num_positions + n;
             if (how.temperature > 0) {
-                Picked pick = pick_row({own, count, all.positions[n], tokens.data()}, how, room.data(), true, false);
+                Picked pick = pick_row({own, count, all.positions[n], tokens}, how, room, true, false);
                 all.hits[at] = pick.best == 0, all.sure[at] = pick.sure;
             } else {
                 all.hits[at] = is_first(own, count, all.sure + at);
@@ -150,9 +160,15 @@ class Looker {
     }
 };
 
-extern "C" void selfspec_shadow(const Looking* all, int64_t num_threads) {
+extern "C" {
+
+// Of room that each thread needs, in whole numbers.
+int64_t selfspec_shadow_words(const Looking* all) { return Looker::words(*all); }
+
+void selfspec_shadow(const Looking* all, int64_t* room, int64_t num_threads) {
     Team::run(num_threads, [&] {
-        Looker looker(*all);
+        Looker looker(*all, room + omp_get_thread_num() * Looker::words(*all));
         Team::share(all->num_positions, [&](int64_t n) { looker.look(n); });
     });
+}
 }
