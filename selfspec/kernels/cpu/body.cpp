@@ -72,8 +72,7 @@ static Stretch stretch_of(const Product& p, Share share) {
     return {p.packed + share.first * panel_bytes(p), p.packed + share.last * panel_bytes(p)};
 }
 
-// Bytes of a copy's product that are taken to be in the core's own cache since the last token: prefetching would only
-// take time.
+// Bytes of a copy's product that are taken to be in the core's own cache since the last token.
 constexpr int64_t NEAR = 1 << 19;
 
 // Room for tokens in the form that products read: all threads' together, and each thread's own; and who shares it.
@@ -89,11 +88,13 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
     float* prepared = aligned(alone ? room.own : room.shared);
-    auto near = [](const Product& one, After then) {
-        return one.kind == INT4 && panels_of(one, then) * panel_bytes(one) <= NEAR;
+    // Whether to ask beforehand would only take time: who reads in order does so of two panels by himself.
+    auto needs_none = [n](const Product& one, After then) {
+        if (one.kind == INT4) return panels_of(one, then) * panel_bytes(one) <= NEAR;
+        return one.kind != AMX && IN_ORDER && are_abreast(one, n);
     };
-    bool is_near = near(p, after), asks = next && !near(*next, after_next);
-    if (!is_near)
+    bool is_told = !needs_none(p, after), asks = next && !needs_none(*next, after_next);
+    if (is_told)
         prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
@@ -107,9 +108,9 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     if (p.kind == AMX) {
         product_of_parts(p, after, prepared, n, y, first, last, prefetcher);
     } else if (p.kind == INT4) {
-        product_of_nibbles(p, after, prepared, n, y, first, last, is_near ? nullptr : &prefetcher);
+        product_of_nibbles(p, after, prepared, n, y, first, last, is_told ? &prefetcher : nullptr);
     } else {
-        product(p, after, x, n, y, first, last, prefetcher);
+        product(p, after, x, n, y, first, last, is_told ? &prefetcher : nullptr);
     }
     room.team.wait();
 }

@@ -84,6 +84,7 @@ template <int R, int P, Kind kind>
 static void tile(const float* from, int64_t apart, int64_t in, const char* panel, const float* bias,
                  Prefetcher* prefetcher, Sums* acc) {
     constexpr int64_t inputs = PORTION / (PANEL * (kind == FULL ? 4 : 2));
+    static_assert(inputs >= 1 && (kind == FULL || inputs % 2 == 0), "two inputs of halves share a word");
     int64_t size = PANEL * (kind == FULL ? 4 * in : 2 * depth_of(in)), k = 0;
     Rows<R> x(from, apart);
     Vec a[P][R][2];
@@ -113,7 +114,7 @@ static const Tile TILES[13] = {nullptr,       tile<1, 1, k>, tile<2, 1, k>, tile
                                tile<7, 1, k>, tile<8, 1, k>, tile<9, 1, k>, tile<10, 1, k>, tile<11, 1, k>, tile<12, 1, k>
 #endif
 };
-constexpr int64_t ABREAST_ROWS = 3;  // of so many rows, two panels at a time
+constexpr int64_t ABREAST_ROWS = 3, MOST_ABREAST = 1 << 15;  // of so many rows, two panels at a time of so many bytes
 template <Kind k>
 static const Tile ABREAST_TILES[] = {nullptr, tile<1, 2, k>, tile<2, 2, k>, tile<3, 2, k>};
 
@@ -143,21 +144,25 @@ static inline int64_t block_rows(int64_t n) {
     return (n + blocks - 1) / blocks;
 }
 
-// Panels [first, last) of y[n, out] from x[n, in].
+// Whether panels are multiplied two at a time: of long ones the second would lie beyond what was asked for.
+static inline bool are_abreast(const Product& p, int64_t n) {
+    return n <= ABREAST_ROWS && panel_bytes(p) <= MOST_ABREAST;
+}
+
+// Panels [first, last) of y[n, out] from x[n, in]; `prefetcher` is told of what was read, if given.
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
-                    Prefetcher& prefetcher) {
+                    Prefetcher* prefetcher) {
     int64_t rows = block_rows(n);
     const Tile* tiles = p.kind == FULL ? TILES<FULL> : TILES<HALF>;
     const Tile* two = p.kind == FULL ? ABREAST_TILES<FULL> : ABREAST_TILES<HALF>;
-    bool is_near = panel_bytes(p) <= PREFETCH_BLOCK;  // else the second panel would lie beyond what was asked for
     for (int64_t panel = first, together; panel < last; panel += together) {
         const char* weights = p.packed + panel * panel_bytes(p);
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
-        together = n <= ABREAST_ROWS && is_near && panel + 1 < last ? 2 : 1;
+        together = are_abreast(p, n) && panel + 1 < last ? 2 : 1;
         for (int64_t r0 = 0; r0 < n; r0 += rows) {
             int64_t count = n - r0 < rows ? n - r0 : rows;
             Sums acc[2];
-            (together == 2 ? two : tiles)[count](x + r0 * p.in, p.in, p.in, weights, bias, r0 ? nullptr : &prefetcher, acc);
+            (together == 2 ? two : tiles)[count](x + r0 * p.in, p.in, p.in, weights, bias, r0 ? nullptr : prefetcher, acc);
             for (int64_t one = 0; one < together; one++)
                 for (int64_t r = 0; r < count; r++)
                     finish(p, after, panel + one, acc[one][r][0], acc[one][r][1], y + (r0 + r) * p.out);
