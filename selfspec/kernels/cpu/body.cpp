@@ -88,14 +88,16 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
     float* prepared = aligned(alone ? room.own : room.shared);
-    // Whether to ask beforehand would only take time: who reads in order does so of two panels by himself.
+    // Whether to ask beforehand would only take time: who reads in order does so of two panels by himself, as long as
+    // nothing but the tokens of plain rounds and drafts has passed through the caches.
     auto needs_none = [n](const Product& one, After then) {
         if (one.kind == INT4) return panels_of(one, then) * panel_bytes(one) <= NEAR;
-        return one.kind != AMX && IN_ORDER && are_abreast(one, n);
+        return one.kind != AMX && IN_ORDER && n == 1 && are_abreast(one, n);
     };
     bool is_told = !needs_none(p, after), asks = next && !needs_none(*next, after_next);
     if (is_told)
-        prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{});
+        prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{},
+                         IN_ORDER && are_abreast(p, n) ? DISTANCE_ABREAST : DISTANCE);
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, prepared, steps * thread / threads, steps * (thread + 1) / threads);

@@ -18,6 +18,7 @@ constexpr bool IN_ORDER = false;
 constexpr int64_t STREAMS = IN_ORDER ? 1 : 8, CACHE_LINE = 64;
 constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE;  // PORTION: bytes asked for at a time
 constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = 2 * PREFETCH_BLOCK;
+constexpr int64_t DISTANCE_ABREAST = 3 * DISTANCE;  // of two panels at a time, in order: beyond the second
 
 struct Stretch {  // of memory that one thread reads
     const char *first, *last;
@@ -37,12 +38,12 @@ class Prefetcher {
 
    public:
     // A product begins that reads `own`, and one that reads `next` will follow; either may be empty.
-    void begin(Stretch own, Stretch next) {
+    void begin(Stretch own, Stretch next, int64_t distance = DISTANCE) {
         bool is_known = is_early && now.first == own.first && now.last == own.last;
         now = own, later = next, is_early = false;
         if (is_known) return;
         enter(own.first);
-        for (int64_t fetched = 0; fetched < DISTANCE; fetched += PORTION) advance();
+        for (int64_t fetched = 0; fetched < distance; fetched += PORTION) advance();
     }
 
     // Another PORTION was read.
