@@ -309,7 +309,7 @@ class Adaptive:
         self._reading.price(num_rows, deciding)
         self._batch, self._made, self._promising = num_rows, None, None
         times.decide_after(IDLE_ROUNDS)
-        self._looks.begin(worth.plain_seconds * max([row.room for row in rows]))
+        self._looks.begin(worth.plain_seconds * max([row.room for row in rows]), worth.plain_seconds)
         if not self._allowed or self._looks.are_awaited:
             decider.be_plain()
             return

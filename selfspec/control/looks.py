@@ -41,11 +41,19 @@ class Looks:
         self._round, self._due = 0, 0  # rounds that passed, and after how many the next look comes
         self._turn = 0  # whose turn it is to be looked at in a large batch
 
-    def begin(self, seconds: float) -> None:
-        """Rows will take so many seconds, of whom nothing is known as yet: where a look and a decision are much beside
-        that, the first one waits until it is earned, or until rows come that take longer."""
-        if self._has_begun and not self.are_awaited:
-            return
+    def begin(self, seconds: float, of_round: float) -> None:
+        """Rows will take so many seconds, and a plain round `of_round`, by the table: when the first look may come.
+
+        Of whom nothing is known as yet: where a look and a decision are much beside that, it waits until it is earned,
+        or until rows come that take longer.
+        """
+        if not self._has_begun or self.are_awaited:
+            self._await(seconds)
+        if not self._took:
+            self._took, self._paid = of_round, OFF_SHARE * of_round
+            self._due = self._rounds_to_pay()
+
+    def _await(self, seconds: float) -> None:
         first = DECIDING + self._costs.shadow(self._costs.num_layers - 1, 1)
         awaited = first > EARLY_SHARE * seconds
         if awaited and not self.are_awaited:
@@ -94,7 +102,7 @@ class Looks:
         self._credit = max(min(self._credit + paid - looked, most), -10 * most)  # a hiccup is forgiven
         self._round += num_rounds
         if seconds > 0 and num_rounds:
-            rate = FOLLOW if self._took else 1.0
+            rate = FOLLOW if self._round > num_rounds else 1.0  # what the table said is forgotten at once
             self._took += rate * (seconds / num_rounds - self._took)
             self._paid += rate * (paid / num_rounds - self._paid)
         if looked or (self._credit < 0 and self._round >= self._due):

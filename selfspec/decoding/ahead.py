@@ -100,13 +100,14 @@ class Ahead:
     def further(self, rows: Sequence[Row]) -> Further | None:
         """How far to decode on after the round that begins now; None: not at all.
 
-        Nobody waits for a second round before the first token is there.
+        Who did not ask for more than `BURST` waits for no second round before the first token is there.
         """
         steady, usual, burst = self._steady, self.usual, BURST if self._burst is None else self._burst
         num_rounds = min(most_rounds(len(rows)), 1 + steady.num_rounds)
         if any(row.request.stop or row.request.stopping_criteria for row in rows):
             burst = min(burst, BURST)  # where they end, what was decoded beyond is in vain
-        if num_rounds < 2 or any(len(row.content) == row.num_prompt_tokens for row in rows):
+        is_first = any(len(row.content) == row.num_prompt_tokens for row in rows)
+        if num_rounds < 2 or (is_first and burst <= BURST):
             return None
         if usual.exit_layer == LOOKUP or usual.guesses or usual.asks_for_more:
             return None

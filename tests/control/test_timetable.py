@@ -112,19 +112,19 @@ def test_a_clock_that_goes_backwards_and_hiccups_leave_looks_possible(rounds):
 def test_the_first_look_of_a_text_that_takes_little_is_earned_as_any_other():
     short, long, first = (Looks(looks_of()._costs, has_prior=False) for _ in range(3))
     cost = DECIDING + short._costs.shadow(LAYERS - 1, 1)
-    long.begin(1.01 * cost / EARLY_SHARE)
-    short.begin(0.99 * cost / EARLY_SHARE)
+    long.begin(1.01 * cost / EARLY_SHARE, 1e-3)
+    short.begin(0.99 * cost / EARLY_SHARE, 1e-3)
     assert short.are_awaited and not long.are_awaited
     earned = 0.0
     while not short.are_due:
         short.pass_idle(1e-3)
-        short.begin(0.0)
+        short.begin(0.0, 1e-3)
         earned += OFF_SHARE * 1e-3
     assert earned == pytest.approx(cost, rel=0.2)
     short.pass_round(None, True, Seconds(verify=1e-3, shadow=1e-5))
     assert not short.are_awaited
     first.take_seed(1e-3)
-    first.begin(0.0)
+    first.begin(0.0, 1e-3)
     assert not first.are_awaited and not first.are_due, "prompts tell, and are paid for, too"
 
 
@@ -132,14 +132,14 @@ def test_nobody_waits_for_a_first_look_any_longer_than_there_is_need():
     cost = DECIDING + looks_of()._costs.shadow(LAYERS - 1, 1)
     for end in ("a long text", "a prompt"):
         looks = Looks(looks_of()._costs, has_prior=False)
-        looks.begin(0.1 * cost / EARLY_SHARE)
+        looks.begin(0.1 * cost / EARLY_SHARE, 1e-3)
         assert looks.are_awaited
         if end == "a prompt":
             looks.take_seed(1e-3)
         else:
-            looks.begin(2 * cost / EARLY_SHARE)
+            looks.begin(2 * cost / EARLY_SHARE, 1e-3)
         assert not looks.are_awaited
-        looks.begin(0.0)
+        looks.begin(0.0, 1e-3)
         assert not looks.are_awaited
 
 
@@ -147,7 +147,7 @@ def test_prompts_that_come_one_after_another_do_not_use_up_what_looks_may_take()
     looks = Looks(looks_of()._costs, has_prior=False)
     for _ in range(40):
         looks.take_seed(1e-3)
-        looks.begin(1.0)
+        looks.begin(1.0, 1e-3)
     num_rounds = 0
     while not looks.are_due:
         looks.pass_idle(1e-3)

@@ -265,6 +265,7 @@ def test_generate_decodes_on_for_longer_than_stream_and_says_so_if_that_is_nonse
     target, calls, told = compiled("llama"), counted(monkeypatch), {"policy": Plain(), "max_new_tokens": 120}
     [done] = target.generate(make_prompts([7]), **told)
     assert len(calls) < 5 and sum(calls) == 120
+    assert calls[0] > 1, "nobody waits for the first token"
     calls.clear()
     [early] = target.generate(make_prompts([7]), **told, stopping_criteria=[lambda ids, scores: False])
     assert {*calls} == {1}, "nobody knows where it ends"
@@ -275,6 +276,13 @@ def test_generate_decodes_on_for_longer_than_stream_and_says_so_if_that_is_nonse
     for burst in (-1.0, float("nan"), "x"):
         with pytest.raises(ValueError, match="burst must be a number of seconds, at least 0, got"):
             target.stream(make_prompts([7]), burst=burst)
+
+
+def test_the_first_token_of_a_stream_comes_alone(monkeypatch):
+    monkeypatch.setattr(ahead, "BURST", 60.0)
+    calls = counted(monkeypatch)
+    [done] = tokens_of(compiled("llama").stream(make_prompts([7]), policy=Plain(), max_new_tokens=120)).values()
+    assert calls[0] == 1 and len(calls) < 6 and sum(calls) == len(done.tokens) == 120
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 16, 64, 500])
