@@ -20,8 +20,9 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.decider import TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
-from selfspec.control.finder import Finder
+from selfspec.control.finder import UNASKED, Finder
 from selfspec.control.kinds import block_of, rounds_apart
+from selfspec.control.lengths import TO_ASK
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
@@ -86,6 +87,7 @@ class Adaptive:
         self._may_copy = "copies" in drafts
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
+        self._room = 0  # of the first row, when it was looked up last
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
 
@@ -151,11 +153,20 @@ class Adaptive:
         if likely is None or likely.guesses:
             return Steady()
         if not read or self._finder is None or self._reading.will_wait:
-            if not read and not self._reading.waits:
+            if self._finder is None or (not read and not self._reading.waits):
                 return Steady(rounds)
-            return Steady(min(rounds, self._reading.rounds_left), self._reading.asked_after, usual=likely)
+            return self._steady_after_long(Steady(min(rounds, self._reading.rounds_left), usual=likely))
         rounds = min(rounds, self._reading.rounds_left)
         return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
+
+    def _steady_after_long(self, most: Steady) -> Steady:
+        """Where few rows wait for long matches."""
+        finder, decision = self._finder, self._decider.decision
+        if finder is None or self._reading.is_shut:
+            return most
+        if self._batch > 1:
+            return most._replace(lengths=(*UNASKED, TO_ASK))
+        return finder.steady_after_long(self._room, decision.exit_layer is not None, most)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -226,13 +237,14 @@ class Adaptive:
         finder, worth, usual = self._finder, self._decider.worth, self._decider.usual(len(rows))
         if finder is None or worth is None:
             return None
-        read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual)
+        hopes, self._room = len(rows) > 1 or finder.drafts_after_long, rows[0].room
+        read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual, hopes)
         drafts = self._decider.decision.exit_layer is not None
         found = finder.plan(read, worth, usual, drafts) if read else None
         if read:
-            self._reading.note(found is not None)
+            self._reading.note(found is not None or finder.gives_way)
         elif self._reading.waits and len(rows) == 1:
-            finder.watch(rows[0])
+            finder.watch(rows[0], worth, usual, drafts)
         if found is not None:
             self._times.put_off()
             if not self._looks.are_due:

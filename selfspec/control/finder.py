@@ -18,6 +18,7 @@ from selfspec.control.worth import Worth
 
 STRENGTHS = (3,)  # bounds between matches whose forecasts are trusted apart: those of weak ones are too good oftener
 QUIET = 2  # rounds in a row in which a batch drafted nothing after a match, until it is taken to draft nothing
+UNASKED = (0,) * GATE  # what is drafted by lookup where a row is asked about after long matches alone, by match
 UNWATCHED = -1, 0, 0  # request, match and tokens of the single row that was watched in the last round
 SURE = 0.97  # no chance of being right counts for more where it is asked whether a draft could pay at all
 
@@ -45,6 +46,8 @@ class Finder:
         self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
         self._watched = UNWATCHED
+        self.gives_way = False
+        """Whether lookup would have drafted in that round, but layers are to show what they come to there."""
         self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
@@ -55,7 +58,7 @@ class Finder:
             usual: tokens per second of all rows.
             beside_layers: whether that is what drafts by layers come to.
         """
-        matches, self._watched = [row.match for row in rows], UNWATCHED
+        matches, self._watched, self.gives_way = [row.match for row in rows], UNWATCHED, False
         if len(rows) == 1:
             return self._plan_one(rows[0], matches[0], worth, usual, beside_layers)
         found = self._plan(rows, matches, worth, usual, False)
@@ -78,29 +81,68 @@ class Finder:
             return most._replace(lengths=(*[0 if is_vain else TO_ASK for is_vain in vain], TO_ASK))
         if guesses.is_stored or guesses.recalls:
             return Steady()
-        known, left = self._lengths.all(), self._lengths.rounds_left
-        lengths = [one.length for one in known]
+        return self._steady(self._lengths.all(), rows[0].room, beside_layers, most, checks)
+
+    def steady_after_long(self, room: int, beside_layers: bool, most: Steady) -> Steady:
+        """The same where a single row is asked about after long matches alone.
+
+        Args:
+            room: of the row.
+        """
+        if self._lengths.after_long is None:
+            return most._replace(lengths=(*UNASKED, TO_ASK))
+        only = [*[Weighed(0)] * GATE, self._lengths.after_long]
+        return self._steady(only, room, beside_layers, most, lambda _: 0)
+
+    @property
+    def drafts_after_long(self) -> bool:
+        """Whether a single row may draft by lookup after a long match, as far as anybody has asked."""
+        one = self._lengths.after_long
+        return one is None or one.length > 0 or one.may_branch
+
+    def _steady(
+        self,
+        known: Sequence[Weighed],  # by match
+        room: int,
+        beside_layers: bool,
+        most: Steady,
+        checks: Callable[[Sequence[float]], int],
+    ) -> Steady:
+        left = min(most.num_rounds, self._lengths.rounds_left)
+        lengths = [TO_ASK if one.length >= room else one.length for one in known]
         if beside_layers:
             left = min(left, self._ease.rounds_left)
             for n, one in enumerate(known):
                 is_wanted = one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual)
-                if is_wanted or len(one.chances) >= rows[0].room or (not one.length and checks(one.chances)):
+                if is_wanted or (not one.length and checks(one.chances)):
                     lengths[n] = TO_ASK
-        branches = tuple([one.may_branch for one in known])
-        return most._replace(num_rounds=min(most.num_rounds, left), lengths=tuple(lengths), branches=branches)
+        return most._replace(
+            num_rounds=left,
+            lengths=tuple(lengths),
+            branches=tuple([one.may_branch for one in known]),
+            until_longer=tuple([self._lengths.until_change(n) for n in range(len(known))]),
+        )
+
+    def _begin(self, row: RowState, worth: Worth, usual: float, beside_layers: bool, only_long: bool = False) -> None:
+        """Have a single row's drafts weighed, if they were not lately."""
+        told = row.request_id, usual, beside_layers
+        self._lengths.begin(*told, lambda n: self._weigh(row.request_id, n, worth, usual, beside_layers), only_long)
 
     def _plan_one(self, row: RowState, match: int, worth: Worth, usual: float, beside_layers: bool) -> Plan | None:
         """The same of a single row, as it was weighed lately."""
-        guesses, told = row.guesses, (row.request_id, usual, beside_layers)
+        guesses = row.guesses
         if guesses is None or guesses.is_stored or guesses.recalls:
             return self._plan([row], [match], worth, usual, beside_layers)
-        self._lengths.begin(*told, lambda n: self._weigh(row.request_id, n, worth, usual, beside_layers))
+        self._begin(row, worth, usual, beside_layers)
         known = self._lengths.after(match)
-        if len(known.chances) >= row.room or (known.may_branch and guesses.first_candidates()[1]):
+        if known.length >= row.room or (known.may_branch and guesses.first_candidates()[1]):
             return self._plan([row], [match], worth, usual, beside_layers)
-        self.usual, self.chains = known.usual, [known.chances]
+        self.usual, self.chains = known.usual, [known.chances[: row.room - 1]]
         self._trust = self._trusts[bisect_right(STRENGTHS, match)]
-        if not known.length or (beside_layers and self._ease.is_wanted(_strength(match), known.promised, known.usual)):
+        if not known.length:
+            return None
+        if beside_layers and self._ease.is_wanted(_strength(match), known.promised, known.usual):
+            self.gives_way = True
             return None
         self._ease.note(_strength(match))
         self._forecast = known.forecast
@@ -141,6 +183,7 @@ class Finder:
         if not any(lengths) or trusted < usual:
             return None
         if compares and self._ease.is_wanted(_strength(longest), trusted, usual):
+            self.gives_way = True
             return None
         self._ease.note(_strength(longest))
         self._forecast = rate * seconds[sum(lengths)]
@@ -178,14 +221,15 @@ class Finder:
         may_branch = self.branches and wrong * self.ranks.beside >= least
         return Weighed(length, trust.ratio * rate, rate * seconds[length], usual, chances, may_branch)
 
-    def watch(self, row: RowState) -> None:
+    def watch(self, row: RowState, worth: Worth, usual: float, beside_layers: bool = False) -> None:
         """A single row that is not asked about: how its match grew since it was watched last, if that was long, tells
-        how far a draft would have been right."""
+        how far a draft would have been right; and after long ones it may be drafted. See `plan`."""
         request_id, match, length = self._watched
         came = row.content_length - length
         is_own = row.guesses is not None and not row.guesses.is_stored
         self._watched = row.request_id, row.match if is_own else 0, row.content_length
-        self._lengths.forget()
+        if is_own and row.guesses is not None and not row.guesses.recalls:
+            self._begin(row, worth, usual, beside_layers, only_long=True)
         if row.request_id != request_id or match < LONG or not is_own or not 0 < came < GATE:
             return
         goes_on = row.match >= min(match + came, GATE)  # of longer ones it is not told how long

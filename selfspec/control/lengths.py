@@ -13,6 +13,8 @@ from selfspec.control.matches import MATCH_EDGES, bin_of
 
 KEPT = 16  # rounds, as long as nothing else is decided
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
+LAST = len(SHORTEST) - 1
+SETTLED = 4  # drafts that are right as a whole until they are weighed anew, where the last such time changed nothing
 TO_ASK = -1  # instead of a length: nobody knows
 
 
@@ -31,39 +33,60 @@ class Lengths:
     """By bin of matches, of a single row; what is drafted after a bin's shortest match is after all of it."""
 
     def __init__(self) -> None:
-        self._known: list[Weighed] = []
+        self._known: dict[int, Weighed] = {}  # by bin
         self._changed: set[int] = set()  # bins
+        self._until: dict[int, int] = {}  # by bin: right drafts until it is weighed anew, where that changed nothing
         self._for: tuple[int, float, bool] | None = None
         self.rounds_left = 0
         """Rounds after this one for which what is known is kept."""
 
-    def begin(self, request_id: int, usual: float, beside_layers: bool, weigh: Callable[[int], Weighed]) -> None:
+    def begin(
+        self,
+        request_id: int,
+        usual: float,
+        beside_layers: bool,
+        weigh: Callable[[int], Weighed],
+        only_long: bool = False,
+    ) -> None:
         """A round begins. Nothing is kept for another row, or where something else is usual.
 
         Args:
             weigh: what is drafted after such a match, by all that is known now.
+            only_long: nobody asks what is drafted after matches of any other than the last bin.
         """
         told = request_id, usual, beside_layers
         self.rounds_left -= 1
         if told != self._for or self.rounds_left < 0:
             self._for, self.rounds_left = told, KEPT - 1
-            self._known = [weigh(match) for match in SHORTEST]
-        else:
-            for at in sorted(self._changed):
-                self._known[at] = weigh(SHORTEST[at])
-        self._changed.clear()
-
-    def forget(self) -> None:
-        """More may be known in the next round."""
-        self._for = None
+            for kept in (self._known, self._changed, self._until):
+                kept.clear()
+        for at in (LAST,) if only_long else range(len(SHORTEST)):
+            if at in self._changed or at not in self._known:
+                before, now = self._known.get(at), weigh(SHORTEST[at])
+                self._known[at] = now
+                self._changed.discard(at)
+                if before is not None:
+                    self._until[at] = SETTLED if before.length == now.length else 1
 
     def after(self, match: int) -> Weighed:
         """What is drafted after such a match."""
         return self._known[_bin_of(match)]
 
+    @property
+    def after_long(self) -> Weighed | None:
+        """The same after one of the last bin; None where nobody has asked."""
+        return self._known.get(LAST)
+
     def change(self, match: int) -> None:
-        """There was a draft after such a match that was all right: what is drafted is to be weighed anew."""
-        self._changed.add(_bin_of(match))
+        """There was a draft after such a match that was all right: what is drafted may be weighed anew."""
+        at = _bin_of(match)
+        self._until[at] = self._until.get(at, 1) - 1
+        if self._until[at] <= 0:
+            self._changed.add(at)
+
+    def until_change(self, match: int) -> int:
+        """After how many of such drafts it will be."""
+        return max(1, self._until.get(_bin_of(match), 1))
 
     def all(self) -> list[Weighed]:
         """After matches of 0, 1, 2, .. tokens; of more, as the last."""

@@ -190,8 +190,8 @@ class RowOutcome(NamedTuple):
 
 class Steady(NamedTuple):
     """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
-    are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds, up to
-    the first of its drafts that is right as a whole, after which longer ones may be worth it."""
+    are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds, until so
+    many of its drafts were right as a whole that longer ones may be worth it."""
 
     num_rounds: int = 0
     lengths: tuple[int, ...] = (0,)
@@ -199,6 +199,8 @@ class Steady(NamedTuple):
     lookup; 0: the plan is the same; less: the policy has to be asked."""
     branches: tuple[bool, ...] = ()
     """The same: whether it has to be asked where other tokens followed shorter matches, too."""
+    until_longer: tuple[int, ...] = ()
+    """The same: how many of its drafts are right as a whole until longer ones may be worth it; empty: one."""
     usual: Plan | None = None
     """After a round that lookup drafts: the plan of the others; None: that is not known."""
 

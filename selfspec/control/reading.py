@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.control.gate import GATE, Gate
-from selfspec.control.lengths import TO_ASK
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
@@ -81,9 +80,9 @@ class Reading:
         return max(0, int(self._balance / self._round_takes))
 
     @property
-    def asked_after(self) -> tuple[int, ...]:
-        """In those rounds, where rows wait or will, by match: see `Steady.lengths`."""
-        return (0,) if self._gate.opens_after else (*(0,) * GATE, TO_ASK)
+    def is_shut(self) -> bool:
+        """Whether in those rounds, where rows wait or will, nobody is asked about however long their matches are."""
+        return self._gate.opens_after > 0
 
     @property
     def will_wait(self) -> bool:
@@ -136,11 +135,14 @@ class Reading:
         slower = self._slower if num_rows <= FEW else 1.0
         self._asking = max(slower * _asking(num_rows), self._decided) / num_rows
 
-    def begin(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Sequence[RowState]:
+    def begin(
+        self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: bool = True
+    ) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
 
         Args:
             usual: tokens per second of all rows without.
+            hopes: whether a draft by lookup may be worth it after a long match.
         """
         self.waits = False
         if len(rows) != self._num_rows:
@@ -168,7 +170,7 @@ class Reading:
         if not self._is_on:
             return ()
         self._balance -= indexing
-        is_long = any(row.match >= GATE for row in read)
+        is_long = hopes and any(row.match >= GATE for row in read)
         self._gate.pass_rounds()
         if pays or not is_long:
             self._gate.forgive()

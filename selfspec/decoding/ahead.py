@@ -127,7 +127,8 @@ class Ahead:
             return Further(num_rounds, burst, ends)
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
         lengths = tuple([min(length, longest) for length in steady.lengths])
-        return Further(num_rounds, burst, ends, indices, max(sizes), lengths, steady.branches)
+        told = lengths, steady.branches, steady.until_longer, rows[0].match
+        return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""

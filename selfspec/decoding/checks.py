@@ -50,11 +50,12 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
 def check_steady(steady: Steady) -> None:
     """ValueError unless rounds can be decoded before a policy is asked about them."""
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
-    lengths, branches = steady.lengths, steady.branches
-    if not lengths or len(branches) not in (0, len(lengths)) or not all(isinstance(n, int) for n in lengths):
+    lengths, others = steady.lengths, (steady.branches, steady.until_longer)
+    fits = all(len(other) in (0, len(lengths)) for other in others)
+    if not lengths or not fits or not all(isinstance(n, int) for n in lengths):
         raise ValueError(
-            "a steady policy's lengths must be whole numbers, at least one, and its branches as many or none, got "
-            f"{list(lengths)} and {list(branches)}"
+            "a steady policy's lengths must be whole numbers, at least one, and its other lists as many or "
+            f"none, got {list(lengths)}, {list(steady.branches)} and {list(steady.until_longer)}"
         )
     if steady.usual is not None and not isinstance(steady.usual, Plan):
         raise ValueError(f"a steady policy's usual must be a plan or None, got {steady.usual!r}")

@@ -49,15 +49,17 @@ class Given(NamedTuple):
 
 class Further(NamedTuple):
     """How far rounds go on after the first one: as long as every row has room for a drafted token, where any are, no
-    token ends one, and nobody has to be asked; at most until a draft by lookup is right as a whole."""
+    token ends one, and nobody has to be asked."""
 
     num_rounds: int  # at most, with the first one
     seconds: float  # none begins later
     ends: Sequence[Sequence[int]]  # of every row: tokens that end it
     indices: Sequence[int | None] = ()  # of every row: that of its tokens, which is told of them all; empty: none
     found_size: int = 0  # numbers that these tell at most
-    lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of `branches`
+    lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of the next two
     branches: Sequence[bool] = ()
+    until_longer: Sequence[int] = ()
+    match: int = 0  # of a single row, before the first round
 
 
 class Judged(NamedTuple):
@@ -101,7 +103,7 @@ class Room:
         self._stops: Stops | None = None
         self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
-        self._table: tuple[Any, Any, Any] = None, None, None  # of lengths and branches, by match
+        self._table: tuple[Any, Sequence[Any]] = None, ()  # of lengths, branches and so on, by match
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._indices, self._found = (ctypes.c_void_p * count)(), _ints(0)
         self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
@@ -186,11 +188,12 @@ class Room:
                 self._found = _ints(size)
             ahead.found, ahead.found_size = ctypes.addressof(self._found), further.found_size
             count = ahead.num_lengths = len(further.lengths)
-            told = further.lengths, further.branches
+            told = further.lengths, further.branches, further.until_longer
             if told != self._table[0]:
-                branches = further.branches or [False] * count
-                self._table = told, (ctypes.c_int64 * count)(*further.lengths), (ctypes.c_int64 * count)(*branches)
-            ahead.lengths, ahead.branches = map(ctypes.addressof, self._table[1:])
+                lists = further.lengths, further.branches or [False] * count, further.until_longer or [1] * count
+                self._table = told, [(ctypes.c_int64 * count)(*one) for one in lists]
+            ahead.lengths, ahead.branches, ahead.until_longer = map(ctypes.addressof, self._table[1])
+            ahead.match = further.match
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
         """What came of every round."""

@@ -171,7 +171,7 @@ def test_a_long_match_that_is_asked_about_in_vain_is_asked_about_ever_more_rarel
     long, short = row._replace(guesses=found(GATE)), row._replace(guesses=found(1))
     for at in range(100):
         now = (short if at in (0, 60) else long)._replace(content_length=50 + at)
-        foreseen = reading.waits and reading.asked_after == (0,) and reading.rounds_left > 0
+        foreseen = reading.waits and reading.is_shut and reading.rounds_left > 0
         read = reading.begin([now], worth, usual)
         assert not (read and foreseen)
         if read:

@@ -16,12 +16,14 @@ struct Ahead {
     int64_t* rooms;               // [num_rows]: tokens that each may yet draft; they come to less
     const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] where they begin; or null
     void* const* indices;         // [num_rows] of the rows' tokens, see `lookup.cpp`; or null
-    // [num_lengths] each, by match, longer ones as the last: what a single row drafts by lookup, 0 as ever; and whether
-    // that is not known where other tokens followed shorter matches.
-    const int64_t *lengths, *branches;
+    // [num_lengths] each, by match, longer ones as the last: what a single row drafts by lookup, 0 as ever; whether that
+    // is not known where other tokens followed shorter matches; and after how many drafts that were right as a whole.
+    const int64_t *lengths, *branches, *until_longer;
     int64_t* found;               // out: [rounds, num_rows, found_size]: how many shorter matches, and these
     int64_t* given;               // [rounds]: whether no layer drafts; in: of the first, out: of all
-    int64_t num_lengths, found_size, done;  // done: out, rounds
+    int64_t num_lengths, found_size;
+    int64_t match;                // of a single row, before the first round
+    int64_t done;                 // out: rounds
 };
 
 extern "C" {
@@ -38,8 +40,8 @@ class Going {
     Ahead& a;
     Drafting d;
     Judging j;
-    int64_t exit_layer, drafts = 0;  // the latter: of the next round, by lookup
-    std::vector<int64_t> positions, last, lengths;
+    int64_t exit_layer, match, drafts = 0;  // of the next round: what a single row matched, and drafts by lookup
+    std::vector<int64_t> positions, last, lengths, until_longer;
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
         const int64_t *first = a.ends + a.stops[row], *end = a.ends + a.stops[row + 1];
@@ -47,12 +49,12 @@ class Going {
     }
 
     // Tokens to draft by lookup next; 0 where nothing is looked up.
-    int64_t look_up(int64_t row, const int64_t* tokens, int64_t count) const {
+    int64_t look_up(int64_t row, const int64_t* tokens, int64_t count) {
         if (!a.indices || !a.indices[row]) return 0;
         int64_t* out = a.found + (a.done * d.num_rows + row) * a.found_size;
         out[0] = selfspec_index_add(a.indices[row], tokens, count, out + 1);
         if (out[0] < 0) throw std::bad_alloc();
-        int64_t match = std::min(out[1], a.num_lengths - 1);
+        match = std::min(out[1], a.num_lengths - 1);
         return a.branches[match] && selfspec_index_has_others(a.indices[row]) ? TO_ASK : a.lengths[match];
     }
 
@@ -62,12 +64,13 @@ class Going {
         for (int64_t r = 0; r < d.num_rows; r++) {
             const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
             positions[r] += count, last[r] = picks[count - 1], a.rooms[r] -= count;
+            // Lookups may be weighed anew after a draft that was right as a whole.
+            bool was_right = a.given[a.done] && j.counts[r] > 0 && count > j.counts[r];
+            bool is_new = was_right && (!a.indices || d.num_rows > 1 || --until_longer[match] <= 0);
             drafts = look_up(r, picks, count);
             bool is_known = drafts == 0 || (drafts > 0 && drafts <= j.most && d.num_rows == 1);
-            // Lookups are weighed anew after a draft that was right as a whole.
-            bool was_right = a.given[a.done] && j.counts[r] > 0 && count > j.counts[r];
             int64_t least = drafts ? drafts : std::min<int64_t>(1, lengths[r]);
-            goes_on = goes_on && is_known && !was_right && a.stops && !ends(r, picks, count) && a.rooms[r] >= least;
+            goes_on = goes_on && is_known && !is_new && a.stops && !ends(r, picks, count) && a.rooms[r] >= least;
             lengths[r] = std::min(lengths[r], a.rooms[r]);
         }
         return goes_on;
@@ -90,8 +93,10 @@ class Going {
 
    public:
     Going(const Drafting& drafting, const Judging& judging, Ahead& ahead)
-        : a(ahead), d(drafting), j(judging), exit_layer(j.exit_layer), positions(d.positions, d.positions + d.num_rows),
+        : a(ahead), d(drafting), j(judging), exit_layer(j.exit_layer),
+          match(std::min(ahead.match, ahead.num_lengths - 1)), positions(d.positions, d.positions + d.num_rows),
           last(d.last, d.last + d.num_rows), lengths(d.lengths, d.lengths + d.num_rows) {
+        if (a.indices) until_longer.assign(a.until_longer, a.until_longer + a.num_lengths);
         d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
     }
 
