@@ -206,7 +206,7 @@ class Adaptive:
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._joining, self._likely, self._were_read = 0, None, ()
         self._times.begin()
-        processes = any(row.has_processors for row in rows)
+        processes = True in [row.has_processors for row in rows]
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
         if self._times.is_due or is_other:
             self._processes = processes

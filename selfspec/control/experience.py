@@ -7,6 +7,7 @@ called for a dozen of them in a row.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from selfspec.control.agreement import Agreement
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
 from selfspec.control.pace import Pace
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds, confidence_bin
+from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, RowOutcome, Seconds
 from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
@@ -136,13 +137,14 @@ class Experience:
                 # What no draft could have picked says nothing of the layer: it is in the part's coverage.
                 judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
                 hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
-                sure, copies = outcome.confidences[:judged], plan.draft_bits is not None
-                is_known = copies and self._is_known(exit_layer)
+                bins = [bisect_right(CONFIDENCE_EDGES, one) for one in outcome.confidences[:judged]]
+                is_known = plan.draft_bits is not None and self._is_known(exit_layer)
                 if is_known and plan.stop is not None:
-                    chances = [plan.stop.calibration[confidence_bin(one)] for one in sure]
-                    self._agreement.add(exit_layer, sum(hits), sum(chances) / self._covered)
+                    calibration = plan.stop.calibration
+                    chances = sum([calibration[one] for one in bins])
+                    self._agreement.add(exit_layer, min(accepted, judged), chances / self._covered)
                 if not is_known or self._agreement.is_good:
-                    self._tracker.add(exit_layer, hits, sure)
+                    self._tracker.add_binned(exit_layer, hits, bins)
             if outcome.shadow is not None:
                 self._tracker.add_shadow(outcome.shadow)
         self._tracker.pass_time(emitted / rows + num_idle)
@@ -155,10 +157,9 @@ class Experience:
             self._trust.add(emitted / rows, self._rate * took)
         self._pace.pass_round(decided, num_idle, None if exit_layer is None else seconds.rest)
         if looked is not None:
-            context, share = looked
+            copies, (context, share) = plan.draft_bits is not None, looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
             beside = beside if any(beside) else []
-            copies = plan.draft_bits is not None
             expected = self._costs.stages(exit_layer, lengths, context, beside, share, outcomes[0].widths, copies)
             if exit_layer == LOOKUP and rows > 1 and self._costs.ragged is not None:
                 expected["verify"] *= max(1.0, self._costs.ragged(rows))

@@ -81,6 +81,7 @@ class Finder:
             return most._replace(lengths=(*[0 if is_vain else TO_ASK for is_vain in vain], TO_ASK))
         if guesses.is_stored or guesses.recalls:
             return Steady()
+        most = most._replace(num_rounds=min(most.num_rounds, self._lengths.rounds_left()))
         return self._steady(self._lengths.all(), rows[0].room, beside_layers, most, checks)
 
     def steady_after_long(self, room: int, beside_layers: bool, most: Steady) -> Steady:
@@ -92,6 +93,7 @@ class Finder:
         if self._lengths.after_long is None:
             return most._replace(lengths=(*UNASKED, TO_ASK))
         only = [*[Weighed(0)] * GATE, self._lengths.after_long]
+        most = most._replace(num_rounds=min(most.num_rounds, self._lengths.rounds_left(only_long=True)))
         return self._steady(only, room, beside_layers, most, lambda _: 0)
 
     @property
@@ -108,17 +110,15 @@ class Finder:
         most: Steady,
         checks: Callable[[Sequence[float]], int],
     ) -> Steady:
-        left = min(most.num_rounds, self._lengths.rounds_left)
         lengths = [TO_ASK if one.length >= room else one.length for one in known]
         if beside_layers:
-            left = min(left, self._ease.rounds_left)
             for n, one in enumerate(known):
                 is_wanted = one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual)
                 if is_wanted or (not one.length and checks(one.chances)):
                     lengths[n] = TO_ASK
         return most._replace(
-            num_rounds=left,
             lengths=tuple(lengths),
+            most_lookups=self._ease.rounds_left if beside_layers else most.most_lookups,
             branches=tuple([one.may_branch for one in known]),
             until_longer=tuple([self._lengths.until_change(n) for n in range(len(known))]),
         )

@@ -6,15 +6,18 @@ the next. As long as it is kept, rounds may be decoded at once, by lookup too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from selfspec.control.matches import MATCH_EDGES, bin_of
 
-KEPT = 16  # rounds, as long as nothing else is decided
+# Rounds, as long as nothing else is decided: that ask; and that only watch for long matches, which tell less.
+KEPT, KEPT_WATCHING = 16, 96
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
 LAST = len(SHORTEST) - 1
 SETTLED = 4  # drafts that are right as a whole until they are weighed anew, where the last such time changed nothing
+SMALL = 1e-6  # beside a round's share of those
 TO_ASK = -1  # instead of a length: nobody knows
 
 
@@ -37,8 +40,7 @@ class Lengths:
         self._changed: set[int] = set()  # bins
         self._until: dict[int, int] = {}  # by bin: right drafts until it is weighed anew, where that changed nothing
         self._for: tuple[int, float, bool] | None = None
-        self.rounds_left = 0
-        """Rounds after this one for which what is known is kept."""
+        self._left = 0.0  # of all for which what is known is kept, 1
 
     def begin(
         self,
@@ -55,9 +57,9 @@ class Lengths:
             only_long: nobody asks what is drafted after matches of any other than the last bin.
         """
         told = request_id, usual, beside_layers
-        self.rounds_left -= 1
-        if told != self._for or self.rounds_left < 0:
-            self._for, self.rounds_left = told, KEPT - 1
+        self._left -= 1 / (KEPT_WATCHING if only_long else KEPT)
+        if told != self._for or self._left < SMALL:
+            self._for, self._left = told, 1.0
             for kept in (self._known, self._changed, self._until):
                 kept.clear()
         for at in (LAST,) if only_long else range(len(SHORTEST)):
@@ -67,6 +69,10 @@ class Lengths:
                 self._changed.discard(at)
                 if before is not None:
                     self._until[at] = SETTLED if before.length == now.length else 1
+
+    def rounds_left(self, only_long: bool = False) -> int:
+        """Rounds after this one for which what is known is kept."""
+        return max(0, math.ceil(self._left * (KEPT_WATCHING if only_long else KEPT) - SMALL) - 1)
 
     def after(self, match: int) -> Weighed:
         """What is drafted after such a match."""

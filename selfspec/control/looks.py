@@ -91,8 +91,10 @@ class Looks:
         share = OFF_SHARE
         if num_rows is not None:
             share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
-        beside = DECIDING if num_rows is None else CALLING * (self._step - 1) / (STEP - 1)
-        looked = max(0.0, seconds.shadow) + beside if seconds.shadow > 0 else 0.0
+        looked = 0.0
+        if seconds.shadow > 0:
+            beside = DECIDING if num_rows is None else CALLING * (self._step - 1) / (STEP - 1)
+            looked = seconds.shadow + beside
         self.are_awaited = self.are_awaited and not looked
         self._pass(share, seconds.draft + seconds.verify + seconds.head, looked, 1)
 

@@ -201,6 +201,8 @@ class Steady(NamedTuple):
     """The same: whether it has to be asked where other tokens followed shorter matches, too."""
     until_longer: tuple[int, ...] = ()
     """The same: how many of its drafts are right as a whole until longer ones may be worth it; empty: one."""
+    most_lookups: int = 1 << 30
+    """Rounds that are drafted by lookup; the policy has to be asked before any more."""
     usual: Plan | None = None
     """After a round that lookup drafts: the plan of the others; None: that is not known."""
 
@@ -233,6 +235,13 @@ class Seconds:
             self.add(stage, seconds + left)
             left = 0.0
         self._last = now
+
+    def add_stages(self, draft: float, verify: float, head: float, pick: float) -> None:
+        """So much more of these."""
+        self.draft += draft
+        self.verify += verify
+        self.head += head
+        self.pick += pick
 
     def add(self, stage: str, seconds: float) -> None:
         setattr(self, stage, getattr(self, stage) + seconds)

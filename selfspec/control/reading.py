@@ -170,7 +170,7 @@ class Reading:
         if not self._is_on:
             return ()
         self._balance -= indexing
-        is_long = hopes and any(row.match >= GATE for row in read)
+        is_long = hopes and max([row.match for row in read]) >= GATE
         self._gate.pass_rounds()
         if pays or not is_long:
             self._gate.forgive()
@@ -200,8 +200,11 @@ class Reading:
         """What it must hold for so many rows to be tried."""
         return (1 + self._wary * TRIAL * num_rows) * self._asking
 
-    def _affordable(self, rows: Sequence[RowState]) -> tuple[list[RowState], float]:
+    def _affordable(self, rows: Sequence[RowState]) -> tuple[Sequence[RowState], float]:
         """The rows, without guesses where nothing pays for an index; and seconds for the others' indices."""
+        if len(rows) == 1 and (before := self._read.get(rows[0].request_id)) is not None:
+            self._read = {rows[0].request_id: rows[0].content_length}
+            return rows, READ_SECONDS * (rows[0].content_length - before)
         asking, read, known, left, indexing = self._asking, list[RowState](), dict[int, int](), self._balance, 0.0
         for row in rows:
             before = self._read.get(row.request_id)

@@ -62,8 +62,8 @@ class Tracker:
         # here and there between two rounds, arrays once per estimate.
         self._cells = array("d", bytes(2 * 8 * math.prod(self._shape)))
         self._counts = np.frombuffer(self._cells).reshape(2, *self._shape)
-        self._weights = 1.0, 1.0  # of an observation now
         self._age = 0.0  # tokens emitted per row since they were last faded
+        self._weights, self._weights_at = (1.0, 1.0), 0.0  # of an observation, and at which age that was so
         self._overall = np.zeros(self._shape)
         self._later: list[int] = []  # what is not counted there yet, and `_clock` then
         self._later_at: list[float] = []
@@ -103,7 +103,7 @@ class Tracker:
         hits = len(self._cells) // 2 + (layer - 1) * NUM_BINS
         misses = hits + self._shape[1] * NUM_BINS
         counts = self._cells[hits : hits + NUM_BINS] + self._cells[misses : misses + NUM_BINS]
-        return float(sum(counts)) / self._weights[1]
+        return float(sum(counts)) / self._weights_now()[1]
 
     @property
     def overall(self) -> Floats:
@@ -113,10 +113,13 @@ class Tracker:
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
+        self.add_binned(layer, hits, [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences])
+
+    def add_binned(self, layer: int, hits: Sequence[bool], bins: Sequence[int]) -> None:
+        """The same, by bin of confidence."""
         line = (layer - 1) * NUM_BINS
         lines = line + self._shape[1] * NUM_BINS, line  # of misses, and of hits
-        pairs = zip(hits, confidences, strict=True)
-        self._count([lines[hit] + bisect_right(CONFIDENCE_EDGES, confidence) for hit, confidence in pairs])
+        self._count([lines[hit] + at for hit, at in zip(hits, bins, strict=True)])
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -131,7 +134,7 @@ class Tracker:
 
     def _count(self, cells: Sequence[int]) -> None:
         """An observation each, by where it is counted among the recent ones."""
-        counts, lasting, (by_recent, by_lasting) = self._cells, len(self._cells) // 2, self._weights
+        counts, lasting, (by_recent, by_lasting) = self._cells, len(self._cells) // 2, self._weights_now()
         for cell in cells:
             counts[cell] += by_recent
             counts[cell + lasting] += by_lasting
@@ -154,14 +157,19 @@ class Tracker:
         self._age += tokens
         if self._age > MOST_AGE:
             self._settle()
-        self._weights = 2 ** (self._age / RECENT), 2 ** (self._age / LASTING)
+
+    def _weights_now(self) -> tuple[float, float]:
+        """Of an observation, recent and lasting."""
+        if self._weights_at != self._age:
+            self._weights, self._weights_at = (2 ** (self._age / RECENT), 2 ** (self._age / LASTING)), self._age
+        return self._weights
 
     def _settle(self) -> None:
         """Fade recent and lasting counts, so that an observation now counts for 1."""
         if self._age:
             self._counts[0] *= 2 ** (-self._age / RECENT)
             self._counts[1] *= 2 ** (-self._age / LASTING)
-            self._age, self._weights = 0.0, (1.0, 1.0)
+            self._age = 0.0
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""

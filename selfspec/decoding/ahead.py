@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.control.plan import LOOKUP, Plan, Seconds, Steady
+from selfspec.decoding.choose import STAGES
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
@@ -28,8 +29,24 @@ class Coming(NamedTuple):
     """A round that waits."""
 
     verdicts: list[Verdict]
-    parts: list[tuple[str, float]]  # its seconds by stage
+    steps: list[float]  # seconds, see `Done`; the same of `taken`
+    taken: list[float]
     found: list[int] | None  # what the only row drafted, if anything, by lookup; None: layers drafted
+
+    @property
+    def parts(self) -> list[tuple[str, float]]:
+        """Its seconds by stage, one after another."""
+        fed, *judged = self.taken
+        steps = [(STAGES[i % 3], taken) for i, taken in enumerate(self.steps)]
+        early = [("draft", fed)] if self.found is None else []
+        return [*steps, *early, *zip(("verify", "head", "pick"), judged, strict=True)]
+
+    @property
+    def stages(self) -> tuple[float, float, float, float]:
+        """The same, added up: draft, verify, head and pick."""
+        steps, (fed, verify, head, pick) = self.steps, self.taken
+        drafted = sum(steps[::3]) + (fed if self.found is None else 0.0)
+        return drafted, verify, head + sum(steps[1::3]), pick + sum(steps[2::3])
 
 
 class Ahead:
@@ -59,7 +76,7 @@ class Ahead:
 
     def forget(self) -> None:
         """Rows left that these were of, or they are planned in another way."""
-        self._lost += sum([taken for one in self._coming for _, taken in one.parts])
+        self._lost += sum([sum(one.stages) for one in self._coming])
         self._coming.clear()
 
     def lost(self) -> float:
@@ -76,15 +93,14 @@ class Ahead:
         if not self._coming:
             return None
         found, are_there = self._coming[0].found, [(row.request_id, len(row.content)) for row in rows] == self._rows
-        is_planned = are_there and (_is_of(plan, found) if found else part is self._part and plan == self._cut(rows))
+        is_planned = are_there and (_is_of(plan, found) if found else part is self._part and self._is_usual(plan, rows))
         if not is_planned:
             self.forget()
             return None
-        verdicts, parts, _ = self._coming.popleft()
-        for stage, taken in parts:
-            seconds.add(stage, taken)
-        self._expect(rows, verdicts)
-        return verdicts
+        one = self._coming.popleft()
+        seconds.add_stages(*one.stages)
+        self._expect(rows, one.verdicts)
+        return one.verdicts
 
     def allow(self, steady: Steady, usual: Plan, part: Part | None, reads_lookup: bool) -> None:
         """As many rounds as the policy is steady for may be decoded with the next one.
@@ -127,7 +143,7 @@ class Ahead:
             return Further(num_rounds, burst, ends)
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
         lengths = tuple([min(length, longest) for length in steady.lengths])
-        told = lengths, steady.branches, steady.until_longer, rows[0].match
+        told = lengths, steady.branches, steady.until_longer, steady.most_lookups, rows[0].match
         return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
@@ -141,12 +157,13 @@ class Ahead:
         self._coming = deque(rounds[1:])
         self._expect(rows, rounds[0].verdicts)
 
-    def _cut(self, rows: Sequence[Row]) -> Plan:
-        """The usual plan, as far as rows have room for it."""
-        if self.usual.exit_layer is None:
-            return self.usual
-        lengths = tuple([min(n, row.room - 1) for n, row in zip(self.usual.draft_lengths, rows, strict=True)])
-        return self.usual if lengths == self.usual.draft_lengths else replace(self.usual, draft_lengths=lengths)
+    def _is_usual(self, plan: Plan, rows: Sequence[Row]) -> bool:
+        """Whether that is the usual plan, as far as rows have room for it."""
+        usual = self.usual
+        if usual.exit_layer is not None:
+            lengths = tuple([min(n, row.room - 1) for n, row in zip(usual.draft_lengths, rows, strict=True)])
+            usual = usual if lengths == usual.draft_lengths else replace(usual, draft_lengths=lengths)
+        return plan is usual or plan == usual
 
     def _expect(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
         """The next round comes after this one."""

@@ -50,6 +50,7 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
 def check_steady(steady: Steady) -> None:
     """ValueError unless rounds can be decoded before a policy is asked about them."""
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
+    whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
     lengths, others = steady.lengths, (steady.branches, steady.until_longer)
     fits = all(len(other) in (0, len(lengths)) for other in others)
     if not lengths or not fits or not all(isinstance(n, int) for n in lengths):

@@ -175,14 +175,14 @@ class Engine:
         reported by the next step. A row whose own processor or criterion raised is cancelled.
         """
         seconds = Seconds()
-        with torch.inference_mode():
-            if self._cancelled:
-                self._drop_cancelled()
-            if not self._ahead:  # else rounds are there already, and nobody waits for them long
+        if self._cancelled:
+            self._drop_cancelled()
+        if not self._ahead:  # else rounds are there already, and nobody waits for them long
+            with torch.inference_mode():
                 self._admit()
                 self._prefill()
             seconds.lap("prefill")
-            plan, is_ahead = self._decode(seconds)
+        plan, is_ahead = self._decode(seconds)
         seconds.add("control", self._ahead.lost())  # what was decoded for a plan that did not come
         if self.learn is not None:
             self.learn.after(sum(row.completion is not None for row in self._results), seconds.total)
@@ -208,7 +208,8 @@ class Engine:
                 self._look_ahead(plan, ready)
                 teach = None if self.learn is None else self.learn.take
                 how = teach, self._picker, recycles, True, self._ahead
-                verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
+                with torch.inference_mode():
+                    verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
             left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
             if hears_lookup:
@@ -310,7 +311,8 @@ class Engine:
         try:
             return row.completion()
         finally:
-            self.cache.release(row.pages, row.limit)
+            with torch.inference_mode():
+                self.cache.release(row.pages, row.limit)
 
     def _drop_cancelled(self) -> None:
         for row in self.rows:

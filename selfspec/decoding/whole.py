@@ -13,14 +13,14 @@ import numpy as np
 
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, Seconds
 from selfspec.decoding.ahead import Ahead, Coming
-from selfspec.decoding.choose import STAGES, stops_of
+from selfspec.decoding.choose import stops_of
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.device.whole import RoundRow, RowRound
 from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PagedCache, Span, Tree
-from selfspec.target.round_room import Beside, Done, Drafter, Given, Judged
+from selfspec.target.round_room import Beside, Drafter, Given, Judged
 from selfspec.target.stack import Stack
 
 
@@ -80,21 +80,13 @@ def compiled_round(
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
     done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
     coming = [
-        Coming([_judged(row) for row in one.rows], _parts(one), one.rows[0].drafted if one.is_given else None)
+        Coming([_judged(row) for row in one.rows], one.steps, one.taken, one.rows[0].drafted if one.is_given else None)
         for one in done
     ]
-    others = sum([taken for one in coming[1:] for _, taken in one.parts])
-    seconds.laps([("rest", 0.0), *coming[0].parts], others)
+    seconds.laps([("rest", 0.0), *coming[0].parts], sum([sum(one.stages) for one in coming[1:]]))
     if ahead is not None and further is not None:
         ahead.put(rows, coming, done)
     return coming[0].verdicts
-
-
-def _parts(done: Done) -> list[tuple[str, float]]:
-    """Seconds by stage."""
-    fed, *judged = done.taken
-    steps = [(STAGES[i % 3], taken) for i, taken in enumerate(done.steps)]
-    return [*steps, *([] if done.is_given else [("draft", fed)]), *zip(("verify", "head", "pick"), judged, strict=True)]
 
 
 def _drafter(stack: Stack, plan: Plan) -> Drafter | None:

@@ -101,7 +101,7 @@ class Ahead(Structure):
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
         *_all("rooms ends stops indices lengths branches until_longer found given", c_void_p),
-        *_all("num_lengths found_size match done", c_int64),
+        *_all("num_lengths found_size most_lookups match done", c_int64),
     )
 
 

@@ -59,6 +59,7 @@ class Further(NamedTuple):
     lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of the next two
     branches: Sequence[bool] = ()
     until_longer: Sequence[int] = ()
+    most_lookups: int = 0  # rounds after the first one that are drafted by lookup
     match: int = 0  # of a single row, before the first round
 
 
@@ -193,7 +194,7 @@ class Room:
                 lists = further.lengths, further.branches or [False] * count, further.until_longer or [1] * count
                 self._table = told, [(ctypes.c_int64 * count)(*one) for one in lists]
             ahead.lengths, ahead.branches, ahead.until_longer = map(ctypes.addressof, self._table[1])
-            ahead.match = further.match
+            ahead.most_lookups, ahead.match = further.most_lookups, further.match
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
         """What came of every round."""
@@ -201,8 +202,8 @@ class Room:
         own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure
         counts, chains, accepted = self._counts[:own], self._chains[:own], self._accepted[:own]
         given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
-        tokens, steps = self._tokens[: own * most], self._steps[: num_rounds * 3 * most]
-        picks, sure = self._picks[: own * (most + 1)], self._sure[: own * most] if with_sure else []
+        # Of these a round may have filled little.
+        tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure if with_sure else []
         rows, found = [], self._told(own, further)
         for at, (length, chain, right) in enumerate(zip(counts, chains, accepted, strict=True)):
             first, to = at * most, at * (most + 1)

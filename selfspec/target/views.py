@@ -99,13 +99,14 @@ def copied_state(model: nn.Module) -> list[Any]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        state += [(id(t), t.device, t.dtype) for t in tensors if t is not None]
-        held = [(name, vars(module).get(name)) for name in COPIED]
-        state.append(
-            [(name, str(value)) for name, value in held if value is not None and (not isinstance(value, dict) or value)]
-        )
-        waiting += [child for child in module._modules.values() if child is not None]
+        own = module.__dict__
+        for tensors in (own["_parameters"], own["_buffers"]):
+            if tensors:
+                state += [(id(t), t.device, t.dtype) for t in tensors.values() if t is not None]
+        held = [(name, own[name]) for name in COPIED if name in own]
+        state.append([(name, str(value)) for name, value in held if value or not isinstance(value, dict | None)])
+        if own["_modules"]:
+            waiting += [child for child in own["_modules"].values() if child is not None]
     return state
 
 

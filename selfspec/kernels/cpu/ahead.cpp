@@ -22,6 +22,7 @@ struct Ahead {
     int64_t* found;               // out: [rounds, num_rows, found_size]: how many shorter matches, and these
     int64_t* given;               // [rounds]: whether no layer drafts; in: of the first, out: of all
     int64_t num_lengths, found_size;
+    int64_t most_lookups;         // rounds after the first one that are drafted by lookup
     int64_t match;                // of a single row, before the first round
     int64_t done;                 // out: rounds
 };
@@ -40,7 +41,8 @@ class Going {
     Ahead& a;
     Drafting d;
     Judging j;
-    int64_t exit_layer, match, drafts = 0;  // of the next round: what a single row matched, and drafts by lookup
+    int64_t exit_layer, lookups = 0;  // the latter: rounds after the first one that were drafted by lookup
+    int64_t match, drafts = 0;  // of the next round: what a single row matched, and drafts by lookup
     std::vector<int64_t> positions, last, lengths, until_longer;
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
@@ -55,7 +57,8 @@ class Going {
         out[0] = selfspec_index_add(a.indices[row], tokens, count, out + 1);
         if (out[0] < 0) throw std::bad_alloc();
         match = std::min(out[1], a.num_lengths - 1);
-        return a.branches[match] && selfspec_index_has_others(a.indices[row]) ? TO_ASK : a.lengths[match];
+        if (a.branches[match] && selfspec_index_has_others(a.indices[row])) return TO_ASK;
+        return a.lengths[match] && lookups >= a.most_lookups ? TO_ASK : a.lengths[match];
     }
 
     // To where the next round begins; whether there is to be one.
@@ -86,6 +89,7 @@ class Going {
         for (int64_t* counts : {d.counts, j.counts, j.chains}) std::fill(counts, counts + rows, 0);
         a.given[a.done] = drafts > 0 || !exit_layer;
         if (!drafts) return;
+        lookups++;
         selfspec_index_draft(a.indices[0], drafts, j.tokens);
         std::iota(j.parents, j.parents + drafts, 0);
         j.counts[0] = drafts;
