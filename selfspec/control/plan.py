@@ -199,12 +199,12 @@ class Steady(NamedTuple):
     lookup; 0: the plan is the same; less: the policy has to be asked."""
     branches: tuple[bool, ...] = ()
     """The same: whether it has to be asked where other tokens followed shorter matches, too."""
-    until_longer: tuple[int, ...] = ()
-    """The same: how many of its drafts are right as a whole until longer ones may be worth it; empty: one."""
-    most_lookups: int = 1 << 30
-    """Rounds that are drafted by lookup; the policy has to be asked before any more."""
     usual: Plan | None = None
     """After a round that lookup drafts: the plan of the others; None: that is not known."""
+    until_longer: tuple[int, ...] = ()
+    """By match, as `lengths`: how many of its drafts are right as a whole until longer ones may be worth it; or one."""
+    most_lookups: int = 1 << 30
+    """Rounds that are drafted by lookup; the policy has to be asked before any more."""
 
 
 @dataclass(slots=True)

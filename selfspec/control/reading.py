@@ -135,9 +135,7 @@ class Reading:
         slower = self._slower if num_rows <= FEW else 1.0
         self._asking = max(slower * _asking(num_rows), self._decided) / num_rows
 
-    def begin(
-        self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: bool = True
-    ) -> Sequence[RowState]:
+    def begin(self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: bool = True) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
 
         Args:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
 from selfspec.control.gate import GATE
-from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState
+from selfspec.control.lengths import KEPT_WATCHING, SETTLED, SHORTEST, TO_ASK, Lengths, Weighed
+from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees
@@ -57,7 +59,8 @@ def taught(**options):
 def watched(finder, *seen, request_id=0, **others):
     """A row is watched: (tokens it has, of which so many are found) at a time."""
     for length, match in seen:
-        finder.watch(RowState(request_id, length, 100, found(match, **others)))
+        worth = worth_of(1)
+        finder.watch(RowState(request_id, length, 100, found(match, **others)), worth, 1 / worth.plain_seconds)
 
 
 def chance(finder, match=12):
@@ -99,12 +102,71 @@ def test_short_matches_other_rows_and_corpora_say_nothing_of_long_ones():
     assert chance(finder) == chance(Finder())
 
 
-def test_what_was_weighed_is_weighed_anew_after_watching():
+def after_long(finder, room=1000, beside_layers=False):
+    return finder.steady_after_long(room, beside_layers, Steady(1000))
+
+
+def test_what_was_weighed_is_weighed_anew_after_watching_for_long():
     finder = Finder(drafts=("lookup",))
-    short = plan_of(finder, (found(14), 100))
-    watched(finder, *((50 + 3 * n, 16) for n in range(30)))
-    after = plan_of(finder, (found(14), 100))
-    assert after.draft_lengths[0] > short.draft_lengths[0]
+    short = plan_of(finder, (found(14), 100)).draft_lengths[0]
+    for _ in range(2 * KEPT_WATCHING):
+        was, left = after_long(finder).lengths[-1], after_long(finder).num_rounds
+        watched(finder, (50, 12), (53, 15))
+        now = after_long(finder).lengths[-1]
+        assert now == was or left < 2, "as long as it is kept, nothing changes"
+    assert now > short
+    assert plan_of(finder, (found(14), 100)).draft_lengths[0] > short
+
+
+def test_watching_weighs_what_follows_long_matches_alone_and_says_for_how_long_that_holds():
+    finder = Finder(drafts=("lookup",))
+    assert after_long(finder) == Steady(1000, (*(0,) * GATE, TO_ASK))  # nobody has asked yet
+    assert finder.drafts_after_long, "so it may be"
+    watched(finder, (50, 14))
+    steady = after_long(finder)
+    assert steady.lengths[:GATE] == (0,) * GATE and steady.lengths[GATE] > 4
+    assert steady.num_rounds == KEPT_WATCHING - 1
+    assert plan_of(finder, (found(14), 1000)).draft_lengths == steady.lengths[GATE:]
+    assert after_long(finder, room=steady.lengths[GATE]).lengths[GATE] == TO_ASK
+    assert after_long(finder, room=steady.lengths[GATE] + 1).lengths == steady.lengths
+
+
+def test_where_long_matches_came_to_nothing_nobody_hopes_for_more():
+    finder = Finder(drafts=("lookup",))
+    tell(finder, Looked(14, 9, 0))
+    watched(finder, (50, 14))
+    assert not finder.drafts_after_long and after_long(finder).lengths == (0,) * (GATE + 1)
+
+
+def test_right_drafts_are_weighed_anew_at_once_where_that_led_to_longer_ones_and_else_ever_so_often():
+    lengths, weighed = Lengths(), []
+
+    def weigh(match):
+        weighed.append(match)
+        return Weighed(length)
+
+    for length, until in ((5, 1), (7, 1), (7, SETTLED)):
+        lengths.begin(0, 1.0, False, weigh)
+        assert lengths.after(14).length == length and lengths.until_change(14) == until
+        lengths.change(14)
+    assert len(weighed) == len(SHORTEST) + 2
+    for _ in range(SETTLED - 2):
+        lengths.change(14)
+        lengths.begin(0, 1.0, False, weigh)
+    assert len(weighed) == len(SHORTEST) + 2 and lengths.until_change(14) == 1
+    lengths.change(14)
+    lengths.begin(0, 1.0, False, weigh)
+    assert len(weighed) == len(SHORTEST) + 3 and lengths.until_change(14) == SETTLED
+
+
+def test_the_policy_is_told_where_lookup_gives_way_to_layers_for_once():
+    finder, usual = taught(drafts=("lookup",)), 1 / worth_of(1).plain_seconds
+    worth, state = worth_of(1), RowState(0, 50, 100, found(14))
+    usual = 0.8 * finder.plan([state], worth, usual).speedup / worth.plain_seconds
+    planned = [(finder.plan([state], worth, usual, True), finder.gives_way) for _ in range(EVERY)]
+    assert all(plan is not None and not gives_way for plan, gives_way in planned[:-1])
+    assert planned[-1] == (None, True)
+    assert finder.plan([state._replace(guesses=found(0))], worth, usual, True) is None and not finder.gives_way
 
 
 # --------------------------------------------------------------------------------------------------------------- plans

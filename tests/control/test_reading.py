@@ -183,6 +183,18 @@ def test_a_long_match_that_is_asked_about_in_vain_is_asked_about_ever_more_rarel
     assert {63, 65, 69, 77} <= {*asked}, "another match is asked about as the first one was"
 
 
+def test_a_long_match_that_nothing_is_hoped_of_is_not_asked_about():
+    asked = {True: 0, False: 0}
+    for hopes in asked:
+        reading, worth, usual = account(1, slower=0.1)
+        [row] = rows_of(1, room=40)
+        for at in range(100):
+            now = row._replace(guesses=found(GATE), content_length=50 + at)
+            asked[hopes] += bool(reading.begin([now], worth, usual, hopes))
+            reading.pass_round(1, worth.plain_seconds, 0.0)
+    assert asked[False] <= 2 < 15 < asked[True]
+
+
 def test_few_rows_that_take_more_to_watch_than_their_share_are_not_for_long():
     reading, worth, usual = account(1, slower=0.01)
     [row] = rows_of(1, room=4000)

@@ -52,12 +52,15 @@ class Runs:
         self.dice, self.table, self.branches, self.reads_lookup = random.Random(seed), table, branches, reads_lookup
         self.left, self.bias, self.looks, self.seen = 0, 0, (), []
         self.usual, self.tells_usual = None, seed % 2 == 1
+        self.until_longer = () if seed % 3 == 0 else tuple([1 + (seed + n) % 3 for n in range(len(table))])
+        self.most_lookups = 1 << 30 if seed % 7 < 5 else seed % 7 - 5  # 0 or 1
 
     @property
     def steady(self):
         lengths = self.table if len(self.looks) == 1 else [0 if n else -1 for n in self.table]
         usual = self.usual if self.tells_usual else None
-        return Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), usual)
+        told = Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), usual)
+        return told._replace(until_longer=self.until_longer, most_lookups=self.most_lookups)
 
     def _by_layers(self, rows):
         if self.left == 0:
@@ -162,6 +165,30 @@ def test_lookup_is_drafted_by_without_asking(monkeypatch):
     by_lookup = [round_ for round_ in rounds if round_.plan.exit_layer == LOOKUP]
     assert any(round_.is_ahead and round_.rows[0].num_accepted for round_ in by_lookup)
     assert sum(calls) == len(rounds) > len(calls)  # nothing was in vain
+
+
+@pytest.mark.parametrize(("until", "most"), [(1, 99), (3, 99), (99, 99), (99, 2), (99, 0)])
+def test_a_call_goes_on_for_as_many_right_drafts_and_lookups_as_the_policy_says(monkeypatch, until, most):
+    monkeypatch.setattr(ahead, "BURST", 60.0)
+    policy, run, right, lookups = Runs(4, [0, 5], [False] * 2, True), Rounds.run, [], []
+    policy.left, policy.drawn, policy.tells_usual = 1000, ((2, 3), {"keep_confidence": True}), True
+    policy.until_longer, policy.most_lookups = (until, until), most
+
+    def running(*given, **named):
+        done = run(*given, **named)
+        by_lookup = [one.rows[0] for one in done if one.is_given and one.rows[0].drafted]
+        right.append(sum(len(row.block) > len(row.drafted) for row in by_lookup))
+        lookups.append(len([one for one in done[1:] if one.is_given and one.rows[0].drafted]))
+        return done
+
+    monkeypatch.setattr(Rounds, "run", running)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+    engine.submit("class Stack:\n", max_new_tokens=250)  # greedy text, which soon goes round in circles
+    rounds = [round_ for round_ in engine.run() if round_.rows]
+    assert sum(right) > 20
+    assert max(right) == until if until < 99 and most == 99 else max(right) <= until
+    assert max(lookups) == most if most < 99 else max(lookups) > 2
+    assert len(right) < 10 if (until, most) == (99, 99) else len(right) >= len(rounds) / max(40, until)
 
 
 @pytest.mark.parametrize("tells_usual", [False, True])
@@ -424,7 +451,9 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
         (Steady(-1), "the rounds that a policy is steady for must be"),
         (Steady(0.5), "the rounds that a policy is steady for must be"),
         (Steady(3, ()), "lengths must be whole numbers, at least one"),
-        (Steady(3, (0, 1), (True,)), "its branches as many or none"),
+        (Steady(3, (0, 1), (True,)), "its other lists as many or none"),
+        (Steady(3, (0, 1), until_longer=(1,)), "its other lists as many or none"),
+        (Steady(3, most_lookups=-1), "the rounds that a steady policy has drafted by lookup must be"),
         (Steady(3, usual=3), "usual must be a plan or None, got 3"),
     ],
 )
