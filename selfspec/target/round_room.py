@@ -203,7 +203,7 @@ class Room:
         counts, chains, accepted = self._counts[:own], self._chains[:own], self._accepted[:own]
         given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
         # Of these a round may have filled little.
-        tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure if with_sure else []
+        tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure
         rows, found = [], self._told(own, further)
         for at, (length, chain, right) in enumerate(zip(counts, chains, accepted, strict=True)):
             first, to = at * most, at * (most + 1)
@@ -211,7 +211,16 @@ class Room:
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
                 path, tree = self._path[to : to + right], parents
             block = picks[to : to + right]
-            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, sure[first : first + chain]))
+            rows.append(
+                Judged(
+                    tokens[first : first + length],
+                    tree,
+                    chain,
+                    path,
+                    block,
+                    sure[first : first + chain] if with_sure else [],
+                )
+            )
         done = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * most
