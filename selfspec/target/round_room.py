@@ -210,17 +210,8 @@ class Room:
             path, tree = range(right), None
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
                 path, tree = self._path[to : to + right], parents
-            block = picks[to : to + right]
-            rows.append(
-                Judged(
-                    tokens[first : first + length],
-                    tree,
-                    chain,
-                    path,
-                    block,
-                    sure[first : first + chain] if with_sure else [],
-                )
-            )
+            block, certain = picks[to : to + right], sure[first : first + chain] if with_sure else []
+            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, certain))
         done = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * most
