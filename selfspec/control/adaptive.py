@@ -24,6 +24,7 @@ from selfspec.control.finder import UNASKED, Finder
 from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.lengths import TO_ASK
 from selfspec.control.looks import Looks
+from selfspec.control.matches import LONG
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
@@ -44,6 +45,7 @@ from selfspec.control.tracker import Tracker
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
+MOST_ALIKE = 16  # rounds of a single row, after which it is asked whether lookups can be paid for by now
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
 
@@ -90,6 +92,8 @@ class Adaptive:
         self._room = 0  # of the first row, when it was looked up last
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
+        # Rounds of a request that will have the same plan, if nothing is found; and those that had, not counted yet.
+        self._alike, self._alike_for, self._num_alike = 0, 0, 0
 
     @property
     def tracker(self) -> Tracker:
@@ -109,6 +113,7 @@ class Adaptive:
     def _forget_decision(self) -> None:
         self._times.decide_now()
         self._made = self._promising = None
+        self._alike = 0
 
     def tell_pace(self, pace: Any) -> None:
         """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
@@ -161,6 +166,7 @@ class Adaptive:
 
     def _steady_after_long(self, most: Steady) -> Steady:
         """Where few rows wait for long matches."""
+        self._settle()
         finder, decision = self._finder, self._decider.decision
         if finder is None or self._reading.is_shut:
             return most
@@ -204,6 +210,16 @@ class Adaptive:
         self._times.decide_now()
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
+        if self._alike:
+            self._alike -= 1
+            same = len(rows) == 1 and rows[0].request_id == self._alike_for
+            if same and self._likely is not None and self._is_alike(rows[0]):
+                self._num_alike += 1
+                self._times.begin()
+                self._context, self._room = rows[0].content_length, rows[0].room
+                return self._likely
+            self._alike = 0
+        self._settle()
         self._joining, self._likely, self._were_read = 0, None, ()
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
@@ -230,7 +246,28 @@ class Adaptive:
         plan = self._by_layers(rows, shadow, guesses)
         if shadow is None and plan is not self._idle:
             self._likely = plan
+            if len(rows) == 1 and not self.hears_lookup and self._is_alike(rows[0]):
+                self._alike, self._alike_for = self._rounds_alike, rows[0].request_id
         return plan
+
+    def _is_alike(self, row: RowState) -> bool:
+        """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
+        return row.room > self.most and row.match < LONG
+
+    @property
+    def _rounds_alike(self) -> int:
+        """How many rounds of a single row after this one have the same plan, if they are alike."""
+        rounds = min(self._times.until_due, self._looks.rounds_left)
+        if self._finder is None or not self._reading.waits:
+            return min(rounds, MOST_ALIKE)
+        return min(rounds, self._reading.rounds_left, self._finder.watched_for)
+
+    def _settle(self) -> None:
+        """Count the rounds that were planned as the one before."""
+        num_rounds, self._num_alike = self._num_alike, 0
+        if num_rounds and self._finder is not None and self._reading.waits:
+            self._reading.pass_alike(num_rounds)
+            self._finder.pass_watching(num_rounds)
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays."""

@@ -93,7 +93,7 @@ class Finder:
         if self._lengths.after_long is None:
             return most._replace(lengths=(*UNASKED, TO_ASK))
         only = [*[Weighed(0)] * GATE, self._lengths.after_long]
-        most = most._replace(num_rounds=min(most.num_rounds, self._lengths.rounds_left(only_long=True)))
+        most = most._replace(num_rounds=min(most.num_rounds, self.watched_for))
         return self._steady(only, room, beside_layers, most, lambda _: 0)
 
     @property
@@ -236,6 +236,15 @@ class Finder:
         # Of one that ended nobody knows after which of the tokens.
         self.matches.add(Looked(match, came, came if goes_on else (came - 1) // 2), row.request_id)
         self.matches.keep_rows([row.request_id])
+
+    @property
+    def watched_for(self) -> int:
+        """Rounds after this one for which what was weighed while it was watched is kept."""
+        return self._lengths.rounds_left(only_long=True)
+
+    def pass_watching(self, num_rounds: int) -> None:
+        """Count rounds in which a single row without a long match was to be watched."""
+        self._lengths.pass_watching(num_rounds)
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""

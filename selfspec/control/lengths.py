@@ -70,6 +70,10 @@ class Lengths:
                 if before is not None:
                     self._until[at] = SETTLED if before.length == now.length else 1
 
+    def pass_watching(self, num_rounds: int) -> None:
+        """Count rounds that only watched, and did not begin."""
+        self._left -= num_rounds / KEPT_WATCHING
+
     def rounds_left(self, only_long: bool = False) -> int:
         """Rounds after this one for which what is known is kept."""
         return max(0, math.ceil(self._left * (KEPT_WATCHING if only_long else KEPT) - SMALL) - 1)

@@ -109,6 +109,11 @@ class Reading:
         """Count rounds that nobody was asked about."""
         self._gate.pass_rounds(num_rounds)
 
+    def pass_alike(self, num_rounds: int) -> None:
+        """Count rounds in which few rows waited, and had no long match; their indices are paid for with the next."""
+        self._gate.pass_rounds(num_rounds)
+        self._gate.forgive()
+
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
 
@@ -127,7 +132,7 @@ class Reading:
         """
         if self._num_rows <= FEW:
             took = (CLOCKED_PLAIN if is_plain else CLOCKED) * (planned - self._indexing)
-            ratio = min(max(took / _asking(self._num_rows), 1.0), MOST_ASKING)
+            ratio = min(max(1.0, took / _asking(self._num_rows)), MOST_ASKING)  # 1 of a clock that tells no number
             self._slower += CLOCK_STEP * (ratio - self._slower)
             self._set_price(self._num_rows)
 
