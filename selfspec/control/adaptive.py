@@ -90,10 +90,10 @@ class Adaptive:
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._room = 0  # of the first row, when it was looked up last
+        self._has_looked_up = False  # whether that round was drafted by lookup
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
-        # Rounds of a request that will have the same plan, if nothing is found; and those that had, not counted yet.
-        self._alike, self._alike_for, self._num_alike = 0, 0, 0
+        self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
 
     @property
     def tracker(self) -> Tracker:
@@ -166,13 +166,17 @@ class Adaptive:
 
     def _steady_after_long(self, most: Steady) -> Steady:
         """Where few rows wait for long matches."""
-        self._settle()
-        finder, decision = self._finder, self._decider.decision
-        if finder is None or self._reading.is_shut:
+        finder, reading, drafts = self._finder, self._reading, self._decider.decision.exit_layer is not None
+        if finder is None or reading.is_shut:
             return most
         if self._batch > 1:
             return most._replace(lengths=(*UNASKED, TO_ASK))
-        return finder.steady_after_long(self._room, decision.exit_layer is not None, most)
+        if self._has_looked_up and not reading.is_waiting:
+            return Steady()  # what this round saves may pay for the next to be asked about, too
+        steady = finder.steady_after_long(self._room, drafts, most, self._checks)
+        saved = finder.most_saved(self._decider.worth) if self._decider.worth is not None else 0.0
+        left = reading.lookups_left(saved) - self._has_looked_up
+        return steady._replace(most_lookups=max(0, min(steady.most_lookups, left)))
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -214,12 +218,9 @@ class Adaptive:
             self._alike -= 1
             same = len(rows) == 1 and rows[0].request_id == self._alike_for
             if same and self._likely is not None and self._is_alike(rows[0]):
-                self._num_alike += 1
-                self._times.begin()
-                self._context, self._room = rows[0].content_length, rows[0].room
+                self._pass_alike(rows[0])
                 return self._likely
             self._alike = 0
-        self._settle()
         self._joining, self._likely, self._were_read = 0, None, ()
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
@@ -262,22 +263,24 @@ class Adaptive:
             return min(rounds, MOST_ALIKE)
         return min(rounds, self._reading.rounds_left, self._finder.watched_for)
 
-    def _settle(self) -> None:
-        """Count the rounds that were planned as the one before."""
-        num_rounds, self._num_alike = self._num_alike, 0
-        if num_rounds and self._finder is not None and self._reading.waits:
-            self._reading.pass_alike(num_rounds)
-            self._finder.pass_watching(num_rounds)
+    def _pass_alike(self, row: RowState) -> None:
+        """Count a round that is planned as the one before."""
+        self._times.begin()
+        self._context, self._room = row.content_length, row.room
+        if self._finder is not None and self._reading.waits:
+            self._reading.pass_alike()
+            self._finder.pass_watching()
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays."""
         finder, worth, usual = self._finder, self._decider.worth, self._decider.usual(len(rows))
         if finder is None or worth is None:
             return None
-        hopes, self._room = len(rows) > 1 or finder.drafts_after_long, rows[0].room
+        hopes, self._room = finder.hopes(rows), rows[0].room
         read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual, hopes)
         drafts = self._decider.decision.exit_layer is not None
-        found = finder.plan(read, worth, usual, drafts) if read else None
+        found = finder.plan(read, worth, usual, drafts, self._reading.is_waiting) if read else None
+        self._has_looked_up = found is not None
         if read:
             self._reading.note(found is not None or finder.gives_way)
         elif self._reading.waits and len(rows) == 1:

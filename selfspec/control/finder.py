@@ -12,7 +12,7 @@ from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.lengths import TO_ASK, Lengths, Weighed
 from selfspec.control.matches import LONG, MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady, TokenTree
-from selfspec.control.reading import FEW
+from selfspec.control.reading import FEW, Hope
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 
@@ -51,16 +51,24 @@ class Finder:
         self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
-    def plan(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool = False) -> Plan | None:
+    def plan(
+        self,
+        rows: Sequence[RowState],
+        worth: Worth,
+        usual: float,
+        beside_layers: bool = False,
+        only_long: bool = False,
+    ) -> Plan | None:
         """Drafts of what is free; None where that promises less than is usual.
 
         Args:
             usual: tokens per second of all rows.
             beside_layers: whether that is what drafts by layers come to.
+            only_long: whether rows are asked about after long matches alone.
         """
         matches, self._watched, self.gives_way = [row.match for row in rows], UNWATCHED, False
         if len(rows) == 1:
-            return self._plan_one(rows[0], matches[0], worth, usual, beside_layers)
+            return self._plan_one(rows[0], matches[0], worth, usual, beside_layers, only_long)
         found = self._plan(rows, matches, worth, usual, False)
         for match in {*matches}:
             self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
@@ -84,23 +92,34 @@ class Finder:
         most = most._replace(num_rounds=min(most.num_rounds, self._lengths.rounds_left()))
         return self._steady(self._lengths.all(), rows[0].room, beside_layers, most, checks)
 
-    def steady_after_long(self, room: int, beside_layers: bool, most: Steady) -> Steady:
+    def steady_after_long(
+        self, room: int, beside_layers: bool, most: Steady, checks: Callable[[Sequence[float]], int]
+    ) -> Steady:
         """The same where a single row is asked about after long matches alone.
 
         Args:
             room: of the row.
+            checks: see `steady`.
         """
         if self._lengths.after_long is None:
             return most._replace(lengths=(*UNASKED, TO_ASK))
         only = [*[Weighed(0)] * GATE, self._lengths.after_long]
         most = most._replace(num_rounds=min(most.num_rounds, self.watched_for))
-        return self._steady(only, room, beside_layers, most, lambda _: 0)
+        return self._steady(only, room, beside_layers, most, checks)
 
-    @property
-    def drafts_after_long(self) -> bool:
-        """Whether a single row may draft by lookup after a long match, as far as anybody has asked."""
+    def hopes(self, rows: Sequence[RowState]) -> Hope:
+        """Whether rows will draft by lookup after a long match, as far as anybody has asked."""
+        one, guesses = self._lengths.after_long, rows[0].guesses
+        if one is None or len(rows) > 1 or (guesses is not None and (guesses.is_stored or guesses.recalls)):
+            return Hope.SOME
+        return Hope.SURE if one.length else Hope.SOME if one.may_branch else Hope.NONE
+
+    def most_saved(self, worth: Worth) -> float:
+        """Seconds that a draft after a long match saves if it is right as a whole."""
         one = self._lengths.after_long
-        return one is None or one.length > 0 or one.may_branch
+        if one is None or not one.length or one.usual <= 0:
+            return 0.0
+        return (one.length + 1) / one.usual - worth.lookups()[one.length]
 
     def _steady(
         self,
@@ -116,11 +135,12 @@ class Finder:
                 is_wanted = one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual)
                 if is_wanted or (not one.length and checks(one.chances)):
                     lengths[n] = TO_ASK
+        drafted = [n for n, one in enumerate(known) if one.length]
         return most._replace(
             lengths=tuple(lengths),
             most_lookups=self._ease.rounds_left if beside_layers else most.most_lookups,
             branches=tuple([one.may_branch for one in known]),
-            until_longer=tuple([self._lengths.until_change(n) for n in range(len(known))]),
+            until_longer=tuple([self._lengths.until_change(n, drafted) for n in range(len(known))]),
         )
 
     def _begin(self, row: RowState, worth: Worth, usual: float, beside_layers: bool, only_long: bool = False) -> None:
@@ -128,12 +148,14 @@ class Finder:
         told = row.request_id, usual, beside_layers
         self._lengths.begin(*told, lambda n: self._weigh(row.request_id, n, worth, usual, beside_layers), only_long)
 
-    def _plan_one(self, row: RowState, match: int, worth: Worth, usual: float, beside_layers: bool) -> Plan | None:
+    def _plan_one(
+        self, row: RowState, match: int, worth: Worth, usual: float, beside_layers: bool, only_long: bool
+    ) -> Plan | None:
         """The same of a single row, as it was weighed lately."""
         guesses = row.guesses
         if guesses is None or guesses.is_stored or guesses.recalls:
             return self._plan([row], [match], worth, usual, beside_layers)
-        self._begin(row, worth, usual, beside_layers)
+        self._begin(row, worth, usual, beside_layers, only_long)
         known = self._lengths.after(match)
         if known.length >= row.room or (known.may_branch and guesses.first_candidates()[1]):
             return self._plan([row], [match], worth, usual, beside_layers)
@@ -242,9 +264,9 @@ class Finder:
         """Rounds after this one for which what was weighed while it was watched is kept."""
         return self._lengths.rounds_left(only_long=True)
 
-    def pass_watching(self, num_rounds: int) -> None:
-        """Count rounds in which a single row without a long match was to be watched."""
-        self._lengths.pass_watching(num_rounds)
+    def pass_watching(self) -> None:
+        """Count a round in which a single row without a long match was to be watched."""
+        self._lengths.pass_watching()
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""

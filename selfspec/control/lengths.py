@@ -62,6 +62,8 @@ class Lengths:
             self._for, self._left = told, 1.0
             for kept in (self._known, self._changed, self._until):
                 kept.clear()
+        if only_long:  # the others are weighed when they are asked about again
+            self._known = {at: one for at, one in self._known.items() if at == LAST}
         for at in (LAST,) if only_long else range(len(SHORTEST)):
             if at in self._changed or at not in self._known:
                 before, now = self._known.get(at), weigh(SHORTEST[at])
@@ -70,9 +72,9 @@ class Lengths:
                 if before is not None:
                     self._until[at] = SETTLED if before.length == now.length else 1
 
-    def pass_watching(self, num_rounds: int) -> None:
-        """Count rounds that only watched, and did not begin."""
-        self._left -= num_rounds / KEPT_WATCHING
+    def pass_watching(self) -> None:
+        """Count a round that only watched, and did not begin."""
+        self._left -= 1 / KEPT_WATCHING
 
     def rounds_left(self, only_long: bool = False) -> int:
         """Rounds after this one for which what is known is kept."""
@@ -94,9 +96,10 @@ class Lengths:
         if self._until[at] <= 0:
             self._changed.add(at)
 
-    def until_change(self, match: int) -> int:
-        """After how many of such drafts it will be."""
-        return max(1, self._until.get(_bin_of(match), 1))
+    def until_change(self, match: int, others: Sequence[int] = ()) -> int:
+        """After how many of such drafts it may be, where those after each of the `others` are counted apart."""
+        at = _bin_of(match)
+        return max(1, self._until.get(at, 1) // max(1, sum([_bin_of(other) == at for other in others])))
 
     def all(self) -> list[Weighed]:
         """After matches of 0, 1, 2, .. tokens; of more, as the last."""

@@ -6,7 +6,9 @@ less of it is a row's, while a row's index and guesses take what they always tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from enum import Enum
 
 from selfspec.control.gate import GATE, Gate
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
@@ -31,6 +33,12 @@ KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
 
+class Hope(Enum):
+    """Of drafts by lookup after long matches."""
+
+    NONE, SOME, SURE = range(3)
+
+
 class Reading:
     """An account in seconds, which a share of the decoded time is paid into, and everything that lookup saves.
 
@@ -53,6 +61,7 @@ class Reading:
         self._least, self._pays = -1.0, 0.0  # what the account must hold for rows to be asked about; what a round pays
         self.waits = False
         """Whether the rows of the last round were not asked about for want of a long match."""
+        self._has_saved = False  # whether lookup has saved anything while rows wait
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
         self._wary = 1  # trials that must be affordable
         self._gate = Gate()
@@ -75,7 +84,7 @@ class Reading:
         if self.waits or self.will_wait:
             least = self._least if self.waits else self._trials(self._num_rows)
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
-            rounds = max(0, int((least - self._balance + unpaid) / self._pays))
+            rounds = KEPT if self._has_saved else max(0, int((least - self._balance + unpaid) / self._pays))
             return min(rounds, self._gate.opens_after or rounds)
         return max(0, int(self._balance / self._round_takes))
 
@@ -109,10 +118,19 @@ class Reading:
         """Count rounds that nobody was asked about."""
         self._gate.pass_rounds(num_rounds)
 
-    def pass_alike(self, num_rounds: int) -> None:
-        """Count rounds in which few rows waited, and had no long match; their indices are paid for with the next."""
-        self._gate.pass_rounds(num_rounds)
+    def pass_alike(self) -> None:
+        """Count a round in which few rows waited, and had no long match; their indices are paid for with the next."""
+        self._gate.pass_rounds()
         self._gate.forgive()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether few rows are asked about after long matches alone, this round and from now on."""
+        return self._least > 0
+
+    def lookups_left(self, saved: float) -> int:
+        """How many rounds drafted by lookup, which save so much at most, may come before they may be asked about."""
+        return math.ceil((self._least - self._balance) / saved) if saved > 0 else KEPT
 
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
@@ -140,12 +158,14 @@ class Reading:
         slower = self._slower if num_rows <= FEW else 1.0
         self._asking = max(slower * _asking(num_rows), self._decided) / num_rows
 
-    def begin(self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: bool = True) -> Sequence[RowState]:
+    def begin(
+        self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: Hope = Hope.SOME
+    ) -> Sequence[RowState]:
         """The rows of a round that begins, without guesses where they are not looked up; empty where none are.
 
         Args:
             usual: tokens per second of all rows without.
-            hopes: whether a draft by lookup may be worth it after a long match.
+            hopes: of a draft by lookup after a long match: that it is worth it, or else may be.
         """
         self.waits = False
         if len(rows) != self._num_rows:
@@ -162,18 +182,19 @@ class Reading:
             # Guesses come with the next round's rows, once they can be paid for.
             self._is_on = self._can_pay and self._balance > self._to_begin(rows)
             return ()
-        pays, debt = self._pays_now(rows), TRIAL * self._asking if len(rows) <= FEW else 0.0
+        is_long = hopes is not Hope.NONE and max([row.match for row in rows]) >= GATE
+        pays, debt = self._pays_now(rows, is_long), TRIAL * self._asking if len(rows) <= FEW else 0.0
         if self._balance < -debt:
             if not debt or self._pays < READ_SECONDS * len(rows):
                 self._is_on = False
                 return ()
             self._balance, self._wary = -debt, min(2 * self._wary, WARIEST)  # to watch few takes less than the share
-            self._gate.shut()
+            if hopes is not Hope.SURE:
+                self._gate.shut()
         read, indexing = self._affordable(rows)
         if not self._is_on:
             return ()
         self._balance -= indexing
-        is_long = hopes and max([row.match for row in read]) >= GATE
         self._gate.pass_rounds()
         if pays or not is_long:
             self._gate.forgive()
@@ -184,15 +205,18 @@ class Reading:
         self._balance -= self._asking * len(self._read)
         return read
 
-    def _pays_now(self, rows: Sequence[RowState]) -> bool:
-        """Whether rows may be asked about: of few, those that may not for a while are only watched."""
+    def _pays_now(self, rows: Sequence[RowState], is_long: bool) -> bool:
+        """Whether rows may be asked about: of few, those that may not for a while are only watched.
+
+        What they save meanwhile counts from their next long match on, so that it is known how long they are watched.
+        """
         if len(rows) > FEW:
             return self._balance >= 0
         if min(self._balance, self._least) < 0 or (self._least == 0 and self._balance < self._round_takes):
             self._least = self._to_begin(rows)
-        if self._balance >= self._least:
-            self._least = 0.0
-        return self._balance >= self._least
+        if self._balance >= self._least and (is_long or not self._has_saved):
+            self._least, self._has_saved = 0.0, False
+        return self._least <= 0 and self._balance >= 0
 
     def _to_begin(self, rows: Sequence[RowState]) -> float:
         """What the account must hold for rows to be asked about from now on."""
@@ -217,7 +241,7 @@ class Reading:
                 read.append(row._replace(guesses=None))
                 continue
             if before is None:
-                self._vain = 0
+                self._vain, self._has_saved = 0, False
                 self._gate.open()
             left, indexing = left - cost, indexing + index
             known[row.request_id] = row.content_length
@@ -258,7 +282,7 @@ class Reading:
             paid = min(self._advance, seconds)
             self._advance -= paid
         if saved > 0:
-            self._wary = 1
+            self._wary, self._has_saved = 1, self._least > 0
         most = max(self._balance, KEPT * num_rows * self._asking)
         self._balance = min(self._balance + SHARE * (seconds - paid) + saved, most)
 

@@ -103,7 +103,9 @@ class Asking:
         """In the rounds ahead, rows are watched for matches after which their plan would be another one."""
         steady = getattr(self.policy, "steady", NOT_STEADY)
         check_steady(steady)
-        lengths = tuple([-1 if n else 0 for n in steady.lengths]) if self.minds_lookup else (0,)
+        branches = steady.branches or (False,) * len(steady.lengths)
+        wanted = [-1 if n or may else 0 for n, may in zip(steady.lengths, branches, strict=True)]
+        lengths = tuple(wanted) if self.minds_lookup else (0,)
         self._asked_from = lengths if any(lengths) else ()
         self._steady = Steady(steady.num_rounds, lengths)
 

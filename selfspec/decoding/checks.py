@@ -53,7 +53,7 @@ def check_steady(steady: Steady) -> None:
     whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
     lengths, others = steady.lengths, (steady.branches, steady.until_longer)
     fits = all(len(other) in (0, len(lengths)) for other in others)
-    if not lengths or not fits or not all(isinstance(n, int) for n in lengths):
+    if not lengths or not fits or not all(isinstance(n, int) for n in (*lengths, *steady.until_longer)):
         raise ValueError(
             "a steady policy's lengths must be whole numbers, at least one, and its other lists as many or "
             f"none, got {list(lengths)}, {list(steady.branches)} and {list(steady.until_longer)}"

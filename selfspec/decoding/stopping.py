@@ -215,6 +215,7 @@ class Stopper:
     def _criterion(self, content: list[int]) -> bool:
         if not self._criteria:
             return False
-        ids = torch.tensor([content])
-        answers = [bool(torch.as_tensor(ask(ids, None)).all()) for ask in self._criteria]  # every one is asked
+        with torch.inference_mode():
+            ids = torch.tensor([content])
+            answers = [bool(torch.as_tensor(ask(ids, None)).all()) for ask in self._criteria]  # every one is asked
         return any(answers)

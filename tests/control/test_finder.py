@@ -18,6 +18,7 @@ from selfspec.control.finder import Finder
 from selfspec.control.gate import GATE
 from selfspec.control.lengths import KEPT_WATCHING, SETTLED, SHORTEST, TO_ASK, Lengths, Weighed
 from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady
+from selfspec.control.reading import Hope
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees
@@ -103,7 +104,11 @@ def test_short_matches_other_rows_and_corpora_say_nothing_of_long_ones():
 
 
 def after_long(finder, room=1000, beside_layers=False):
-    return finder.steady_after_long(room, beside_layers, Steady(1000))
+    return finder.steady_after_long(room, beside_layers, Steady(1000), lambda chances: 0)
+
+
+def hope(finder, **kind):
+    return finder.hopes([RowState(0, 50, 100, found(14, **kind))])
 
 
 def test_what_was_weighed_is_weighed_anew_after_watching_for_long():
@@ -121,11 +126,11 @@ def test_what_was_weighed_is_weighed_anew_after_watching_for_long():
 def test_watching_weighs_what_follows_long_matches_alone_and_says_for_how_long_that_holds():
     finder = Finder(drafts=("lookup",))
     assert after_long(finder) == Steady(1000, (*(0,) * GATE, TO_ASK))  # nobody has asked yet
-    assert finder.drafts_after_long, "so it may be"
+    assert hope(finder) is Hope.SOME, "so it may be"
     watched(finder, (50, 14))
     steady = after_long(finder)
     assert steady.lengths[:GATE] == (0,) * GATE and steady.lengths[GATE] > 4
-    assert steady.num_rounds == KEPT_WATCHING - 1
+    assert steady.num_rounds == KEPT_WATCHING - 1 and hope(finder) is Hope.SURE
     assert plan_of(finder, (found(14), 1000)).draft_lengths == steady.lengths[GATE:]
     assert after_long(finder, room=steady.lengths[GATE]).lengths[GATE] == TO_ASK
     assert after_long(finder, room=steady.lengths[GATE] + 1).lengths == steady.lengths
@@ -135,7 +140,11 @@ def test_where_long_matches_came_to_nothing_nobody_hopes_for_more():
     finder = Finder(drafts=("lookup",))
     tell(finder, Looked(14, 9, 0))
     watched(finder, (50, 14))
-    assert not finder.drafts_after_long and after_long(finder).lengths == (0,) * (GATE + 1)
+    assert (
+        hope(finder) is Hope.NONE
+        and hope(finder, is_stored=True) is Hope.SOME
+        and after_long(finder).lengths == (0,) * (GATE + 1)
+    )
 
 
 def test_right_drafts_are_weighed_anew_at_once_where_that_led_to_longer_ones_and_else_ever_so_often():

@@ -12,7 +12,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.gate import GATE
 from selfspec.control.plan import LOOKUP, RowState
-from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Reading, could_pay
+from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Hope, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
@@ -145,8 +145,12 @@ def test_where_asking_does_not_pay_only_long_matches_are_asked_about():
     for match, waits in ((GATE - 1, True), (GATE, False), (3, True)):
         asked = reading.begin([RowState(0, 51, 200, found(match))], worth, usual)
         assert reading.is_on(1) and bool(asked) != waits == reading.waits
+    missing = reading._least - reading._balance
+    assert (reading.lookups_left(2 * missing), reading.lookups_left(missing / 3.5)) == (1, 4)
     reading.pass_round(1, worth.plain_seconds, 1.0)  # a match of those saved a lot
-    assert reading.begin([RowState(0, 51, 200, found(3))], worth, usual)
+    assert reading.lookups_left(1.0) <= 0 < reading.rounds_left
+    for match, asks in ((3, False), (GATE, True), (3, True)):  # which counts from the next of those on
+        assert bool(reading.begin([RowState(0, 51, 200, found(match))], worth, usual)) == asks != reading.waits
 
 
 def test_the_round_that_can_no_longer_be_paid_for_is_foreseen_as_is_how_long_rows_are_only_watched():
@@ -184,7 +188,7 @@ def test_a_long_match_that_is_asked_about_in_vain_is_asked_about_ever_more_rarel
 
 
 def test_a_long_match_that_nothing_is_hoped_of_is_not_asked_about():
-    asked = {True: 0, False: 0}
+    asked = dict.fromkeys(Hope, 0)
     for hopes in asked:
         reading, worth, usual = account(1, slower=0.1)
         [row] = rows_of(1, room=40)
@@ -192,7 +196,7 @@ def test_a_long_match_that_nothing_is_hoped_of_is_not_asked_about():
             now = row._replace(guesses=found(GATE), content_length=50 + at)
             asked[hopes] += bool(reading.begin([now], worth, usual, hopes))
             reading.pass_round(1, worth.plain_seconds, 0.0)
-    assert asked[False] <= 2 < 15 < asked[True]
+    assert asked[Hope.NONE] <= 2 < 15 < asked[Hope.SOME] < 2 * asked[Hope.SOME] < asked[Hope.SURE]
 
 
 def test_few_rows_that_take_more_to_watch_than_their_share_are_not_for_long():
