@@ -34,8 +34,8 @@ class Pace:
 
     def __init__(self, costs: Costs, prior: Any = None) -> None:
         self._costs, self.kinds = costs, Kinds(costs, prior)
-        self.pick, self.passes = 1.0, [1.0, 1.0]
         known = prior if self.kinds.has_prior else {}
+        self.pick, self.passes = 1.0, _read_passes(known)
         self.deciding, self.around = _read_seconds(known, "deciding"), _read_seconds(known, "around")
         self._most_deciding: dict[int, float] = {}  # by rows
         self._has_drafted = False
@@ -54,7 +54,7 @@ class Pace:
         """Plain numbers to start a later one from."""
         spent = {"deciding": self.deciding, "around": self.around}
         by_size = {name: {str(size): seconds for size, seconds in of.items()} for name, of in spent.items()}
-        return self.kinds.state() | by_size
+        return self.kinds.state() | by_size | {"passes": [round(ratio, 3) for ratio in self.passes]}
 
     def pass_round(self, decided: float, num_idle: int = 0, around: float | None = None) -> None:
         """Count the seconds that deciding took in a round, and the rounds before it that nothing was said of.
@@ -109,6 +109,16 @@ def _of_rows(known: Mapping[int, float], num_rows: int) -> float:
     """What is known of so many rows, else of fewer."""
     sizes = [size for size in known if size <= num_rows.bit_length()]
     return known[max(sizes)] if sizes else 0.0
+
+
+def _read_passes(prior: Any) -> list[float]:
+    """What `Pace.state` told of early passes; 1 where that is something else."""
+    try:
+        passes = [float(ratio) for ratio in prior["passes"]]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return [1.0, 1.0]
+    fits = len(passes) == 2 and all(1 / MOST_PASS <= ratio <= MOST_PASS for ratio in passes)
+    return passes if fits else [1.0, 1.0]
 
 
 def _read_seconds(prior: Any, name: str) -> dict[int, float]:

@@ -17,7 +17,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import UNKNOWN, decide, favour_of
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
+from selfspec.control.plan import DEFAULT_DRAFTS, NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
 from selfspec.control.table import Table
 from selfspec.control.timetable import FIRST_REPLAN
 from selfspec.control.tracker import Tracker
@@ -345,3 +345,21 @@ def test_a_layer_of_which_nothing_is_known_drafts_little_until_it_is(right):
         policy.observe(plan, [outcome], Seconds(draft=1e-3, verify=1e-3, head=1e-4))
     assert 0 < lengths[0] <= UNKNOWN
     assert lengths[-1] > 2 * UNKNOWN if right else 0 < sum(lengths) <= 4 * UNKNOWN * FIRST_REPLAN
+
+
+@pytest.mark.parametrize("drafts", [DEFAULT_DRAFTS, ("exit",)])
+def test_rounds_that_nothing_changed_for_are_planned_as_they_would_be_anyway(drafts, monkeypatch):
+    costs, found, planned = made_up_costs(LAYERS), [], []
+    small = {name: getattr(costs, name).scaled(0.05) for name in ("plain", "head", "pick", "rest")}
+    layers = {name: {1: getattr(costs, name)[1].scaled(0.05)} for name in ("early", "late")}
+    costs = replace(costs, **small, **layers)  # of a model that is not looked into in every round
+    decide = Adaptive._by_layers
+    monkeypatch.setattr(Adaptive, "_by_layers", lambda *given, **named: planned.append(0) or decide(*given, **named))
+    for alike in (Adaptive._rounds_alike, 0):
+        monkeypatch.setattr(Adaptive, "_rounds_alike", alike)
+        planned.clear()
+        runs = [replay([trace], Adaptive(costs, drafts=drafts), costs) for trace in traces(0.8)]
+        found.append([round_.plan for run in runs for round_ in run.rounds])
+        if alike:
+            assert len(planned) < 0.5 * len(found[0]), "most rounds are planned in short"
+    assert found[0] == found[1]

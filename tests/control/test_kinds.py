@@ -261,3 +261,15 @@ def test_it_tries_them_once_and_at_little_cost_where_the_table_is_right():
     speedup, drafting = in_batch(0.35, costs, costs)
     assert speedup > 0.99 and 0 < drafting < 0.02
     assert in_batch(0.35, costs, costs, rows=1)[1] == 0, "a single row's table is taken at its word"
+
+
+def test_what_early_passes_take_beside_the_table_is_where_a_later_text_begins():
+    pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    for _ in range(60):
+        pace.look(1, 1, at, Seconds(**{**at, "draft": 0.6e-3}), True)
+        pace.look(1, 1, at, Seconds(**{**at, "draft": 1.2e-3}), False)
+    state = json.loads(json.dumps(pace.state()))
+    assert Pace(ANY_TABLE, state).passes == pytest.approx([1.2, 0.6], rel=0.01)
+    for other in ([1.0], [1.0, 0.1], [3.0, 1.0], [1.0, math.nan], ["x", 1.0], None, 2.0):
+        assert Pace(ANY_TABLE, {**state, "passes": other}).passes == [1.0, 1.0]
+    assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).passes == [1.0, 1.0]
