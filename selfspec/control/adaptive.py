@@ -173,10 +173,7 @@ class Adaptive:
             return most._replace(lengths=(*UNASKED, TO_ASK))
         if self._has_looked_up and not reading.is_waiting:
             return Steady()  # what this round saves may pay for the next to be asked about, too
-        steady = finder.steady_after_long(self._room, drafts, most, self._checks)
-        saved = finder.most_saved(self._decider.worth) if self._decider.worth is not None else 0.0
-        left = reading.lookups_left(saved) - self._has_looked_up
-        return steady._replace(most_lookups=max(0, min(steady.most_lookups, left)))
+        return finder.steady_after_long(self._room, drafts, most, self._checks)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.

@@ -114,13 +114,6 @@ class Finder:
             return Hope.SOME
         return Hope.SURE if one.length else Hope.SOME if one.may_branch else Hope.NONE
 
-    def most_saved(self, worth: Worth) -> float:
-        """Seconds that a draft after a long match saves if it is right as a whole."""
-        one = self._lengths.after_long
-        if one is None or not one.length or one.usual <= 0:
-            return 0.0
-        return (one.length + 1) / one.usual - worth.lookups()[one.length]
-
     def _steady(
         self,
         known: Sequence[Weighed],  # by match

@@ -6,7 +6,6 @@ less of it is a row's, while a row's index and guesses take what they always tak
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import Enum
 
@@ -29,6 +28,7 @@ USUAL_TOKENS = 4  # of a round
 FEW_ADVANCE = 0.3  # of the time of few rows, that it is paid for beforehand; of more rows, all of it
 TRIAL = 8  # rounds that must be affordable for rows to be asked about again; and the debt in which few are watched
 WARIEST = 8  # of such trials there must be twice as many each time that much was lost, up to so many
+COUNTED = 64  # rounds after which it counts what few rows saved that were only watched
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
 
@@ -61,6 +61,7 @@ class Reading:
         self._least, self._pays = -1.0, 0.0  # what the account must hold for rows to be asked about; what a round pays
         self.waits = False
         """Whether the rows of the last round were not asked about for want of a long match."""
+        self._round = 0
         self._has_saved = False  # whether lookup has saved anything while rows wait
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
         self._wary = 1  # trials that must be affordable
@@ -84,7 +85,9 @@ class Reading:
         if self.waits or self.will_wait:
             least = self._least if self.waits else self._trials(self._num_rows)
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
-            rounds = KEPT if self._has_saved else max(0, int((least - self._balance + unpaid) / self._pays))
+            until = COUNTED - 1 - self._round % COUNTED
+            rounds = max(0, int((least - self._balance + unpaid) / self._pays))
+            rounds = until if self._has_saved else min(rounds, until)
             return min(rounds, self._gate.opens_after or rounds)
         return max(0, int(self._balance / self._round_takes))
 
@@ -120,6 +123,7 @@ class Reading:
 
     def pass_alike(self) -> None:
         """Count a round in which few rows waited, and had no long match; their indices are paid for with the next."""
+        self._round += 1
         self._gate.pass_rounds()
         self._gate.forgive()
 
@@ -127,10 +131,6 @@ class Reading:
     def is_waiting(self) -> bool:
         """Whether few rows are asked about after long matches alone, this round and from now on."""
         return self._least > 0
-
-    def lookups_left(self, saved: float) -> int:
-        """How many rounds drafted by lookup, which save so much at most, may come before they may be asked about."""
-        return math.ceil((self._least - self._balance) / saved) if saved > 0 else KEPT
 
     def price(self, num_rows: int, decided: float) -> None:
         """Take on what deciding takes in a round of so many rows: most of it is lookups, if there are more than a few.
@@ -182,8 +182,9 @@ class Reading:
             # Guesses come with the next round's rows, once they can be paid for.
             self._is_on = self._can_pay and self._balance > self._to_begin(rows)
             return ()
+        self._round += 1
         is_long = hopes is not Hope.NONE and max([row.match for row in rows]) >= GATE
-        pays, debt = self._pays_now(rows, is_long), TRIAL * self._asking if len(rows) <= FEW else 0.0
+        pays, debt = self._pays_now(rows), TRIAL * self._asking if len(rows) <= FEW else 0.0
         if self._balance < -debt:
             if not debt or self._pays < READ_SECONDS * len(rows):
                 self._is_on = False
@@ -205,16 +206,16 @@ class Reading:
         self._balance -= self._asking * len(self._read)
         return read
 
-    def _pays_now(self, rows: Sequence[RowState], is_long: bool) -> bool:
+    def _pays_now(self, rows: Sequence[RowState]) -> bool:
         """Whether rows may be asked about: of few, those that may not for a while are only watched.
 
-        What they save meanwhile counts from their next long match on, so that it is known how long they are watched.
+        What they save meanwhile counts now and then, so that it is known for how long they are only watched.
         """
         if len(rows) > FEW:
             return self._balance >= 0
         if min(self._balance, self._least) < 0 or (self._least == 0 and self._balance < self._round_takes):
             self._least = self._to_begin(rows)
-        if self._balance >= self._least and (is_long or not self._has_saved):
+        if self._balance >= self._least and (not self._has_saved or self._round % COUNTED == 0):
             self._least, self._has_saved = 0.0, False
         return self._least <= 0 and self._balance >= 0
 

@@ -12,7 +12,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.gate import GATE
 from selfspec.control.plan import LOOKUP, RowState
-from selfspec.control.reading import ASK_SECONDS, READ_SECONDS, SHARE, Hope, Reading, could_pay
+from selfspec.control.reading import ASK_SECONDS, COUNTED, READ_SECONDS, SHARE, Hope, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
@@ -145,12 +145,12 @@ def test_where_asking_does_not_pay_only_long_matches_are_asked_about():
     for match, waits in ((GATE - 1, True), (GATE, False), (3, True)):
         asked = reading.begin([RowState(0, 51, 200, found(match))], worth, usual)
         assert reading.is_on(1) and bool(asked) != waits == reading.waits
-    missing = reading._least - reading._balance
-    assert (reading.lookups_left(2 * missing), reading.lookups_left(missing / 3.5)) == (1, 4)
     reading.pass_round(1, worth.plain_seconds, 1.0)  # a match of those saved a lot
-    assert reading.lookups_left(1.0) <= 0 < reading.rounds_left
-    for match, asks in ((3, False), (GATE, True), (3, True)):  # which counts from the next of those on
-        assert bool(reading.begin([RowState(0, 51, 200, found(match))], worth, usual)) == asks != reading.waits
+    left = reading.rounds_left
+    assert 1 < left < COUNTED
+    for at in range(left + 3):  # which counts now and then
+        asked = bool(reading.begin([RowState(0, 51, 200, found(3))], worth, usual))
+        assert asked == (at >= left) != reading.waits
 
 
 def test_the_round_that_can_no_longer_be_paid_for_is_foreseen_as_is_how_long_rows_are_only_watched():
