@@ -83,7 +83,7 @@ class Reading:
         if self._num_rows > FEW:
             return KEPT
         if self.waits or self.will_wait:
-            least = self._least if self.waits else self._trials(self._num_rows)
+            least = self._least if self.is_waiting else self._trials(self._num_rows)
             unpaid = SHARE * max(0.0, self._advance)  # of what comes, since it was paid for beforehand
             until = COUNTED - 1 - self._round % COUNTED
             rounds = max(0, int((least - self._balance + unpaid) / self._pays))
@@ -99,7 +99,9 @@ class Reading:
     @property
     def will_wait(self) -> bool:
         """Whether the next round will, after one of few rows that was asked about, if nothing is saved in that."""
-        return self._is_few and not self.waits and self._balance < max(self._least, self._round_takes)
+        if not self._is_few or self.waits:
+            return False
+        return self.is_waiting or self._balance < self._round_takes
 
     @property
     def _is_few(self) -> bool:

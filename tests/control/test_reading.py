@@ -11,11 +11,12 @@ import pytest
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.gate import GATE
-from selfspec.control.plan import LOOKUP, RowState
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, RowState
 from selfspec.control.reading import ASK_SECONDS, COUNTED, READ_SECONDS, SHARE, Hope, Reading, could_pay
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
+from tests.control.test_adaptive import traces as traces_of_chance
 from tests.eval.replays import made_up_costs, trace_of
 
 LAYERS = 8
@@ -258,3 +259,26 @@ def test_prompts_of_a_batch_are_not_looked_at():
     assert first and not any(others)  # the first may be on its own
     policy.plan(rows_of(4))
     assert policy.seed_layers(RowState(9, 100, 10_000)) == ()
+
+
+@pytest.mark.parametrize("drafts", [("lookup",), ("exit", "lookup"), DEFAULT_DRAFTS])
+@pytest.mark.parametrize("slower", [0.005, 0.02, 0.1])
+def test_to_say_how_long_it_is_steady_changes_nothing(slower, drafts):
+    costs, told = costs_of(1, slower=slower), []
+
+    class Asked(Adaptive):
+        def plan(self, rows):
+            plan = super().plan(rows)
+            for _ in range(2):
+                told.append(self.steady)
+            assert told[-1] == told[-2]
+            return plan
+
+    runs = []
+    for kind in (Adaptive, Asked):
+        traces = [*echoes(3), *echoes(3, tokens=200, period=70), *traces_of_chance(0.7, count=2)]
+        runs.append([round_.plan for trace in traces for round_ in replay([trace], kind(costs), costs).rounds])
+    assert runs[0] == runs[1]
+    assert any(any(one.lengths[:GATE]) for one in told) or slower < 0.1, "all matches are drafted after"
+    after_long = [one.lengths[GATE] for one in told if len(one.lengths) > GATE]
+    assert any(length > 0 for length in after_long) or slower < 0.02, "long ones alone, too"
