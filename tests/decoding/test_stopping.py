@@ -234,6 +234,19 @@ def test_stopping_criteria_are_asked_exactly_once_per_kept_token(end, seed):
         assert diary.asked == [[*prompt, *free[: i + 1]] for i in range(kept)]
 
 
+@pytest.mark.parametrize("policy", ["plain", "fixed"])
+def test_stopping_criteria_may_ask_a_model_and_nothing_is_kept_for_gradients(policy):
+    target, [prompt] = tiny("llama"), make_prompts([9], seed=5)
+    free, asked = generate(target.model, prompt, 14), []
+
+    def is_sure(input_ids, scores):
+        asked.append(float(target.model(input_ids).logits[0, -1].softmax(-1).max().numpy()))
+        return asked[-1] > 2
+
+    [done] = target.generate([prompt], policy=policy, max_new_tokens=14, stopping_criteria=is_sure)
+    assert done.tokens == free and len(asked) == 14
+
+
 @pytest.fixture(scope="module")
 def babbler():
     """A random model of bytes: its output is hardly ever valid UTF-8."""
