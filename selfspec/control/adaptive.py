@@ -160,14 +160,14 @@ class Adaptive:
         if not read or self._finder is None or self._reading.will_wait:
             if self._finder is None or (not read and not self._reading.waits):
                 return Steady(rounds)
-            return self._steady_after_long(Steady(min(rounds, self._reading.rounds_left), usual=likely))
+            return self._steady_after_long(self._finder, Steady(min(rounds, self._reading.rounds_left), usual=likely))
         rounds = min(rounds, self._reading.rounds_left)
         return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
 
-    def _steady_after_long(self, most: Steady) -> Steady:
+    def _steady_after_long(self, finder: Finder, most: Steady) -> Steady:
         """Where few rows wait for long matches."""
-        finder, reading, drafts = self._finder, self._reading, self._decider.decision.exit_layer is not None
-        if finder is None or reading.is_shut:
+        reading, drafts = self._reading, self._decider.decision.exit_layer is not None
+        if reading.is_shut:
             return most
         if self._batch > 1:
             return most._replace(lengths=(*UNASKED, TO_ASK))
@@ -209,6 +209,7 @@ class Adaptive:
         self.tracker.add_shadow(shadow)
         self._looks.take_seed(self.costs.seed(len(shadow.layers), shadow.hits.shape[1]))
         self._times.decide_now()
+        self._alike = 0
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         if self._alike:
@@ -262,6 +263,7 @@ class Adaptive:
 
     def _pass_alike(self, row: RowState) -> None:
         """Count a round that is planned as the one before."""
+        self._joining = 0
         self._times.begin()
         self._context, self._room = row.content_length, row.room
         if self._finder is not None and self._reading.waits:

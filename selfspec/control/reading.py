@@ -34,7 +34,7 @@ HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts,
 
 
 class Hope(Enum):
-    """Of drafts by lookup after long matches."""
+    """Of drafts by lookup after long matches: that none is worth it, that one may be, or that they are."""
 
     NONE, SOME, SURE = range(3)
 
@@ -167,7 +167,7 @@ class Reading:
 
         Args:
             usual: tokens per second of all rows without.
-            hopes: of a draft by lookup after a long match: that it is worth it, or else may be.
+            hopes: of drafts after long matches; rows are asked about after those as far as there is any.
         """
         self.waits = False
         if len(rows) != self._num_rows:

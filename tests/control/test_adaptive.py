@@ -363,3 +363,22 @@ def test_rounds_that_nothing_changed_for_are_planned_as_they_would_be_anyway(dra
         if alike:
             assert len(planned) < 0.5 * len(found[0]), "most rounds are planned in short"
     assert found[0] == found[1]
+
+
+def test_what_a_prompt_tells_is_decided_upon_in_the_round_that_follows():
+    costs = made_up_costs(LAYERS)
+    policy, row, decided = Adaptive(costs, drafts=("exit",)), RowState(0, 50, 500), []
+    shadow = Shadow(
+        tuple(range(1, LAYERS)), np.ones((LAYERS - 1, 16), bool), np.full((LAYERS - 1, 16), 0.99, np.float32)
+    )
+    policy.seed(row, shadow)
+    for at in range(60):
+        plan = policy.plan([row._replace(content_length=50 + at, room=500 - at)])
+        if policy._alike > 1:
+            break
+        policy.observe(plan, [RowOutcome(0, 1, 1, (0.99,))], Seconds(draft=1e-4, verify=1e-3))
+    assert policy._alike > 1, "the next rounds would be planned as this one"
+    policy.seed(row, shadow)
+    policy._decide = lambda rows: decided.append(len(rows))
+    policy.plan([row._replace(content_length=120, room=430)])
+    assert decided == [1]

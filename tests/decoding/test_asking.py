@@ -80,9 +80,11 @@ def test_rounds_ahead_that_are_no_count_are_refused(ahead):
 class Watchful(Patient):
     """Is asked after all where so many of a row's last tokens were there before."""
 
-    def __init__(self, ahead, least, reads_lookup=True):
+    def __init__(self, ahead, least, reads_lookup=True, by_branches=False):
         super().__init__(ahead)
         self.steady = Steady(200, (*(0,) * least, 5))
+        if by_branches:  # other tokens may be drafted beside those that followed
+            self.steady = Steady(200, (0,) * (least + 1), (*(False,) * least, True))
         self.lengths, self.reads_lookup = [], reads_lookup
 
     def plan(self, rows):
@@ -94,11 +96,12 @@ class Watchful(Patient):
 
 
 @pytest.mark.parametrize("engine", ["views", "compiled"])
+@pytest.mark.parametrize("by_branches", [False, True])
 @pytest.mark.parametrize("least", [1, 2, 4])
-def test_rounds_ahead_end_where_a_match_is_found_that_matters(engine, least, monkeypatch):
+def test_rounds_ahead_end_where_a_match_is_found_that_matters(engine, least, by_branches, monkeypatch):
     monkeypatch.setattr(ahead_module, "BURST", 60.0)
     target, [prompt] = Target(build("llama"), engine=engine), make_prompts([9])
-    policy, ahead, count = Watchful(11, least), 11, 90
+    policy, ahead, count = Watchful(11, least, by_branches=by_branches), 11, 90
     tokens = target.generate([prompt], max_new_tokens=count, policy=policy)[0].tokens
     assert tokens == generate(target.model, prompt, count)
     content, expected, left = [*prompt, *tokens], [], 0
