@@ -23,6 +23,7 @@ from eval.targets import Synthetic, random_prompts, synthetic_target
 from eval.timing import quiet, synchronize
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Completion
+from selfspec.target.engines import ENGINES
 from selfspec.target.exact import ExactStack
 
 PLANS: dict[str, dict[str, Any]] = {"plain": {"policy": "plain"}, "speculative": {"num_draft_tokens": 4}}
@@ -40,6 +41,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--shape", default="tiny", help=f"{', '.join(SHAPES)}, or a config.json; default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="views", help="default: %(default)s; compiled, it is exact as it is"
+    )
     parser.add_argument("--acceptance", type=float, default=0.8, help="of the exit; default: %(default)s")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4], help="default: 1 4")
     parser.add_argument("--context", type=int, default=96, help="prompt tokens; default: %(default)s")
@@ -107,7 +111,9 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     where = torch.device(options.device)
     say(f"making a target of shape {options.shape}")
     dtype = getattr(torch, options.dtype)
-    target = synthetic_target(options.shape, dtype=dtype, device=where, acceptance=options.acceptance)
+    target = synthetic_target(
+        options.shape, dtype=dtype, device=where, acceptance=options.acceptance, engine=options.engine
+    )
     name, now = clock_of(where)
     batches = []
     for size in options.batch_sizes:

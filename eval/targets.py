@@ -23,6 +23,7 @@ from eval.shapes import config_of
 from eval.weights import random_model, round_weights
 from selfspec.api import Target
 from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.engines import Engine
 from selfspec.target.stack import Stack
 from selfspec.target.views import base_of, family_of
 
@@ -57,8 +58,8 @@ class Made:
 class Synthetic(Target):
     """A target with random weights; `made` says how, and belongs into whatever is reported of it."""
 
-    def __init__(self, model: nn.Module, made: Made, check: bool = True) -> None:
-        super().__init__(model, check=check)
+    def __init__(self, model: nn.Module, made: Made, check: bool = True, engine: Engine = "auto") -> None:
+        super().__init__(model, check=check, engine=engine)
         self.made = made
 
     @property
@@ -81,6 +82,7 @@ def synthetic_target(
     check: bool = True,
     frequent: int | None = None,
     rounded: bool = True,
+    engine: Engine = "auto",
     **overrides: Any,
 ) -> Synthetic:
     """A target of a known shape with random weights, made on the device; the same one for the same seed and device.
@@ -95,6 +97,7 @@ def synthetic_target(
             of the time; default: all are as likely.
         rounded: round every weight to bfloat16, whatever the dtype: published checkpoints mostly hold such, and bodies
             that pack weights read half as much of them.
+        engine: what runs the layers, see `selfspec.load`.
         overrides: keys of the configuration to replace.
 
     Raises:
@@ -119,7 +122,7 @@ def synthetic_target(
         round_weights(model)  # those that were scaled
     name = named.model_type if isinstance(shape, PretrainedConfig) else str(shape)
     made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found, frequent, rounded)
-    return Synthetic(model, made, check)
+    return Synthetic(model, made, check, engine)
 
 
 class _Strength:

@@ -20,20 +20,24 @@ def used(monkeypatch):
     return calls
 
 
-def test_no_policy_changes_the_text(run, model_folder, used):
+@pytest.mark.parametrize("engine", ["views", "compiled"])
+def test_no_policy_changes_the_text(run, model_folder, used, engine):
     start = ("generate", "--model", model_folder, "--dtype", "bfloat16", "--json", "--max-new-tokens", 24, "--exact")
+    start += ("--engine", engine)
     plain = run(*start, "--policy", "plain", "hello there")
-    assert plain.code == 0 and used
+    assert plain.code == 0 and bool(used) == (engine == "views")  # the compiled engine is exact as it is
     for options in (["--exit-layer", 1], ["--policy", "pld"], ["--exit-layer", 3, "--num-draft-tokens", 9]):
         done = run(*start, *options, "hello there")
         assert json.loads(done.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 
-def test_generate_of_transformers_can_be_exact_too(model_folder, used):
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_generate_of_transformers_can_be_exact_too(model_folder, used, dtype):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
     ids = model.dummy_inputs["input_ids"][:1]
     outputs = [
         model.generate(ids, custom_generate=SelfSpeculative(policy=policy, exact=True), max_new_tokens=16)
         for policy in ("plain", "fixed")
     ]
-    assert outputs[0].tolist() == outputs[1].tolist() and used
+    assert outputs[0].tolist() == outputs[1].tolist()
+    assert bool(used) == (dtype == "float16")  # in bfloat16 the layers are compiled, and exact as they are

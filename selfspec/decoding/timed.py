@@ -85,7 +85,9 @@ class TimedRounds:
             if start == 0:
                 known = torch.randint(self._stack.vocab_size, (num_tokens,), generator=source)
             else:
-                known = torch.randn(num_tokens, self._stack.config.hidden_size, generator=source).to(self._stack.dtype)
+                known = torch.randn(num_tokens, self._stack.config.hidden_size, generator=source).to(
+                    self._stack.hidden_dtype
+                )
             known = self._inputs[num_tokens, start > 0] = known.to(self._stack.device)
         return known
 

@@ -14,7 +14,7 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-FULL, HALF, AMX, INT4 = range(4)  # how a product's weights are packed and read: see `cpu/product.h`
+FULL, HALF, AMX, INT4, PAIRS = range(5)  # how a product's weights are packed and read: see `cpu/product.h`
 
 
 class Product(Structure):
@@ -119,7 +119,7 @@ def functions() -> ctypes.CDLL:
     lib, p, n = library(), c_void_p, c_int64
     types = {
         "selfspec_panel": ([], n),
-        "selfspec_smallest": ([], n),
+        "selfspec_smallest": ([n], n),
         "selfspec_packed_words": ([p, n], n),
         "selfspec_buffer_floats": ([p, n], n),
         "selfspec_scratch_floats": ([p, n], n),

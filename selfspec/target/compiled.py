@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.lean import LeanBody, Linear
+from selfspec.target.lean import LeanBody, Linear, Norm
 from selfspec.target.packed import Packed, fits_half, pack_layer
 from selfspec.target.rounded import RoundedLayers
 
+DTYPES = (torch.float32, torch.bfloat16)
 FEW = 12  # tokens of a call that mostly waits for weights
 STRETCH = 1 << 18  # weights that a thread reads at a time, to see whether any has changed
 
@@ -31,8 +32,9 @@ STRETCH = 1 << 18  # weights that a thread reads at a time, to see whether any h
 class CompiledBody(LeanBody):
     """A lean body whose layers and head are compiled functions; see `serves` for which models.
 
-    Its weights are packed copies, half as large as the model's own where those are bfloat16 numbers, else as large:
-    `refresh` brings them up to date when those were edited in place.
+    Its weights are packed copies, of two bytes each where those are bfloat16 numbers, else of four: `refresh` brings
+    them up to date when the model's were edited in place. Of a model in bfloat16, everything between its products is
+    float32 all the same, keys and values too: it rounds where a product reads its input, if at all, and nowhere else.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -44,6 +46,8 @@ class CompiledBody(LeanBody):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._lib, one = c.functions(), self.layers[0]
+        self._given = self.embedding, self.head, self.norm
+        self._widen()
         self._sizes = {
             "heads": len(one.q.weight) // self.head_dim,
             "kv_heads": len(one.k.weight) // self.head_dim,
@@ -55,14 +59,16 @@ class CompiledBody(LeanBody):
         self._numbers = {**eps, "scale": one.scale}
         room = Room()
         self._products = [pack_layer(layer, Packed, room) for layer in self.layers]
-        self.packed_head = Packed([self.head], room)
-        self.rounded = RoundedLayers(self.layers, self.head)
+        _, head, norm = self._given
+        self.packed_head = Packed([head], room)
+        self.rounded = RoundedLayers(self.layers, head)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
-        self._norms = [[n and n.weight.detach().clone() for n in own] for own in norms]
-        self.last_norm = self.norm.weight.detach().clone()
+        self._norms = [[n and _wide_copy(n.weight) for n in own] for own in norms]
+        self.last_norm = _wide_copy(norm.weight)
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
-        heads = [w for w in self.head if w is not None]
-        self._weights = [*heads, self.norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+        copied = [] if self.embedding is self._given[0] else [self._given[0]]
+        heads = [w for w in head if w is not None]
+        self._weights = [*copied, *heads, norm.weight, *(w for layer in self.layers for w in _weights(layer))]
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
         self.threads_for_few: int | None = None
@@ -70,7 +76,7 @@ class CompiledBody(LeanBody):
 
     @classmethod
     def serves(cls, body: LeanBody) -> bool:
-        """Whether a lean body's model may be compiled: float32 on CPU, SiLU, and one size for all layers."""
+        """Whether a lean body's model may be compiled: float32 or bfloat16 on CPU, SiLU, one size for all layers."""
         first = body.layers[0]
         weights = [w for layer in body.layers for w in _weights(layer)]
         silu = all(
@@ -78,7 +84,7 @@ class CompiledBody(LeanBody):
         )
         alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
         plain = all(
-            w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous()
+            w.dtype == body.embedding.dtype in DTYPES and w.device.type == "cpu" and w.is_contiguous()
             for w in [body.embedding, body.head.weight, *weights]
         )
         return silu and alike and plain and body.head_dim % 2 == 0
@@ -91,7 +97,9 @@ class CompiledBody(LeanBody):
             NoCompilerError: see `selfspec.kernels.compiler.library`.
         """
         weights = [body.head.weight, *(w for layer in body.layers for w in _weights(layer))]
-        return sum(w.nbytes // 2 if fits_half(w) else w.nbytes for w in weights)
+        packed = sum(w.numel() * (2 if fits_half(w) else 4) for w in weights)
+        widened = {id(w): w for w in (body.embedding, body.head.weight) if w.dtype != torch.float32}
+        return packed + sum(4 * w.numel() for w in widened.values())
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +114,7 @@ class CompiledBody(LeanBody):
         """See `Stack.run`."""
         if not rows.num_tokens:
             return super().run(rows, start, stop, given, taps)
-        given = given.contiguous()
+        given = (given if start == 0 else given.float()).contiguous()
         x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
         embedding = self.embedding.data_ptr() if start == 0 else None
         model, layers = self.structs(rows.cache)
@@ -132,6 +140,7 @@ class CompiledBody(LeanBody):
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `Stack.logits`."""
+        hidden = hidden.float()
         if hidden.requires_grad:  # an exit head learns through it: the lean body's products have gradients
             return super().logits(hidden, normed)
         return self.product(self.packed_head, hidden, norm=not normed)
@@ -140,7 +149,7 @@ class CompiledBody(LeanBody):
         """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
         if not len(hidden):
             return hidden.new_empty(0, packed.num_outputs)
-        hidden = hidden.contiguous()
+        hidden = hidden.float().contiguous()
         out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self.threads(len(hidden))
         product = ctypes.byref(packed.struct)
         room = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
@@ -172,7 +181,14 @@ class CompiledBody(LeanBody):
             for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
                 if norm is not None and copy is not None:
                     copy.copy_(norm.weight.detach())
-        self.last_norm.copy_(self.norm.weight.detach())
+        embedding, head, norm = self._given
+        self.last_norm.copy_(norm.weight.detach())
+        if self.embedding is not embedding:
+            self.embedding.copy_(embedding.detach())
+            self.norm.weight.copy_(norm.weight.detach())
+            self.head.weight.copy_(head.weight.detach())
+            if self.head.bias is not None and head.bias is not None:
+                self.head.bias.copy_(head.bias.detach())
         self._seen, self._sums = seen, sums
 
     def threads(self, num_tokens: int) -> int:
@@ -180,13 +196,23 @@ class CompiledBody(LeanBody):
         most = torch.get_num_threads()
         return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
 
+    def _widen(self) -> None:
+        """In float32 what is read as it is: where the model holds bfloat16, copies of it."""
+        embedding, head, norm = self._given
+        if embedding.dtype == torch.float32:
+            return
+        self.embedding = _wide_copy(embedding)
+        weight = self.embedding if head.weight is embedding else _wide_copy(head.weight)
+        self.head = Linear(weight, None if head.bias is None else _wide_copy(head.bias))
+        self.norm = Norm(_wide_copy(norm.weight), norm.eps)
+
     def _edits(self) -> int:
         """How often weights were edited in place, all together."""
         return sum([w._version for w in self._tracked])
 
     def _checksums(self) -> bytes:
         """Of all weights, which any other number all but surely changes."""
-        weights = [w.detach().contiguous() for w in self._weights]
+        weights = [(w.float() if w.nbytes % 4 else w).detach().contiguous() for w in self._weights]
         size = 4 * STRETCH  # bytes
         places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, size)]
         counts = [min(size, w.nbytes - at) // 4 for w in weights for at in range(0, w.nbytes, size)]
@@ -249,6 +275,11 @@ def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
     branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
     width = max(map(len, branches))
     return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
+
+
+def _wide_copy(weight: Tensor) -> Tensor:
+    with torch.inference_mode(False):  # it outlives the call that asked for it
+        return weight.detach().to(torch.float32, copy=True)
 
 
 def _weights(layer: Any) -> list[Tensor]:

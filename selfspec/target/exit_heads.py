@@ -64,7 +64,12 @@ class ExitHeads(nn.Module):
 
     def forward(self, hidden: Tensor, layer: int) -> Tensor:
         """Hidden states `[..., hidden_size]` after `layer`, ready for the norm and head; unchanged without a head."""
-        return self.heads[str(layer)](hidden) if layer in self.layers else hidden
+        if layer not in self.layers:
+            return hidden
+        head = self.heads[str(layer)]
+        kind = next(head.parameters()).dtype
+        adapted: Tensor = head(hidden.to(kind))
+        return adapted.to(hidden.dtype)
 
     def of_layers(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """The same for several layers at once, `[layers, N, hidden_size]`."""

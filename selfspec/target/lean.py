@@ -71,16 +71,17 @@ class LeanBody:
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # recordings may go on reading them
 
     @classmethod
-    def of(cls, model: Any) -> LeanBody | None:
+    def of(cls, model: Any, half: bool = False) -> LeanBody | None:
         """The lean body of a causal LM, or None when any part of it is not of the plain Llama shape (LoRA, hooks, ...).
 
-        None in half precision too: there the views round exactly where the model's own forward does, and this body
-        would not.
+        Args:
+            half: in half precision too, where the views round exactly where the model's own forward does, and this body
+                does not.
         """
         rope = getattr(model.config, "rope_parameters", None) or {}
         if type(model).__name__ not in LLAMA_SHAPED or rope.get("rope_type", "default") not in STATIC_ROPE:
             return None
-        if model.get_input_embeddings().weight.dtype.itemsize < 4:
+        if model.get_input_embeddings().weight.dtype.itemsize < 4 and not half:
             return None
         parts = [m for m in model.modules() if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
         plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding

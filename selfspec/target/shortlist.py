@@ -40,7 +40,7 @@ class ShortHead(nn.Module):
         top: Tensor = self.call.top
         linear, size = self._linear[0], hidden.shape[-1]
         weight, bias = linear.weight, linear._parameters["bias"]
-        x = hidden.view(-1, len(top), size)  # [K, N, size]
+        x = hidden.view(-1, len(top), size).to(weight.dtype)  # [K, N, size]
         out = torch.matmul(x.transpose(0, 1), weight[top].transpose(1, 2)).transpose(0, 1)  # [K, N, T]
         rest = F.linear(x, weight[self.others], None if bias is None else bias[self.others])
         if bias is not None:

@@ -98,6 +98,11 @@ class Stack:
         """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
         return "views" if self.lean is None else self.lean.name
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of hidden states, keys and values: the model's own, but float32 wherever layers are compiled."""
+        return torch.float32 if isinstance(self.lean, CompiledBody) else self.dtype
+
     def refresh(self, deeply: bool = False) -> None:
         """Follow weights that were edited in place; `deeply`: also where that was done through `.data`."""
         if self.lean is not None:

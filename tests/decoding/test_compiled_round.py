@@ -48,7 +48,8 @@ class Dice(Adversary):
 
 
 def compiled(family, **shape):
-    return Target(build(family, **shape), engine="compiled")
+    model = build("llama", **shape).bfloat16() if family == "bfloat16" else build(family, **shape)
+    return Target(model, engine="compiled")
 
 
 class Drafts(Always):
@@ -100,7 +101,7 @@ def decoded(family, num_rows, seed, policy, new, sampled, **shape):
 @given(
     seed=st.integers(0, 1 << 16),
     num_rows=st.integers(1, len(LENGTHS)),
-    family=st.sampled_from(["llama", "qwen3", "mistral"]),
+    family=st.sampled_from(["llama", "qwen3", "mistral", "bfloat16"]),
     threads=st.integers(1, 3),
     sampled=st.lists(st.booleans(), min_size=len(LENGTHS), max_size=len(LENGTHS)),
 )

@@ -21,7 +21,7 @@ NEW = 14
 
 @cache
 def target(family, dtype):
-    made = Target(build(family).to(getattr(torch, dtype)))
+    made = Target(build(family).to(getattr(torch, dtype)), engine="views")
     made._exact = ExactStack(made.stack, rows=8, wide=16)  # so that short prompts are read wide too
     return made
 
@@ -85,7 +85,7 @@ def test_every_kind_of_policy(policy):
 
 
 def test_learning_meanwhile_changes_no_bit():
-    made = Target(build("llama").to(torch.bfloat16))
+    made = Target(build("llama").to(torch.bfloat16), engine="views")
     prompts = make_prompts([9, 12])
     wanted = made.generate(prompts, policy="plain", exact=True, max_new_tokens=24, keep_logits=True)
     for done in made.generate(prompts, exit_layer=1, exact=True, learn=True, max_new_tokens=24, keep_logits=True):
@@ -100,7 +100,7 @@ def test_costs_of_exact_mode_are_measured_apart():
 
 
 def test_long_prompts_in_the_default_shapes():
-    made = Target(build("qwen3", max_position_embeddings=512).to(torch.bfloat16))
+    made = Target(build("qwen3", max_position_embeddings=512).to(torch.bfloat16), engine="views")
     prompts = make_prompts([300, 129, 128, 127])
     wanted = [made.generate([p], policy="plain", exact=True, max_new_tokens=8, keep_logits=True)[0] for p in prompts]
     engine = Engine(

@@ -140,15 +140,15 @@ def test_trees_change_no_token_of_a_compiled_body(family):
 
 def exact_target(dtype, engine):
     made = Target(build("llama").to(dtype), **engine)
-    if not engine:
+    if engine["engine"] == "views":
         made._exact = ExactStack(made.stack, rows=8, wide=16)
     return made
 
 
 @pytest.mark.parametrize(
     ("dtype", "engine"),
-    [(torch.bfloat16, {}), (torch.float32, {}), (torch.float32, {"engine": "compiled"})],
-    ids=["bfloat16", "float32", "compiled"],
+    [(dtype, {"engine": engine}) for dtype in (torch.bfloat16, torch.float32) for engine in ("views", "compiled")],
+    ids=["bfloat16", "bfloat16-compiled", "float32", "float32-compiled"],
 )
 def test_trees_are_exact_bit_for_bit_in_exact_mode(dtype, engine):
     target, prompts = exact_target(dtype, engine), make_prompts(RAGGED, seed=1)

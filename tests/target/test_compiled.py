@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from selfspec import hub
 from selfspec.api import Target
 from selfspec.errors import NoCompilerError
+from selfspec.kernels import compiled_call as c
 from selfspec.kernels import compiler
 from selfspec.target import engines
 from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
@@ -45,6 +46,10 @@ def compiled(family="llama", halves=False, **extra):
 @cache
 def shared(family):
     """By a family's name, or a shape's with weights that are packed in half the memory."""
+    if family == "bfloat16":
+        stack = Stack(build("llama", attention_bias=True).bfloat16())
+        choose(stack, "compiled")
+        return stack
     return compiled(halves=True, **SHAPES[family])[0] if family in ("wide", "many") else compiled(family)[0]
 
 
@@ -79,7 +84,7 @@ def run(stack, spans, tokens, pages, start=0, stop=None, **more):
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9),
     page_size=st.sampled_from([4, 7, 64]),
-    family=st.sampled_from(["llama", "mistral", "wide", "many"]),
+    family=st.sampled_from(["llama", "mistral", "wide", "many", "bfloat16"]),
     data=st.data(),
 )
 def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size, family, data):
@@ -164,7 +169,9 @@ def test_engines_are_named_and_chosen():
     assert tiny("gemma2").engine == "views"
     with pytest.raises(ValueError, match=r"^engine must be one of auto, views, fused, compiled, got 'turbo'$"):
         hub.load(model, engine="turbo")
-    with pytest.raises(ValueError, match=r"^engine 'compiled' serves .* float32 on CPU, got llama in float64 on cpu; "):
+    with pytest.raises(
+        ValueError, match=r"^engine 'compiled' serves .* float32 or bfloat16 on CPU, got llama in float64 on cpu; "
+    ):
         Target(build("llama").double(), engine="compiled")
     with pytest.raises(ValueError, match=r"^engine 'fused' serves Llama-shaped models .*, got gemma2 in float32"):
         Target(build("gemma2"), engine="fused")
@@ -181,6 +188,60 @@ def test_a_body_that_disagrees_with_the_model_is_never_used(monkeypatch):
         choose(Stack(build("llama")), "compiled")
 
 
+def test_models_in_bfloat16_are_compiled_and_come_near_the_numbers_of_the_same_weights_in_float32():
+    model = build("llama", attention_bias=True)
+    half = Target(build("llama", attention_bias=True).bfloat16())
+    assert half.engine == "compiled" and half.stack.dtype == torch.bfloat16
+    rounded(model)
+    pages = PagedCache(1, 64), PagedCache(1, 64)
+    stacks = half.stack, Target(model, engine="compiled").stack
+    with torch.inference_mode():
+        got, wanted = (
+            stack.logits(run(stack, [Span([0], 0, 30)], torch.arange(30), cache))
+            for stack, cache in zip(stacks, pages, strict=True)
+        )
+    assert got.dtype == torch.float32
+    assert 0 < (got - wanted).abs().max() < 0.05 * wanted.std() or stacks[0].lean.packed_head.struct.kind != c.PAIRS
+
+
+def test_no_plan_changes_a_bit_of_a_model_in_bfloat16():
+    target, prompts = Target(build("llama").bfloat16()), make_prompts(RAGGED)
+    options = {"max_new_tokens": 12, "keep_logits": True}
+    done = decode(target, prompts, Schedule(0, 4), None, {"max_batch_size": 3}, **options)
+    for prompt, one in zip(prompts, done, strict=True):
+        [alone] = target.generate([prompt], policy="plain", **options)
+        assert one.tokens == alone.tokens
+        assert all(torch.equal(a, b) for a, b in zip(one.logits, alone.logits, strict=True))
+
+
+@pytest.mark.parametrize("part", ["embedding", "head", "head bias", "norm", "layer norm", "layer bias", "layer"])
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_edits_of_a_model_in_bfloat16_are_honoured(part, way):
+    model, [prompt] = build("llama", attention_bias=True), make_prompts([9])
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, 95)  # of an odd number of halves
+    model.bfloat16()
+    target = Target(model, engine="compiled")
+    options = {"max_new_tokens": 4, "keep_logits": True}
+    [before] = target.generate([prompt], exit_layer=2, **options)
+    first, base = model.model.layers[1], model.model
+    parts = {
+        **{"embedding": base.embed_tokens.weight, "head": model.lm_head.weight, "head bias": model.lm_head.bias},
+        **{"norm": base.norm.weight, "layer norm": first.input_layernorm.weight},
+        **{"layer bias": first.self_attn.v_proj.bias, "layer": first.mlp.down_proj.weight},
+    }
+    with torch.no_grad():
+        numbers = (parts[part] if way == "in place" else parts[part].data).view(-1)
+        numbers[0 if part == "embedding" else -1 :].add_(8)  # the very last is seen, too
+    [after] = target.generate([prompt], exit_layer=2, **options)
+    [anew] = Target(model, engine="compiled").generate([prompt], exit_layer=2, **options)
+    assert all(torch.equal(a, b) for a, b in zip(after.logits, anew.logits, strict=True))
+    assert not torch.equal(before.logits[0], after.logits[0])
+
+
+def test_other_halves_are_left_to_the_views():
+    assert Target(build("llama").half()).engine == Target(build("gemma2").bfloat16()).engine == "views"
+
+
 def test_the_faster_engine_is_taken(monkeypatch):
     slow = {"compiled": 2.0, "fused": 1.0}
     monkeypatch.setattr(engines, "plain_seconds", lambda body: slow[body.name])
@@ -195,6 +256,8 @@ def test_copies_of_the_weights_are_only_made_where_memory_is_free(monkeypatch, c
         assert Target(build("llama")).engine == "fused"
     assert "engine fused instead of compiled, whose copies of the weights need" in caplog.text
     assert Target(build("llama"), engine="compiled").engine == "compiled"
+    assert Target(build("llama").bfloat16()).engine == "views"
+    assert "engine views instead of compiled" in caplog.text
 
 
 @pytest.fixture

@@ -157,6 +157,15 @@ def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_a
     assert target.exit_heads.heads["1"].up.dtype == torch.float64
 
 
+@pytest.mark.parametrize("engine", ["views", "compiled"])
+def test_in_bfloat16_they_draft_and_learn_with_any_engine(engine):
+    target = Target(build("llama").to(torch.bfloat16), exit_heads=some_heads(), engine=engine)
+    [plain] = target.generate(PROMPTS[:1], policy="plain", exact=True, max_new_tokens=24)
+    for options in ({"exit_layer": 1}, {"exit_layer": 3, "learn": True}, {"policy": "adaptive"}):
+        assert target.generate(PROMPTS[:1], exact=True, max_new_tokens=24, **options)[0].tokens == plain.tokens
+    assert target.learner.num_lessons > 0
+
+
 def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_changed():
     heads, model = some_heads(), build("llama")
     before = [parameter.clone() for parameter in heads.parameters()]

@@ -17,7 +17,7 @@ from selfspec.target.packed import Packed, fits_half
 from tests.helpers import generate, make_prompts
 from tests.models import build, rounded
 
-SMALLEST = c.functions().selfspec_smallest()
+SMALLEST = c.functions().selfspec_smallest(False)
 amx = pytest.mark.skipif(SMALLEST != c.AMX, reason="this processor has no AMX, or the system does not grant it")
 KINDS = [pytest.param(c.FULL, id="full"), pytest.param(c.HALF, id="half"), pytest.param(c.AMX, id="amx", marks=amx)]
 
@@ -80,6 +80,34 @@ def test_products_are_as_precise_as_float32_and_a_rows_bits_its_own(kind, output
     assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
 
 
+@given(
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 130),
+    rows=st.integers(1, 53),
+    threads=st.integers(1, 3),
+    biased=st.booleans(),
+)
+def test_products_of_pairs_are_those_of_rounded_tokens_and_a_rows_bits_its_own(outputs, inputs, rows, threads, biased):
+    parts = weights((outputs, inputs), biased=biased)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)) * 1000
+    packed = packed_as(c.PAIRS, parts)
+    got, [(weight, bias)] = multiply(packed, x, threads), parts
+    wanted = x.bfloat16().double() @ weight.double().T + (0 if bias is None else bias.double())
+    most = x.double().abs() @ weight.double().abs().T + 1
+    assert ((got - wanted).abs() / most).max() < (inputs + 3) * 2**-23
+    assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
+
+
+def test_tokens_are_rounded_to_the_nearest_and_what_is_no_number_stays_none():
+    one = packed_as(c.PAIRS, [Linear(torch.eye(8), None)])
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3e38, -(2**-100), 1 + 2**-9, 0.0]
+    x = torch.tensor([ties])
+    assert torch.equal(multiply(one, x), x.bfloat16().float()) and not torch.equal(multiply(one, x), x)
+    for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF):  # NaNs of both signs
+        x[0, 3] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        assert multiply(one, x)[0, 3].isnan()
+
+
 def test_the_smallest_kind_is_taken_that_loses_nothing():
     parts = weights((64, 64), (64, 64))
     small = Packed(parts, Room())
@@ -88,7 +116,9 @@ def test_the_smallest_kind_is_taken_that_loses_nothing():
     assert not fits_half(parts[1].weight)
     large = Packed(parts, Room())
     assert large.struct.kind == c.FULL
-    assert large.num_bytes == 2 * small.num_bytes == 4 * 128 * 64
+    half = Packed([Linear(part.weight.bfloat16(), None) for part in parts], Room())
+    assert half.struct.kind == c.functions().selfspec_smallest(True) in (c.PAIRS, SMALLEST)
+    assert large.num_bytes == 2 * half.num_bytes == 2 * small.num_bytes == 4 * 128 * 64
 
 
 def kinds(target):

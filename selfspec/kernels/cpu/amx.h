@@ -23,8 +23,6 @@ static inline int64_t parts_floats(int64_t n, int64_t in) { return tiles_of(n) *
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-
 // Ask the system for tiles, once per process; whether they may be used.
 static bool allow_tiles() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM (Documentation/arch/x86/xstate.rst)

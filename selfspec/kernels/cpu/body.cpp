@@ -105,14 +105,18 @@ static void share_product(const Product& p, After after, const float* x, int64_t
         int64_t each = rounded_floats(1, p.in);
         int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
         for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, prepared + t * each);
+    } else if (p.kind == PAIRS) {
+        int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
+        for (int64_t t = first_token; t < last_token; t++)
+            round_pairs(x + t * p.in, p.in, prepared + t * token_floats(p));
     }
-    if (!alone && (p.kind == AMX || p.kind == INT4)) room.team.wait();
+    if (!alone && (p.kind == AMX || p.kind == INT4 || p.kind == PAIRS)) room.team.wait();
     if (p.kind == AMX) {
         product_of_parts(p, after, prepared, n, y, first, last, prefetcher);
     } else if (p.kind == INT4) {
         product_of_nibbles(p, after, prepared, n, y, first, last, is_told ? &prefetcher : nullptr);
     } else {
-        product(p, after, x, n, y, first, last, is_told ? &prefetcher : nullptr);
+        product(p, after, p.kind == PAIRS ? prepared : x, n, y, first, last, is_told ? &prefetcher : nullptr);
     }
     room.team.wait();
 }

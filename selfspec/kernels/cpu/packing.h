@@ -86,9 +86,12 @@ void selfspec_checksums(const char* const* words, const int64_t* counts, int64_t
 
 int64_t selfspec_panel() { return PANEL; }
 
-// The smallest kind of packed weights where none is lost by it.
-int64_t selfspec_smallest() {
+// The smallest kind of packed weights where none is lost by it; `rounds`: tokens may be rounded to bfloat16.
+int64_t selfspec_smallest(int64_t rounds) {
     static const bool tiles = allow_tiles();
+#if defined(__AVX512BF16__)
+    if (rounds && !tiles) return PAIRS;
+#endif
     return tiles ? AMX : HALF;
 }
 

@@ -13,7 +13,9 @@
 constexpr int PANEL = 2 * LANES;
 
 enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
-enum Kind { FULL, HALF, AMX, INT4 };  // AMX: packed as HALF, and multiplied as amx.h says; INT4: see nibbles.h
+// AMX: packed as HALF, and multiplied as amx.h says; INT4: see nibbles.h; PAIRS: packed as HALF, and multiplied by
+// tokens that are bfloat16 as well, two inputs at a time, as such models do it.
+enum Kind { FULL, HALF, AMX, INT4, PAIRS };
 
 constexpr int64_t GROUP = 64; // inputs that weights of 4 bits are taken in at a time
 constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 4);  // of a panel, with their scales
@@ -37,6 +39,11 @@ class Rows {
         for (int i = 0; i < (R + 2) / 3; i++) every_third[i] = x + 3 * i * apart;
     }
     float at(int r, int64_t k) const { return every_third[r / 3][r % 3 * apart + k]; }
+    int32_t word(int r, int64_t k) const {
+        int32_t bits;
+        std::memcpy(&bits, every_third[r / 3] + r % 3 * apart + k, sizeof bits);
+        return bits;
+    }
     void advance(int64_t count) {
         for (const float*& one : every_third) one += count;
     }
@@ -76,6 +83,32 @@ static inline void add_halves(Rows<R>& x, int64_t in, const char* panel, int64_t
     }
 }
 
+// To each lane's sum, the products of two bfloat16 numbers of `a` by two of `b`.
+static inline Vec add_pairs(Vec sum, Vec a, Vec b) {
+#if defined(__AVX512BF16__)
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum = fma((Vec)((Ints)a & UPPER), (Vec)((Ints)b & UPPER), sum);
+    return fma((Vec)((Ints)a << 16), (Vec)((Ints)b << 16), sum);
+#endif
+}
+
+template <int R, int P>
+static inline void add_both(Rows<R>& x, int64_t pairs, const char* panel, int64_t size, Vec (&a)[P][R][2]) {
+    for (int64_t k = 0; k < pairs; k++, panel += PANEL * 4, x.advance(1)) {
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++) {
+            Vec low = load(panel + p * size), high = load(panel + p * size + LANES * 4);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                Vec both = (Vec)(x.word(r, 0) - Ints{});
+                a[p][r][0] = add_pairs(a[p][r][0], low, both);
+                a[p][r][1] = add_pairs(a[p][r][1], high, both);
+            }
+        }
+    }
+}
+
 typedef Vec Sums[ROWS][2];
 
 // R rows [in], `apart` from each other, times P panels one after another; `prefetcher` is told of every PORTION, if
@@ -96,11 +129,13 @@ static void tile(const float* from, int64_t apart, int64_t in, const char* panel
         int64_t some = in - k < inputs ? in - k : inputs;
         if (kind == FULL) {
             add_full<R, P>(x, some, panel, size, a);
+        } else if (kind == PAIRS) {
+            add_both<R, P>(x, (some + 1) / 2, panel, size, a);
         } else {
             add_halves<R, P>(x, some, panel, size, a);
         }
     }
-    for (; kind == HALF && prefetcher && k < depth_of(in); k += inputs)
+    for (; kind != FULL && prefetcher && k < depth_of(in); k += inputs)
         for (int p = 0; p < P; p++) prefetcher->advance();
     for (int p = 0; p < P; p++)
         for (int r = 0; r < R; r++) acc[p][r][0] = a[p][r][0], acc[p][r][1] = a[p][r][1];
@@ -149,12 +184,29 @@ static inline bool are_abreast(const Product& p, int64_t n) {
     return n <= ABREAST_ROWS && panel_bytes(p) <= MOST_ABREAST;
 }
 
-// Panels [first, last) of y[n, out] from x[n, in]; `prefetcher` is told of what was read, if given.
+// Floats that a token takes as such a product reads it: pairs of bfloat16, filled up with zeros, or its own.
+static inline int64_t token_floats(const Product& p) { return p.kind == PAIRS ? depth_of(p.in) / 2 : p.in; }
+
+// x[in] rounded to bfloat16, to the nearest and of two to the even one.
+static void round_pairs(const float* x, int64_t in, float* out) {
+    char* to = reinterpret_cast<char*>(out);
+    for (int64_t k = 0; k < depth_of(in); k += LANES, to += sizeof(Halves)) {
+        int64_t room = in - k;
+        Ints bits = (Ints)(room >= LANES ? load(x + k) : load_some(x + k, room > 0 ? int(room) : 0));
+        Ints nearest = bits + 0x7fff + (bits >> 16 & 1), none = bits | 1 << 22;  // of NaN, which must not become infinity
+        Ints rounded = (bits & 0x7fffffff) > 0x7f800000 ? none : nearest;
+        Halves halves = __builtin_convertvector(rounded >> 16, Halves);
+        std::memcpy(to, &halves, sizeof halves);
+    }
+}
+
+// Panels [first, last) of y[n, out] from n tokens, in pairs if the product is; `prefetcher` is told of what was read, if
+// given.
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
                     Prefetcher* prefetcher) {
-    int64_t rows = block_rows(n);
-    const Tile* tiles = p.kind == FULL ? TILES<FULL> : TILES<HALF>;
-    const Tile* two = p.kind == FULL ? ABREAST_TILES<FULL> : ABREAST_TILES<HALF>;
+    int64_t rows = block_rows(n), apart = token_floats(p);
+    const Tile* tiles = p.kind == FULL ? TILES<FULL> : p.kind == PAIRS ? TILES<PAIRS> : TILES<HALF>;
+    const Tile* two = p.kind == FULL ? ABREAST_TILES<FULL> : p.kind == PAIRS ? ABREAST_TILES<PAIRS> : ABREAST_TILES<HALF>;
     for (int64_t panel = first, together; panel < last; panel += together) {
         const char* weights = p.packed + panel * panel_bytes(p);
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
@@ -162,7 +214,7 @@ static void product(const Product& p, After after, const float* x, int64_t n, fl
         for (int64_t r0 = 0; r0 < n; r0 += rows) {
             int64_t count = n - r0 < rows ? n - r0 : rows;
             Sums acc[2];
-            (together == 2 ? two : tiles)[count](x + r0 * p.in, p.in, p.in, weights, bias, r0 ? nullptr : prefetcher, acc);
+            (together == 2 ? two : tiles)[count](x + r0 * apart, apart, p.in, weights, bias, r0 ? nullptr : prefetcher, acc);
             for (int64_t one = 0; one < together; one++)
                 for (int64_t r = 0; r < count; r++)
                     finish(p, after, panel + one, acc[one][r][0], acc[one][r][1], y + (r0 + r) * p.out);

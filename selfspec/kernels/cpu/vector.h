@@ -22,6 +22,7 @@ constexpr int LANES = 4, ROWS = 6;
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 constexpr int32_t UPPER = -(1 << 16);  // a number's upper half: all that bfloat16 has of it
 
