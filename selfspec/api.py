@@ -62,8 +62,8 @@ class Target:
             from Python away and gives the same tokens. They may keep up to 2 GiB.
         engine: what runs the layers: "views" (the model's own modules, for every family), "fused" (the same products
             in fewer steps, for Llama-shaped models in float32 and float64), "compiled" (those models' layers in one
-            function, compiled on this machine when it is first wanted; float32 on CPU; its packed copies take as much
-            memory as the weights), or "auto", the fastest that serves the model and fits half of the free memory.
+            function, compiled on this machine when it is first wanted; float32 or bfloat16 on CPU; its packed copies
+            take as much memory as the weights), or "auto", the fastest that serves the model and fits half of the free memory.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
