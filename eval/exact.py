@@ -23,6 +23,7 @@ from eval.targets import Synthetic, random_prompts, synthetic_target
 from eval.timing import quiet, synchronize
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Completion
+from selfspec.errors import NoCompilerError
 from selfspec.target.engines import ENGINES
 from selfspec.target.exact import ExactStack
 
@@ -42,7 +43,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument(
-        "--engine", choices=ENGINES, default="views", help="default: %(default)s; compiled, it is exact as it is"
+        "--engine", choices=ENGINES, default="auto", help="default: %(default)s; compiled, it is exact as it is"
     )
     parser.add_argument("--acceptance", type=float, default=0.8, help="of the exit; default: %(default)s")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4], help="default: 1 4")
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         record = measure(options, lambda text: print(text, file=sys.stderr, flush=True))
-    except (ValueError, AttributeError) as problem:
+    except (ValueError, AttributeError, NoCompilerError) as problem:
         print(f"eval: {problem}", file=sys.stderr)
         return 2
     print(render(record), end="\n\n")

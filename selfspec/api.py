@@ -63,7 +63,8 @@ class Target:
         engine: what runs the layers: "views" (the model's own modules, for every family), "fused" (the same products
             in fewer steps, for Llama-shaped models in float32 and float64), "compiled" (those models' layers in one
             function, compiled on this machine when it is first wanted; float32 or bfloat16 on CPU; its packed copies
-            take as much memory as the weights), or "auto", the fastest that serves the model and fits half of the free memory.
+            take as much memory as the weights, and for bfloat16 there are embedding and head in float32 beside), or
+            "auto", the fastest that serves the model and fits half of the free memory.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.

@@ -86,6 +86,7 @@ class SelfSpeculative:
         try:
             _refuse(model, **given)
             target = self._target(model)
+            target.stack.refresh(deeply=True)
             target.stack.model.generation_config = config  # the twin's: the engine's defaults come from there
             call = Call(ids, target.stack.context_limit, given)
             share = -(-call.longest // CUDA_PAGE_SIZE) * CUDA_PAGE_SIZE  # whole pages, so that all rows fit at once

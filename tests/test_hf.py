@@ -583,6 +583,17 @@ def snapshot(model):
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_that_leave_no_trace_are_followed_by_the_next_call(dtype):
+    model, ids = build("llama").to(dtype), torch.arange(1, 8)[None]
+    loop = SelfSpeculative(exit_layer=1)
+    before = model.generate(ids, custom_generate=loop, max_new_tokens=NEW).tolist()
+    model.lm_head.weight.data.mul_(-1)
+    after = model.generate(ids, custom_generate=loop, max_new_tokens=NEW).tolist()
+    anew = model.generate(ids, custom_generate=SelfSpeculative(exit_layer=1), max_new_tokens=NEW).tolist()
+    assert after == anew != before
+
+
 def test_the_model_is_left_as_it_was():
     model = build("qwen3")
     model.train()

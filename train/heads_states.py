@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 def walk(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Sequence[int]) -> Iterator[Batch]:
     """Read texts as the model wrote them, several in a call; give what is seen at each text's `spots`, in order.
 
-    Hidden states come in the model's dtype; nothing is truncated.
+    Hidden states come in the stack's `hidden_dtype`; nothing is truncated.
     """
     for group in _groups([len(text.tokens) for text in texts]):
         tokens = [token for i in group for token in texts[i].tokens]
@@ -82,7 +82,7 @@ def collect(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: 
     """All of `walk` in one batch on the host, hidden states in bfloat16, log-probabilities in float16.
 
     Args:
-        top_k: likeliest tokens to keep of each position; 0 keeps the last hidden state instead, in the model's dtype,
+        top_k: likeliest tokens to keep of each position; 0 keeps the last hidden state instead, as it comes,
             from which the model's head gives all logits.
     """
     num, width = sum(map(len, spots)), int(stack.config.get_text_config().hidden_size)
@@ -90,7 +90,7 @@ def collect(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: 
     half = stack.dtype if stack.dtype.itemsize < 4 else torch.bfloat16
     kept = Batch(
         torch.empty(len(exits), num, width, dtype=half),
-        None if k else torch.empty(num, width, dtype=stack.dtype),
+        None if k else torch.empty(num, width, dtype=stack.hidden_dtype),
         torch.empty(num, k, dtype=torch.int32) if k else None,
         torch.empty(num, k + 1, dtype=torch.float16) if k else None,
     )

@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise NoCompilerError(
             "engine 'compiled' needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found; "
-            "install one, or choose engine fused"
+            "install one, or choose engine auto"
         )
     folder, is_lasting = _folder()
     file = folder / f"body-{_key(compiler)}.so"
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
         with suppress(OSError):
             file.unlink()  # broken, or of another system under the same name: the next program compiles anew
         raise NoCompilerError(
-            f"engine 'compiled': {file} cannot be loaded ({problem}); run it again, or choose engine fused"
+            f"engine 'compiled': {file} cannot be loaded ({problem}); run it again, or choose engine auto"
         ) from problem
 
 
@@ -75,7 +75,7 @@ def _compile(compiler: str, file: Path) -> None:
             return
         with suppress(OSError):
             os.unlink(name)
-    raise NoCompilerError(f"engine 'compiled': {compiler} fails ({reason}); repair it, or choose engine fused")
+    raise NoCompilerError(f"engine 'compiled': {compiler} fails ({reason}); repair it, or choose engine auto")
 
 
 def _run(command: Sequence[str]) -> str:

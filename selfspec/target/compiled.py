@@ -26,7 +26,7 @@ from selfspec.target.rounded import RoundedLayers
 
 DTYPES = (torch.float32, torch.bfloat16)
 FEW = 12  # tokens of a call that mostly waits for weights
-STRETCH = 1 << 18  # weights that a thread reads at a time, to see whether any has changed
+STRETCH = 1 << 20  # bytes of weights that a thread reads at a time, to see whether any has changed
 
 
 class CompiledBody(LeanBody):
@@ -46,8 +46,13 @@ class CompiledBody(LeanBody):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._lib, one = c.functions(), self.layers[0]
-        self._given = self.embedding, self.head, self.norm
-        self._widen()
+        self._copies: list[tuple[Tensor, Tensor]] = []  # in float32, and the model's own
+        embedding, head, norm = self.embedding, self.head, self.norm
+        self.last_norm = self._copied(norm.weight)
+        if embedding.dtype != torch.float32:
+            self.embedding, self.norm = self._copied(embedding), Norm(self.last_norm, norm.eps)
+            weight = self.embedding if head.weight is embedding else self._copied(head.weight)
+            self.head = Linear(weight, None if head.bias is None else self._copied(head.bias))
         self._sizes = {
             "heads": len(one.q.weight) // self.head_dim,
             "kv_heads": len(one.k.weight) // self.head_dim,
@@ -59,16 +64,14 @@ class CompiledBody(LeanBody):
         self._numbers = {**eps, "scale": one.scale}
         room = Room()
         self._products = [pack_layer(layer, Packed, room) for layer in self.layers]
-        _, head, norm = self._given
         self.packed_head = Packed([head], room)
         self.rounded = RoundedLayers(self.layers, head)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
-        self._norms = [[n and _wide_copy(n.weight) for n in own] for own in norms]
-        self.last_norm = _wide_copy(norm.weight)
+        self._norms = [[n and self._copied(n.weight) for n in own] for own in norms]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
-        copied = [] if self.embedding is self._given[0] else [self._given[0]]
-        heads = [w for w in head if w is not None]
-        self._weights = [*copied, *heads, norm.weight, *(w for layer in self.layers for w in _weights(layer))]
+        heads, copied = [w for w in head if w is not None], [own for _, own in self._copies]
+        weights = [*heads, *copied, *(w for layer in self.layers for w in _weights(layer))]
+        self._weights = list({id(w): w for w in weights}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
         self.threads_for_few: int | None = None
@@ -112,10 +115,10 @@ class CompiledBody(LeanBody):
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
         """See `Stack.run`."""
-        if not rows.num_tokens:
-            return super().run(rows, start, stop, given, taps)
         given = (given if start == 0 else given.float()).contiguous()
         x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
+        if not rows.num_tokens:
+            return x
         embedding = self.embedding.data_ptr() if start == 0 else None
         model, layers = self.structs(rows.cache)
         call, longest = self._call(rows)
@@ -140,9 +143,8 @@ class CompiledBody(LeanBody):
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `Stack.logits`."""
-        hidden = hidden.float()
         if hidden.requires_grad:  # an exit head learns through it: the lean body's products have gradients
-            return super().logits(hidden, normed)
+            return super().logits(hidden.float(), normed)
         return self.product(self.packed_head, hidden, norm=not normed)
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
@@ -171,24 +173,19 @@ class CompiledBody(LeanBody):
         sums = self._checksums() if deeply or seen != self._seen else self._sums
         if seen == self._seen and sums == self._sums:
             return
+        for copy, own in self._copies:
+            if copy.shape != own.shape:
+                raise ValueError(
+                    f"a weight {list(copy.shape)} was replaced by one {list(own.shape)}; load the model again"
+                )
         for layer in self._products:
             for one in layer:
                 one.fill()
         self.packed_head.fill()
         self.rounded.fill()
         self._structs.clear()  # of weights that may stand elsewhere now
-        for x, norms in zip(self.layers, self._norms, strict=True):
-            for norm, copy in zip((x.norm, x.mlp_norm, x.q_norm, x.k_norm), norms, strict=True):
-                if norm is not None and copy is not None:
-                    copy.copy_(norm.weight.detach())
-        embedding, head, norm = self._given
-        self.last_norm.copy_(norm.weight.detach())
-        if self.embedding is not embedding:
-            self.embedding.copy_(embedding.detach())
-            self.norm.weight.copy_(norm.weight.detach())
-            self.head.weight.copy_(head.weight.detach())
-            if self.head.bias is not None and head.bias is not None:
-                self.head.bias.copy_(head.bias.detach())
+        for copy, own in self._copies:
+            copy.copy_(own.detach())
         self._seen, self._sums = seen, sums
 
     def threads(self, num_tokens: int) -> int:
@@ -196,15 +193,12 @@ class CompiledBody(LeanBody):
         most = torch.get_num_threads()
         return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
 
-    def _widen(self) -> None:
-        """In float32 what is read as it is: where the model holds bfloat16, copies of it."""
-        embedding, head, norm = self._given
-        if embedding.dtype == torch.float32:
-            return
-        self.embedding = _wide_copy(embedding)
-        weight = self.embedding if head.weight is embedding else _wide_copy(head.weight)
-        self.head = Linear(weight, None if head.bias is None else _wide_copy(head.bias))
-        self.norm = Norm(_wide_copy(norm.weight), norm.eps)
+    def _copied(self, weight: Tensor) -> Tensor:
+        """In float32, and brought up to date by `refresh`."""
+        with torch.inference_mode(False):  # it outlives the call that asked for it
+            copy = weight.detach().to(torch.float32, copy=True)
+        self._copies.append((copy, weight))
+        return copy
 
     def _edits(self) -> int:
         """How often weights were edited in place, all together."""
@@ -212,10 +206,9 @@ class CompiledBody(LeanBody):
 
     def _checksums(self) -> bytes:
         """Of all weights, which any other number all but surely changes."""
-        weights = [(w.float() if w.nbytes % 4 else w).detach().contiguous() for w in self._weights]
-        size = 4 * STRETCH  # bytes
-        places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, size)]
-        counts = [min(size, w.nbytes - at) // 4 for w in weights for at in range(0, w.nbytes, size)]
+        weights = [w.detach().contiguous() for w in self._weights]
+        places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, STRETCH)]
+        counts = [min(STRETCH, w.nbytes - at) for w in weights for at in range(0, w.nbytes, STRETCH)]
         out, count = (ctypes.c_uint64 * len(places))(), len(places)
         told = (ctypes.c_void_p * count)(*places), (ctypes.c_int64 * count)(*counts)
         self._lib.selfspec_checksums(*told, count, out, torch.get_num_threads())
@@ -275,11 +268,6 @@ def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
     branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
     width = max(map(len, branches))
     return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
-
-
-def _wide_copy(weight: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # it outlives the call that asked for it
-        return weight.detach().to(torch.float32, copy=True)
 
 
 def _weights(layer: Any) -> list[Tensor]:

@@ -50,7 +50,7 @@ def look(
         others: int64, a sample of the vocabulary that stands for all that is not looked at.
     """
     weight, bias, lib = *body.head, c.functions()
-    hidden, target, judged = hidden.float().contiguous(), target.contiguous(), judged.contiguous()
+    hidden, target, judged = hidden.contiguous(), target.contiguous(), judged.contiguous()
     num_layers, num_positions, size = hidden.shape
     hits = judged.new_empty(num_layers, num_positions, dtype=torch.bool)
     sure = hidden.new_empty(num_layers, num_positions)

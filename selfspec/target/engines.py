@@ -39,8 +39,8 @@ def choose(stack: Stack, engine: Engine) -> float:
 
     `auto` takes the compiled body where there is a compiler and room for its packed weights, unless the fused one
     proves faster; both where the model is of a shape they serve; the views elsewhere. In bfloat16 there is no fused
-    one, and the compiled one differs from the model's own forward by what it does not round; what is drafted then
-    changes no token, which can be said of no call of the views that rounds otherwise for five tokens than for one.
+    body; the compiled one rounds less than the model's own forward, and unlike the views' its bits do not depend on how
+    many tokens share a call.
 
     Raises:
         UnsupportedModelError: the model cannot be split at all.

@@ -67,8 +67,7 @@ class ExitHeads(nn.Module):
         if layer not in self.layers:
             return hidden
         head = self.heads[str(layer)]
-        kind = next(head.parameters()).dtype
-        adapted: Tensor = head(hidden.to(kind))
+        adapted: Tensor = head(hidden.to(head.norm.dtype))  # type: ignore[arg-type]
         return adapted.to(hidden.dtype)
 
     def of_layers(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:

@@ -87,7 +87,10 @@ class LeanBody:
         plain = all(type(m) is nn.Linear for m in parts) and type(model.model.embed_tokens) is nn.Embedding
         plain = plain and all(type(m).__module__.startswith(KNOWN_MODULES) for m in model.modules())
         plain = plain and all(is_dense(weight) for weight in model.parameters())
-        hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
+        hooked = any(
+            m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or "forward" in m.__dict__
+            for m in model.modules()
+        )
         try:
             return cls(model) if plain and not hooked else None
         except AttributeError:  # a part is missing or of another kind

@@ -98,8 +98,8 @@ def pack_layer(x: Layer, kind: type[Packed], room: Room) -> tuple[Packed, Packed
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether bfloat16 holds every number of a weight, which is that or float32, exactly."""
+    """Whether bfloat16 holds every number of a weight, as it is in float32, exactly."""
     if weight.dtype == torch.bfloat16:
         return True
-    weight = weight.contiguous()
+    weight = weight.detach().float().contiguous()
     return bool(c.functions().selfspec_fits_half(weight.data_ptr(), weight.numel()))

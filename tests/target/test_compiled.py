@@ -238,6 +238,26 @@ def test_edits_of_a_model_in_bfloat16_are_honoured(part, way):
     assert not torch.equal(before.logits[0], after.logits[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_with_a_forward_of_its_own_is_left_to_the_views(dtype):
+    model = build("llama").to(dtype)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: 1.05 * type(mlp).forward(mlp, x)
+    assert Target(model).engine == "views"
+
+
+def test_an_embedding_of_another_shape_is_refused_before_anything_is_copied():
+    model = build("llama", tie_word_embeddings=False).bfloat16()
+    target, weight = Target(model, engine="compiled"), model.model.embed_tokens.weight
+    before = target.stack.lean.embedding.clone()
+    weight.data = weight.data[:1]
+    with pytest.raises(
+        ValueError, match=r"^a weight \[\d+, \d+\] was replaced by one \[1, \d+\]; load the model again"
+    ):
+        target.stack.refresh(deeply=True)
+    assert torch.equal(before, target.stack.lean.embedding)
+
+
 def test_other_halves_are_left_to_the_views():
     assert Target(build("llama").half()).engine == Target(build("gemma2").bfloat16()).engine == "views"
 
@@ -272,7 +292,7 @@ def compiler_anew(monkeypatch, tmp_path):
 def test_without_a_compiler_the_fused_engine_serves_and_compiled_says_so(compiler_anew):
     compiler_anew.setenv("CXX", "no-such-compiler")
     compiler_anew.setenv("PATH", "/nowhere")
-    with pytest.raises(NoCompilerError, match=r"^engine 'compiled' needs a C\+\+ compiler, .* or choose engine fused$"):
+    with pytest.raises(NoCompilerError, match=r"^engine 'compiled' needs a C\+\+ compiler, .* or choose engine auto$"):
         compiler.library()
 
 
@@ -347,3 +367,5 @@ def test_what_torch_makes_by_default_does_not_matter(dtype):
 def test_a_call_of_no_tokens_gives_none():
     stack = Target(build("llama"), engine="compiled").stack
     assert stack.logits(torch.zeros(0, stack.config.hidden_size)).shape == (0, stack.vocab_size)
+    none = PackedRows(PagedCache(1, 8), [Span([0], 0, 0)])
+    assert stack.run(none, 0, 2, torch.arange(0)).shape == (0, stack.config.hidden_size)

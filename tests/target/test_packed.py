@@ -112,6 +112,7 @@ def test_the_smallest_kind_is_taken_that_loses_nothing():
     parts = weights((64, 64), (64, 64))
     small = Packed(parts, Room())
     assert small.struct.kind == SMALLEST and fits_half(parts[0].weight)
+    assert fits_half(parts[0].weight.half().double()) and not fits_half(torch.full((3,), 2**-10 + 1).half())
     parts[1].weight[63, 63] += 2**-12
     assert not fits_half(parts[1].weight)
     large = Packed(parts, Room())

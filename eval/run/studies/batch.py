@@ -66,7 +66,9 @@ def costs_of(material: Material, sizes: Sequence[int]) -> Costs:
 def affordable(sizes: Sequence[int], material: Material, longest: int) -> list[int]:
     """The sizes whose rows of `longest` tokens fill no more than half the free memory; the first in any case."""
     stack = material.target.stack
-    of_token = 2 * stack.num_layers * hidden_size_of(stack) * torch.finfo(stack.dtype).bits // 8  # keys and values
+    of_token = (
+        2 * stack.num_layers * hidden_size_of(stack) * torch.finfo(stack.hidden_dtype).bits // 8
+    )  # keys and values
     of_row = longest * of_token + WIDEST * stack.vocab_size * 4 * COPIES
     return [size for size in sizes if size == sizes[0] or size * of_row <= free_bytes(stack.device) / 2]
 

@@ -101,16 +101,13 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, prepared, steps * thread / threads, steps * (thread + 1) / threads);
-    } else if (p.kind == INT4) {
-        int64_t each = rounded_floats(1, p.in);
-        int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
-        for (int64_t t = first_token; t < last_token; t++) round_token(x + t * p.in, p.in, prepared + t * each);
-    } else if (p.kind == PAIRS) {
+    } else if (p.kind == INT4 || p.kind == PAIRS) {
+        int64_t each = p.kind == INT4 ? rounded_floats(1, p.in) : token_floats(p);
         int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
         for (int64_t t = first_token; t < last_token; t++)
-            round_pairs(x + t * p.in, p.in, prepared + t * token_floats(p));
+            (p.kind == INT4 ? round_token : round_pairs)(x + t * p.in, p.in, prepared + t * each);
     }
-    if (!alone && (p.kind == AMX || p.kind == INT4 || p.kind == PAIRS)) room.team.wait();
+    if (!alone && p.kind != FULL && p.kind != HALF) room.team.wait();
     if (p.kind == AMX) {
         product_of_parts(p, after, prepared, n, y, first, last, prefetcher);
     } else if (p.kind == INT4) {

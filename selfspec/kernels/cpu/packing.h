@@ -54,8 +54,8 @@ static void pack_rounded(const float* weight, int64_t out, const Product& p, con
     }
 }
 
-// Of `count` words, a number that any other word, or place of one, all but surely changes.
-static uint64_t checksum(const char* words, int64_t count) {
+// Of `size` bytes, a number that any other word, or place of one, all but surely changes.
+static uint64_t checksum(const char* words, int64_t size) {
     typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
     constexpr int64_t ABREAST = 8, bytes = sizeof(Words);  // products that wait for each other take several cycles
     Words mixed[ABREAST] = {};
@@ -65,12 +65,12 @@ static uint64_t checksum(const char* words, int64_t count) {
         // Bits move, since the highest of two words, their signs, would undo each other.
         mixed[which] = ((mixed[which] << 7 | mixed[which] >> 25) ^ some) * 0x9e3779b1u;  // 2^32 over the golden ratio
     };
-    int64_t at = 0, size = 4 * count;
+    int64_t at = 0;
     for (; at + ABREAST * bytes <= size; at += ABREAST * bytes)
 #pragma GCC unroll 8
         for (int64_t i = 0; i < ABREAST; i++) take(words + at + i * bytes, bytes, i);
     for (; at < size; at += bytes) take(words + at, std::min(bytes, size - at), 0);
-    uint64_t all = count;
+    uint64_t all = size;
     for (const Words& one : mixed)
         for (int i = 0; i < LANES; i++) all = ((all << 13 | all >> 51) ^ one[i]) * 0x9e3779b97f4a7c15u;
     return all;
@@ -78,10 +78,10 @@ static uint64_t checksum(const char* words, int64_t count) {
 
 extern "C" {
 
-// Checksums of n stretches of `counts` words.
-void selfspec_checksums(const char* const* words, const int64_t* counts, int64_t n, uint64_t* out, int64_t num_threads) {
+// Checksums of n stretches of so many bytes.
+void selfspec_checksums(const char* const* words, const int64_t* sizes, int64_t n, uint64_t* out, int64_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t i = 0; i < n; i++) out[i] = checksum(words[i], counts[i]);
+    for (int64_t i = 0; i < n; i++) out[i] = checksum(words[i], sizes[i]);
 }
 
 int64_t selfspec_panel() { return PANEL; }

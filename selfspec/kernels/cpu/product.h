@@ -3,7 +3,9 @@
 // Weights [out, in] are packed in panels of PANEL outputs, the last one filled up with zeros: FULL, [panels][in][PANEL]
 // numbers of 32 bits, or, where no weight is lost by it, HALF: bfloat16, the upper half of those bits, of two inputs in
 // one word, [panels][depth / 2][PANEL], the first input's below. An output is summed over `in` from first to last in
-// one register: its bits depend neither on how many rows there are nor on how weights are packed.
+// one register: its bits depend neither on how many rows there are nor on which of the two weights are packed in. PAIRS
+// are packed as HALF, and tokens are rounded to bfloat16, too, as models in that do it: two inputs are multiplied and
+// added up at a time, the second of them first, and numbers below 2^-126 are taken for zero.
 #pragma once
 
 #include "prefetch.h"
@@ -13,8 +15,7 @@
 constexpr int PANEL = 2 * LANES;
 
 enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
-// AMX: packed as HALF, and multiplied as amx.h says; INT4: see nibbles.h; PAIRS: packed as HALF, and multiplied by
-// tokens that are bfloat16 as well, two inputs at a time, as such models do it.
+// AMX: packed as HALF, and multiplied as amx.h says; INT4: see nibbles.h
 enum Kind { FULL, HALF, AMX, INT4, PAIRS };
 
 constexpr int64_t GROUP = 64; // inputs that weights of 4 bits are taken in at a time
@@ -39,9 +40,9 @@ class Rows {
         for (int i = 0; i < (R + 2) / 3; i++) every_third[i] = x + 3 * i * apart;
     }
     float at(int r, int64_t k) const { return every_third[r / 3][r % 3 * apart + k]; }
-    int32_t word(int r, int64_t k) const {
+    int32_t word(int r) const {
         int32_t bits;
-        std::memcpy(&bits, every_third[r / 3] + r % 3 * apart + k, sizeof bits);
+        std::memcpy(&bits, every_third[r / 3] + r % 3 * apart, sizeof bits);
         return bits;
     }
     void advance(int64_t count) {
@@ -101,7 +102,7 @@ static inline void add_both(Rows<R>& x, int64_t pairs, const char* panel, int64_
             Vec low = load(panel + p * size), high = load(panel + p * size + LANES * 4);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
-                Vec both = (Vec)(x.word(r, 0) - Ints{});
+                Vec both = (Vec)(x.word(r) - Ints{});
                 a[p][r][0] = add_pairs(a[p][r][0], low, both);
                 a[p][r][1] = add_pairs(a[p][r][1], high, both);
             }
@@ -193,8 +194,8 @@ static void round_pairs(const float* x, int64_t in, float* out) {
     for (int64_t k = 0; k < depth_of(in); k += LANES, to += sizeof(Halves)) {
         int64_t room = in - k;
         Ints bits = (Ints)(room >= LANES ? load(x + k) : load_some(x + k, room > 0 ? int(room) : 0));
-        Ints nearest = bits + 0x7fff + (bits >> 16 & 1), none = bits | 1 << 22;  // of NaN, which must not become infinity
-        Ints rounded = (bits & 0x7fffffff) > 0x7f800000 ? none : nearest;
+        Ints nearest = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 1 << 22;  // NaN must not become infinity
+        Ints rounded = (bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest;
         Halves halves = __builtin_convertvector(rounded >> 16, Halves);
         std::memcpy(to, &halves, sizeof halves);
     }
@@ -205,8 +206,9 @@ static void round_pairs(const float* x, int64_t in, float* out) {
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
                     Prefetcher* prefetcher) {
     int64_t rows = block_rows(n), apart = token_floats(p);
-    const Tile* tiles = p.kind == FULL ? TILES<FULL> : p.kind == PAIRS ? TILES<PAIRS> : TILES<HALF>;
-    const Tile* two = p.kind == FULL ? ABREAST_TILES<FULL> : p.kind == PAIRS ? ABREAST_TILES<PAIRS> : ABREAST_TILES<HALF>;
+    auto [tiles, two] = p.kind == FULL    ? std::pair(TILES<FULL>, ABREAST_TILES<FULL>)
+                        : p.kind == PAIRS ? std::pair(TILES<PAIRS>, ABREAST_TILES<PAIRS>)
+                                          : std::pair(TILES<HALF>, ABREAST_TILES<HALF>);
     for (int64_t panel = first, together; panel < last; panel += together) {
         const char* weights = p.packed + panel * panel_bytes(p);
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
