@@ -102,6 +102,7 @@ class _Recorder:
             own.numpy(force=True).astype(np.int32),
             wrong_picks,
             *([np.stack([one[i] for one in copied]) for i in (0, 1)] if copied else ()),
+            is_sampled=self.sampling.temperature > 0,
         )
 
     @property

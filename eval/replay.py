@@ -96,7 +96,8 @@ class _Row:
 
     def told(self, reads_lookup: bool) -> RowState:
         guesses = self.guesser if reads_lookup else None
-        return RowState(self.request_id, self.trace.prompt_length + self.at, self.room, guesses)
+        length, is_sampled = self.trace.prompt_length + self.at, self.trace.is_sampled
+        return RowState(self.request_id, length, self.room, guesses, is_sampled=is_sampled)
 
 
 def replay(

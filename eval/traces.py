@@ -17,7 +17,9 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 4  # of the files: since 2 they hold the prompt's tokens, since 3 second choices, since 4 what copies draft
+# Of the files: since 2 they hold the prompt's tokens, since 3 second choices, since 4 what copies draft, since 5
+# whether the output was sampled.
+VERSION = 5
 WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
 
 Floats = NDArray[np.float32]
@@ -57,6 +59,7 @@ class Trace:
         copied_right: int16 `[C, n]`, how many tokens are right of what copies of the first 1..C layers draft from each
             position on; C is 0 where there are no copies, or nobody asked.
         copied: `[C, n, steps]`, the confidences of what they draft; NaN beyond the context.
+        is_sampled: whether the output is, rather than greedy.
     """
 
     task: str
@@ -77,6 +80,7 @@ class Trace:
     wrong_picks: NDArray[np.int32]
     copied_right: NDArray[np.int16] = field(default_factory=lambda: np.zeros((0, 0), np.int16))
     copied: Floats = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    is_sampled: bool = False
 
     @property
     def prompt_length(self) -> int:
@@ -172,6 +176,7 @@ def _trace(arrays: Any, i: int) -> Trace:
         "prompt": tuple(int(t) for t in given["prompt"]),
         "tokens": tuple(int(t) for t in given["tokens"]),
         "vocab_size": int(given["vocab_size"]),
+        "is_sampled": bool(given["is_sampled"]),
     }
     shape = (len(given["hits"]), len(given["tokens"]))
     shapes = {given[name].shape[:2] for name in _BY_TOKEN}

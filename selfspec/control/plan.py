@@ -54,6 +54,7 @@ class RowState(NamedTuple):
     room: int  # tokens it may still emit, at least 1
     guesses: Guesses | None = None  # told to policies that read lookups
     has_processors: bool = False  # its drafts are then over the whole vocabulary
+    is_sampled: bool = False
 
     @property
     def match(self) -> int:

@@ -25,7 +25,9 @@ WATCH_PAUSE = 31  # the same where rows are only watched
 # Of the time decoded, that may go into it beyond what it saves; of few rows a few askings more, see `TRIAL`.
 SHARE = 0.02
 USUAL_TOKENS = 4  # of a round
-FEW_ADVANCE = 0.3  # of the time of few rows, that it is paid for beforehand; of more rows, all of it
+# Of the time of few rows, that it is paid for beforehand; of more rows, all of it. Sampled texts seldom repeat
+# themselves: those are watched first, which shows whether they do.
+FEW_ADVANCE, SAMPLED_ADVANCE = 0.3, 0.1
 TRIAL = 8  # rounds that must be affordable for rows to be asked about again; and the debt in which few are watched
 WARIEST = 8  # of such trials there must be twice as many each time that much was lost, up to so many
 COUNTED = 64  # rounds after which it counts what few rows saved that were only watched
@@ -175,7 +177,8 @@ class Reading:
             self._set_price(len(rows))
         if self._advance < 0:
             self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
-            self._advance *= FEW_ADVANCE if len(rows) <= FEW else 1.0
+            if len(rows) <= FEW:
+                self._advance *= SAMPLED_ADVANCE if all(row.is_sampled for row in rows) else FEW_ADVANCE
             self._balance += SHARE * self._advance
         if not self._is_priced and len(rows) > FEW:
             return ()

@@ -62,7 +62,8 @@ class Row:
     def told(self, reads_lookup: bool) -> RowState:
         """Its state, with what is free to guess of how it goes on where the policy reads that."""
         length, guesses = len(self.content), self.guesser if reads_lookup else None
-        return RowState(self.request_id, length, self.limit - length, guesses, bool(self.request.logits_processor))
+        processes, is_sampled = bool(self.request.logits_processor), self.request.sampling.temperature > 0
+        return RowState(self.request_id, length, self.limit - length, guesses, processes, is_sampled)
 
     @property
     def guesser(self) -> Guesser:

@@ -154,6 +154,21 @@ def test_where_asking_does_not_pay_only_long_matches_are_asked_about():
         assert asked == (at >= left) != reading.waits
 
 
+def test_sampled_rows_are_watched_until_time_has_paid_for_more():
+    reading, worth, usual = account(1, slower=0.3)
+    [row] = [row._replace(is_sampled=True) for row in rows_of(1)]
+    assert account(1, slower=0.3)[0].begin(rows_of(1), worth, usual)
+    assert not reading.begin([row], worth, usual) and reading.waits
+    assert reading.begin([row._replace(guesses=found(GATE))], worth, usual)  # a long match is asked about all the same
+    asked = []
+    for _ in range(400):
+        asked.append(bool(reading.begin([row], worth, usual)))
+        reading.pass_round(1, worth.plain_seconds, 0.0)
+    assert not any(asked[:20]) and any(asked), asked
+    reading, worth, usual = account(2)
+    assert reading.begin([row, *rows_of(1)], worth, usual)  # one of them is greedy
+
+
 def test_the_round_that_can_no_longer_be_paid_for_is_foreseen_as_is_how_long_rows_are_only_watched():
     reading, worth, usual = account(1, slower=0.02)
     row, foreseen, waited = rows_of(1, room=4000)[0], [], []

@@ -18,6 +18,20 @@ from tests.models import build
 LAYERS = 8
 
 
+def test_policies_are_told_which_rows_are_sampled():
+    told = {}
+
+    class Curious(Fixed):
+        def plan(self, rows):
+            told.update({row.request_id: row.is_sampled for row in rows})
+            return super().plan(rows)
+
+    engine = Engine(Target(build("llama")), policy=Curious(1, 2), max_batch_size=3)
+    for temperature in (0.0, 0.7, 1.0):
+        engine.submit([3, 1, 4], max_new_tokens=5, temperature=temperature)
+    assert len(list(engine.run())) > 1 and told == {0: False, 1: True, 2: True}
+
+
 class Patient:
     """Plain decoding, asked about one round in a few."""
 

@@ -137,7 +137,7 @@ def test_traces_of_an_earlier_format_are_refused_in_one_sentence(tmp_path):
     save([random_trace(0, 3, 50)], tmp_path / "now.npz")
     with np.load(tmp_path / "now.npz") as arrays:
         np.savez(tmp_path / "before.npz", **{name: array for name, array in arrays.items() if name != "version"})
-    with pytest.raises(ValueError, match=r"before.npz': its format is 1 and this reads 4; record the outputs again$"):
+    with pytest.raises(ValueError, match=r"before.npz': its format is 1 and this reads 5; record the outputs again$"):
         load(tmp_path / "before.npz")
 
 
