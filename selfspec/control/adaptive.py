@@ -229,6 +229,7 @@ class Adaptive:
         if len(rows) != len(self._idle.draft_lengths):
             self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
         self._context = max([row.content_length for row in rows])
+        self._looks.tell_room(max([row.room for row in rows]))
         self._in_block = self._block > 0
         if self._block:
             self._block -= 1
@@ -266,6 +267,7 @@ class Adaptive:
         self._joining = 0
         self._times.begin()
         self._context, self._room = row.content_length, row.room
+        self._looks.tell_room(row.room)
         if self._finder is not None and self._reading.waits:
             self._reading.pass_alike()
             self._finder.pass_watching()

@@ -19,6 +19,8 @@ STEP, SOON, CALLING = 8, 8e-3, 3e-4
 FARTHEST = 512  # rounds ahead that a look is fixed for
 FOLLOW = 0.1  # how fast what rounds take is followed
 NOTHING_TO_SEE = 64  # rounds
+# Rows with no more tokens to come than this end before a look could be worth it: it waits for others, so many rounds.
+LAST, WAITS = 16, 64
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
 EARLY_SHARE = 0.02  # of the time that rows will take: where a first look takes more, it is earned as any other
 
@@ -40,6 +42,7 @@ class Looks:
         self._paid = self._took = 0.0  # by a round lately, and its seconds
         self._round, self._due = 0, 0  # rounds that passed, and after how many the next look comes
         self._turn = 0  # whose turn it is to be looked at in a large batch
+        self._room = math.inf  # tokens to come of the row that goes on longest
 
     def begin(self, seconds: float, of_round: float) -> None:
         """Rows will take so many seconds, and a plain round `of_round`, by the table: when the first look may come.
@@ -71,12 +74,23 @@ class Looks:
     @property
     def are_due(self) -> bool:
         """Whether earlier rounds have paid for one, and as many have passed as were likely to."""
-        return self._credit >= 0 and self._round >= self._due
+        return self._credit >= 0 and self._round >= self._due and not self._waits(0)
 
     @property
     def rounds_left(self) -> int:
         """Rounds to come for certain before one is due; many if it is, for there was nothing to see."""
-        return NOTHING_TO_SEE if self.are_due else max(0, self._due - self._round - 1)
+        if self.are_due:
+            return NOTHING_TO_SEE
+        left = max(0, self._due - self._round - 1)
+        return self._due + WAITS - self._round - 1 if self._waits(left) else left
+
+    def tell_room(self, room: float) -> None:
+        """So many tokens are to come of the row that goes on longest."""
+        self._room = room
+
+    def _waits(self, num_rounds: int) -> bool:
+        """Whether a look that is due after so many rounds is left to later rows."""
+        return self._room - num_rounds <= LAST and self._round + num_rounds < self._due + WAITS
 
     def pass_idle(self, seconds: float, num_rounds: int = 1) -> None:
         """Lay by a share of what the forwards of plain rounds took, which could be many."""

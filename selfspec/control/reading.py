@@ -16,6 +16,9 @@ from selfspec.control.worth import Worth
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
 READ_SECONDS = 4e-6  # to take one token into a row's index
 ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came; and once more per round
+# Of two rows any guess ends the compiled call that goes on without: the next begins on cold caches, of which the first
+# round takes longer, too.
+END_SECONDS = 4e-4
 # Of few rows the clock tells, too. Planning is what is clocked: to set guesses beside what came takes as long again,
 # and in a round that is plain after all, so do asking at all, and a call for fewer rounds.
 CLOCKED, CLOCKED_PLAIN = 2.0, 3.5
@@ -160,7 +163,8 @@ class Reading:
 
     def _set_price(self, num_rows: int) -> None:
         slower = self._slower if num_rows <= FEW else 1.0
-        self._asking = max(slower * _asking(num_rows), self._decided) / num_rows
+        ends = END_SECONDS if 1 < num_rows <= FEW else 0.0
+        self._asking = max(slower * _asking(num_rows) + ends, self._decided) / num_rows
 
     def begin(
         self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: Hope = Hope.SOME

@@ -12,7 +12,16 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.gate import GATE
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, RowState
-from selfspec.control.reading import ASK_SECONDS, COUNTED, READ_SECONDS, SHARE, Hope, Reading, could_pay
+from selfspec.control.reading import (
+    ASK_SECONDS,
+    COUNTED,
+    END_SECONDS,
+    READ_SECONDS,
+    SHARE,
+    Hope,
+    Reading,
+    could_pay,
+)
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
@@ -109,6 +118,19 @@ def test_what_is_tried_in_vain_stays_within_its_share():
         reading.pass_round(8, worth.plain_seconds, saved=0.0)
         decoded += worth.plain_seconds
     assert 0.5 * SHARE * decoded < spent < 1.05 * SHARE * decoded
+
+
+def test_asking_about_two_rows_in_vain_pays_for_the_calls_that_it_ends_too():
+    reading, worth, usual = account(2, slower=0.2)
+    spent = decoded = 0.0
+    asked, rounds = 0, 4000
+    for at in range(rounds):
+        has_asked = bool(reading.begin(rows_of(2, room=rounds - at, content=50 + at), worth, usual))
+        asked += has_asked
+        spent += has_asked * (3 * ASK_SECONDS + END_SECONDS) + 2 * READ_SECONDS
+        reading.pass_round(2, worth.plain_seconds, saved=0.0)
+        decoded += worth.plain_seconds
+    assert asked > 10 and 0.5 * SHARE * decoded < spent < 1.05 * SHARE * decoded
 
 
 def test_what_saves_more_than_it_takes_goes_on_however_little_the_share_pays():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.looks import CALLING, EARLY_SHARE, OFF_SHARE, SHADOW_SHARE, STEP, Looks
+from selfspec.control.looks import CALLING, EARLY_SHARE, LAST, OFF_SHARE, SHADOW_SHARE, STEP, WAITS, Looks
 from selfspec.control.plan import Seconds
 from selfspec.control.table import Table
 from selfspec.control.timetable import DECIDING, DECIDING_SHARE, EARLY, FIRST_REPLAN, RAREST, REPLAN, Timetable
@@ -153,3 +153,31 @@ def test_prompts_that_come_one_after_another_do_not_use_up_what_looks_may_take()
         looks.pass_idle(1e-3)
         num_rounds += 1
     assert num_rounds < 1e-3 / (OFF_SHARE * 1e-3) * 1.5
+
+
+def test_rows_that_are_about_to_end_are_not_looked_at_unless_all_of_them_are_short():
+    looks = looks_of()
+    passed(looks, 1e-3, 1)
+    looks.tell_room(1000)
+    until = next(n for n in range(500) if looks.are_due or looks.pass_round(1, False, Seconds(verify=1e-3)))
+    assert 0 < until < 500
+    looks.tell_room(LAST)
+    waits = [looks.rounds_left]
+    while not looks.are_due:
+        looks.pass_round(1, False, Seconds(verify=1e-3))
+        waits.append(looks.rounds_left)
+    assert len(waits) - 1 == WAITS and waits[:-1] == list(range(WAITS - 1, -1, -1))  # as foreseen
+    looks.tell_room(LAST + 1)  # in time rows are looked at as before
+    assert looks.are_due
+
+
+def test_a_look_that_comes_due_at_the_end_of_a_row_ends_no_call_before():
+    looks = looks_of()
+    passed(looks, 1e-3, 1)
+    looks.tell_room(10**6)
+    left = looks.rounds_left
+    assert left > 0
+    looks.tell_room(left + LAST)
+    assert looks.rounds_left == left + WAITS
+    looks.tell_room(left + LAST + 1)
+    assert looks.rounds_left == left
