@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from selfspec.control.costs import Copies, Costs
@@ -12,6 +13,9 @@ LOW = 1 / 8  # the share of a piece's readings that lie below the one that count
 TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
 REST = 3e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
 ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many rounds come in a call
+
+
+MOST_SHORT = 1.25  # times that the parts of a forward are taken to fall short of it
 
 
 class Readings:
@@ -49,6 +53,7 @@ class Readings:
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
         )
+        costs = _as_wholes(costs, middle)
         # A ragged round is the only one of its call, and finds caches as single plain rounds do.
         single = self.typical("single")
         factors = {
@@ -86,3 +91,27 @@ class Readings:
                 real = sorted(s for s in seconds if s >= TICK) or [TICK]
                 found.setdefault(rows, {})[size] = real[int(len(real) * LOW)]
         return found
+
+
+def _as_wholes(costs: Costs, middle: int) -> Costs:
+    """Tables whose parts of a forward come to the whole of it.
+
+    Where a machine is quick and slow by turns, a whole forward is rarely quick all the way, and its parts, each near
+    the lowest of its own readings, add up to less: drafts, made of many parts, would seem to pay where they do not.
+
+    Args:
+        middle: the exit layer from which verifications were read.
+    """
+    copies = costs.copies
+    short = {}
+    for rows in costs.late:
+        parts = costs.early_pass(middle, rows, first=True) + costs.verify(middle, rows, rows)
+        short[rows] = min(max(1.0, costs.plain(rows) / max(parts, TICK)), MOST_SHORT)
+
+    def scaled(tables: Mapping[int, Table]) -> dict[int, Table]:
+        return {rows: table.scaled(short.get(rows, 1.0)) for rows, table in tables.items()}
+
+    if copies is not None:
+        copies = replace(copies, first=scaled(copies.first), early=scaled(copies.early))
+    first, early, late = scaled(costs.first), scaled(costs.early), scaled(costs.late)
+    return replace(costs, first=first, early=early, late=late, copies=copies)
