@@ -163,8 +163,7 @@ class Reading:
 
     def _set_price(self, num_rows: int) -> None:
         slower = self._slower if num_rows <= FEW else 1.0
-        ends = END_SECONDS if 1 < num_rows <= FEW else 0.0
-        self._asking = max(slower * _asking(num_rows) + ends, self._decided) / num_rows
+        self._asking = max(slower * _asking(num_rows) + _ending(num_rows), self._decided) / num_rows
 
     def begin(
         self, rows: Sequence[RowState], worth: Worth, usual: float, hopes: Hope = Hope.SOME
@@ -177,7 +176,7 @@ class Reading:
         """
         self.waits = False
         if len(rows) != self._num_rows:
-            self._num_rows, self._can_pay = len(rows), len(rows) <= FEW or could_pay(worth, usual)
+            self._num_rows, self._can_pay = len(rows), len(rows) == 1 or could_pay(worth, usual)
             self._set_price(len(rows))
         if self._advance < 0:
             self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
@@ -300,7 +299,7 @@ class Reading:
 def could_pay(worth: Worth, usual: float) -> bool:
     """Whether lookup would save more than it takes if half the rows had drafts of which nearly every token is right."""
     rows, seconds, tokens = worth.num_rows, worth.lookups(), float(worth.num_rows)
-    some, asking = rows // 2, _asking(rows)
+    some, asking = rows // 2, _asking(rows) + _ending(rows)
     for n, chance in enumerate(HOPED, 1):
         tokens += some * chance
         drafted = some * n
@@ -312,3 +311,8 @@ def could_pay(worth: Worth, usual: float) -> bool:
 def _asking(num_rows: int) -> float:
     """Seconds to ask for the guesses of so many rows."""
     return ASK_SECONDS * (1 + num_rows)
+
+
+def _ending(num_rows: int) -> float:
+    """Seconds that it takes beside, since a call ends with it that would go on; of more rows none would for long."""
+    return END_SECONDS if 1 < num_rows <= FEW else 0.0

@@ -85,6 +85,14 @@ def test_a_forward_that_takes_no_longer_than_asking_for_guesses_leaves_no_time_f
     assert reading.begin(rows_of(8), worth, usual) == ()
 
 
+def test_two_rows_are_not_looked_up_where_a_forward_is_too_short_for_the_call_that_a_question_ends():
+    for slower, pays in ((1.0, True), (1e-2, False)):
+        reading, worth, usual = account(2, slower=slower)
+        assert could_pay(worth, usual) == pays
+        assert bool(reading.begin(rows_of(2, room=4000), worth, usual)) == pays
+    assert END_SECONDS > 3 * ASK_SECONDS
+
+
 def test_where_nobody_measured_ragged_verifications_only_few_rows_are_looked_up():
     reading, worth, usual = account(8, is_priced=False)
     assert reading.begin(rows_of(8), worth, usual) == ()
