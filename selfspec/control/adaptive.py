@@ -89,7 +89,6 @@ class Adaptive:
         self._may_copy = "copies" in drafts
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
-        self._room = 0  # of the first row, when it was looked up last
         self._has_looked_up = False  # whether that round was drafted by lookup
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
@@ -173,7 +172,7 @@ class Adaptive:
             return most._replace(lengths=(*UNASKED, TO_ASK))
         if self._has_looked_up and not reading.is_waiting:
             return Steady()  # what this round saves may pay for the next to be asked about, too
-        return finder.steady_after_long(self._room, drafts, most, self._checks)
+        return finder.steady_after_long(drafts, most, self._checks)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -266,7 +265,7 @@ class Adaptive:
         """Count a round that is planned as the one before."""
         self._joining = 0
         self._times.begin()
-        self._context, self._room = row.content_length, row.room
+        self._context = row.content_length
         self._looks.tell_room(row.room)
         if self._finder is not None and self._reading.waits:
             self._reading.pass_alike()
@@ -277,7 +276,7 @@ class Adaptive:
         finder, worth, usual = self._finder, self._decider.worth, self._decider.usual(len(rows))
         if finder is None or worth is None:
             return None
-        hopes, self._room = finder.hopes(rows), rows[0].room
+        hopes = finder.hopes(rows)
         read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual, hopes)
         drafts = self._decider.decision.exit_layer is not None
         found = finder.plan(read, worth, usual, drafts, self._reading.is_waiting) if read else None

@@ -9,7 +9,7 @@ from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
 from selfspec.control.gate import GATE
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
-from selfspec.control.lengths import TO_ASK, Lengths, Weighed
+from selfspec.control.lengths import TO_ASK, Lengths, Weighed, growing
 from selfspec.control.matches import LONG, MOST_FOUND, Matches, choose
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady, TokenTree
 from selfspec.control.reading import FEW, Hope
@@ -21,6 +21,7 @@ QUIET = 2  # rounds in a row in which a batch drafted nothing after a match, unt
 UNASKED = (0,) * GATE  # what is drafted by lookup where a row is asked about after long matches alone, by match
 UNWATCHED = -1, 0, 0  # request, match and tokens of the single row that was watched in the last round
 SURE = 0.97  # no chance of being right counts for more where it is asked whether a draft could pay at all
+CIRCLES = (1.0,) * MOST_FOUND  # how likely a draft is right as far as each token, in text that repeats itself
 
 
 class Finder:
@@ -46,6 +47,7 @@ class Finder:
         self.usual = 0.0  # tokens per second that the last round had to promise
         self._forecast = 0.0  # tokens of the round that was planned last, of all rows
         self._watched = UNWATCHED
+        self._streak, self._streak_of = 0, -1  # drafts after long matches in a row that were right as a whole; of a row
         self.gives_way = False
         """Whether lookup would have drafted in that round, but layers are to show what they come to there."""
         self.chains: Sequence[Sequence[float]] = []
@@ -90,22 +92,15 @@ class Finder:
         if guesses.is_stored or guesses.recalls:
             return Steady()
         most = most._replace(num_rounds=min(most.num_rounds, self._lengths.rounds_left()))
-        return self._steady(self._lengths.all(), rows[0].room, beside_layers, most, checks)
+        return self._steady(self._lengths.all(), beside_layers, most, checks)
 
-    def steady_after_long(
-        self, room: int, beside_layers: bool, most: Steady, checks: Callable[[Sequence[float]], int]
-    ) -> Steady:
-        """The same where a single row is asked about after long matches alone.
-
-        Args:
-            room: of the row.
-            checks: see `steady`.
-        """
+    def steady_after_long(self, beside_layers: bool, most: Steady, checks: Callable[[Sequence[float]], int]) -> Steady:
+        """The same where a single row is asked about after long matches alone."""
         if self._lengths.after_long is None:
             return most._replace(lengths=(*UNASKED, TO_ASK))
         only = [*[Weighed(0)] * GATE, self._lengths.after_long]
         most = most._replace(num_rounds=min(most.num_rounds, self.watched_for))
-        return self._steady(only, room, beside_layers, most, checks)
+        return self._steady(only, beside_layers, most, checks)
 
     def hopes(self, rows: Sequence[RowState]) -> Hope:
         """Whether rows will draft by lookup after a long match, as far as anybody has asked."""
@@ -117,23 +112,22 @@ class Finder:
     def _steady(
         self,
         known: Sequence[Weighed],  # by match
-        room: int,
         beside_layers: bool,
         most: Steady,
         checks: Callable[[Sequence[float]], int],
     ) -> Steady:
-        lengths = [TO_ASK if one.length >= room else one.length for one in known]
+        lengths = [one.length for one in known]
         if beside_layers:
             for n, one in enumerate(known):
                 is_wanted = one.length and self._ease.is_wanted(_strength(n), one.promised, one.usual)
                 if is_wanted or (not one.length and checks(one.chances)):
                     lengths[n] = TO_ASK
-        drafted = [n for n, one in enumerate(known) if one.length]
         return most._replace(
             lengths=tuple(lengths),
             most_lookups=self._ease.rounds_left if beside_layers else most.most_lookups,
             branches=tuple([one.may_branch for one in known]),
-            until_longer=tuple([self._lengths.until_change(n, drafted) for n in range(len(known))]),
+            grown=known[-1].grown if lengths[-1] > 0 else (),
+            streak=self._streak,
         )
 
     def _begin(self, row: RowState, worth: Worth, usual: float, beside_layers: bool, only_long: bool = False) -> None:
@@ -150,18 +144,21 @@ class Finder:
             return self._plan([row], [match], worth, usual, beside_layers)
         self._begin(row, worth, usual, beside_layers, only_long)
         known = self._lengths.after(match)
-        if known.length >= row.room or (known.may_branch and guesses.first_candidates()[1]):
+        if known.may_branch and guesses.first_candidates()[1]:
             return self._plan([row], [match], worth, usual, beside_layers)
         self.usual, self.chains = known.usual, [known.chances[: row.room - 1]]
         self._trust = self._trusts[bisect_right(STRENGTHS, match)]
-        if not known.length:
+        if row.request_id != self._streak_of:
+            self._streak, self._streak_of = 0, row.request_id
+        length = min(known.after(self._streak) if match >= LONG else known.length, row.room - 1)
+        if length <= 0:
             return None
         if beside_layers and self._ease.is_wanted(_strength(match), known.promised, known.usual):
             self.gives_way = True
             return None
         self._ease.note(_strength(match))
-        self._forecast = known.forecast
-        tokens = tuple(guesses.chain(known.length))
+        self._forecast = known.forecast if length == known.length else 0.0
+        tokens = tuple(guesses.chain(length))
         tree = TokenTree(tokens, tuple(range(len(tokens))))
         return Plan(LOOKUP, (len(tokens),), trees=(tree,), speedup=known.promised * worth.plain_seconds)
 
@@ -234,7 +231,8 @@ class Finder:
         if trust.ratio * rate < usual:
             length = 0
         may_branch = self.branches and wrong * self.ranks.beside >= least
-        return Weighed(length, trust.ratio * rate, rate * seconds[length], usual, chances, may_branch)
+        grown = growing(length, choose([CIRCLES[: self._most]], seconds).lengths[0]) if match >= LONG else ()
+        return Weighed(length, trust.ratio * rate, rate * seconds[length], usual, chances, may_branch, grown)
 
     def watch(self, row: RowState, worth: Worth, usual: float, beside_layers: bool = False) -> None:
         """A single row that is not asked about: how its match grew since it was watched last, if that was long, tells
@@ -264,6 +262,7 @@ class Finder:
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""
         self._passed.tokens += tokens
+        self._streak = 0
 
     def chances(self, row: RowState, match: int, least: float = 0.0) -> list[float]:
         """Of the chain of a row to be right as far as each token; those less likely than `least` are left out."""
@@ -327,11 +326,11 @@ class Finder:
         self.stored.keep_rows(alive)
         tokens = emitted / max(1, len(outcomes))
         self._passed.tokens += tokens
-        if plan.exit_layer == LOOKUP:
-            one = outcomes[0]
-            # Else little is learned, and rounds may go on in one call.
-            if len(outcomes) == 1 and one.looked and one.looked.match and one.num_accepted == one.num_drafted:
-                self._lengths.change(one.looked.match)
+        one = outcomes[0] if len(outcomes) == 1 else None
+        is_right = one is not None and plan.exit_layer == LOOKUP and 0 < one.num_drafted == one.num_accepted
+        is_long = one is not None and one.looked is not None and one.looked.match >= LONG
+        self._streak = self._streak + 1 if is_right and is_long else 0
+        if plan.exit_layer == LOOKUP and self._forecast:
             self._trust.add(tokens, self._forecast / max(1, len(outcomes)))
 
 

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from selfspec.control.matches import MATCH_EDGES, bin_of
 
 # Rounds, as long as nothing else is decided: that ask; and that only watch for long matches, which tell less.
-KEPT, KEPT_WATCHING = 16, 96
+KEPT, KEPT_WATCHING = 32, 96
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
 LAST = len(SHORTEST) - 1
-SETTLED = 4  # drafts that are right as a whole until they are weighed anew, where the last such time changed nothing
 SMALL = 1e-6  # beside a round's share of those
 TO_ASK = -1  # instead of a length: nobody knows
 
@@ -30,6 +29,21 @@ class Weighed(NamedTuple):
     usual: float = 0.0  # tokens per second that it had to promise
     chances: Sequence[float] = ()  # that the draft is right as far as each token
     may_branch: bool = False  # what is drafted depends on other candidates, where there are any
+    grown: tuple[int, ...] = ()  # tokens after one, two, .. right drafts in a row; more are as the last
+
+    def after(self, streak: int) -> int:
+        """Tokens after so many drafts in a row that were right as a whole."""
+        return self.grown[min(streak, len(self.grown)) - 1] if streak and self.grown else self.length
+
+
+def growing(length: int, most: int) -> tuple[int, ...]:
+    """A draft that was right as a whole is followed by one twice as long, up to the longest that could pay: text that
+    goes round in circles does so for long, and every draft that is too short costs a forward."""
+    grown = []
+    while 0 < length < most:
+        length = min(2 * length, most)
+        grown.append(length)
+    return tuple(grown)
 
 
 class Lengths:
@@ -37,8 +51,6 @@ class Lengths:
 
     def __init__(self) -> None:
         self._known: dict[int, Weighed] = {}  # by bin
-        self._changed: set[int] = set()  # bins
-        self._until: dict[int, int] = {}  # by bin: right drafts until it is weighed anew, where that changed nothing
         self._for: tuple[int, float, bool] | None = None
         self._left = 0.0  # of all for which what is known is kept, 1
 
@@ -60,17 +72,12 @@ class Lengths:
         self._left -= 1 / (KEPT_WATCHING if only_long else KEPT)
         if told != self._for or self._left < SMALL:
             self._for, self._left = told, 1.0
-            for kept in (self._known, self._changed, self._until):
-                kept.clear()
+            self._known.clear()
         if only_long:  # the others are weighed when they are asked about again
             self._known = {at: one for at, one in self._known.items() if at == LAST}
         for at in (LAST,) if only_long else range(len(SHORTEST)):
-            if at in self._changed or at not in self._known:
-                before, now = self._known.get(at), weigh(SHORTEST[at])
-                self._known[at] = now
-                self._changed.discard(at)
-                if before is not None:
-                    self._until[at] = SETTLED if before.length == now.length else 1
+            if at not in self._known:
+                self._known[at] = weigh(SHORTEST[at])
 
     def pass_watching(self) -> None:
         """Count a round that only watched, and did not begin."""
@@ -88,18 +95,6 @@ class Lengths:
     def after_long(self) -> Weighed | None:
         """The same after one of the last bin; None where nobody has asked."""
         return self._known.get(LAST)
-
-    def change(self, match: int) -> None:
-        """There was a draft after such a match that was all right: what is drafted may be weighed anew."""
-        at = _bin_of(match)
-        self._until[at] = self._until.get(at, 1) - 1
-        if self._until[at] <= 0:
-            self._changed.add(at)
-
-    def until_change(self, match: int, others: Sequence[int] = ()) -> int:
-        """After how many of such drafts it may be, where those after each of the `others` are counted apart."""
-        at = _bin_of(match)
-        return max(1, self._until.get(at, 1) // max(1, sum([_bin_of(other) == at for other in others])))
 
     def all(self) -> list[Weighed]:
         """After matches of 0, 1, 2, .. tokens; of more, as the last."""

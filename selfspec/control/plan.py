@@ -191,8 +191,7 @@ class RowOutcome(NamedTuple):
 
 class Steady(NamedTuple):
     """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
-    are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds, until so
-    many of its drafts were right as a whole that longer ones may be worth it."""
+    are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds."""
 
     num_rounds: int = 0
     lengths: tuple[int, ...] = (0,)
@@ -202,8 +201,11 @@ class Steady(NamedTuple):
     """The same: whether it has to be asked where other tokens followed shorter matches, too."""
     usual: Plan | None = None
     """After a round that lookup drafts: the plan of the others; None: that is not known."""
-    until_longer: tuple[int, ...] = ()
-    """By match, as `lengths`: how many of its drafts are right as a whole until longer ones may be worth it; or one."""
+    grown: tuple[int, ...] = ()
+    """What takes the place of the last of `lengths` after so many rounds in a row that lookup drafted after as long a
+    match, and that were right as a whole: one, two, ..; more are as the last. Empty: that changes nothing."""
+    streak: int = 0
+    """How many of those the round that was planned last comes after."""
     most_lookups: int = 1 << 30
     """Rounds that are drafted by lookup; the policy has to be asked before any more."""
 

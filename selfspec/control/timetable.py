@@ -103,4 +103,4 @@ class Timetable:
         if self._has_prior:
             early = max(early, min(EARLY, paid))
         known = early if is_early else max(usual, min(2 * self._held, RAREST, paid))
-        self.decide_after(known if is_known else FIRST_REPLAN * rarer)
+        self.decide_after(known if is_known or self._has_prior else FIRST_REPLAN * rarer)

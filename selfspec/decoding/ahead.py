@@ -142,8 +142,8 @@ class Ahead:
         if not sizes:
             return Further(num_rounds, burst, ends)
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
-        lengths = tuple([min(length, longest) for length in steady.lengths])
-        told = lengths, steady.branches, steady.until_longer, min(steady.most_lookups, num_rounds), rows[0].match
+        lengths, grown = (tuple([min(n, longest) for n in told]) for told in (steady.lengths, steady.grown))
+        told = lengths, steady.branches, grown, steady.streak, min(steady.most_lookups, num_rounds), rows[0].match
         return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:

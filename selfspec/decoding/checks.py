@@ -51,13 +51,15 @@ def check_steady(steady: Steady) -> None:
     """ValueError unless rounds can be decoded before a policy is asked about them."""
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
     whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
-    lengths, others = steady.lengths, (steady.branches, steady.until_longer)
-    fits = all(len(other) in (0, len(lengths)) for other in others)
-    if not lengths or not fits or not all(isinstance(n, int) for n in (*lengths, *steady.until_longer)):
+    whole("the right drafts that a steady policy has seen in a row", steady.streak, 0)
+    lengths, branches, grown = steady.lengths, steady.branches, steady.grown
+    if not lengths or len(branches) not in (0, len(lengths)) or not all(isinstance(n, int) for n in (*lengths, *grown)):
         raise ValueError(
-            "a steady policy's lengths must be whole numbers, at least one, and its other lists as many or "
-            f"none, got {list(lengths)}, {list(steady.branches)} and {list(steady.until_longer)}"
+            "a steady policy's lengths must be whole numbers, at least one, as those of grown drafts, and its branches "
+            f"as many or none, got {list(lengths)}, {list(grown)} and {list(branches)}"
         )
+    if not all(n > 0 for n in grown):
+        raise ValueError(f"a steady policy's grown drafts must have at least a token, got {list(grown)}")
     if steady.usual is not None and not isinstance(steady.usual, Plan):
         raise ValueError(f"a steady policy's usual must be a plan or None, got {steady.usual!r}")
 

@@ -100,8 +100,8 @@ class Ahead(Structure):
     _fields_ = (
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices lengths branches until_longer found given", c_void_p),
-        *_all("num_lengths found_size most_lookups match done", c_int64),
+        *_all("rooms ends stops indices lengths branches grown found given", c_void_p),
+        *_all("num_lengths num_grown found_size most_lookups match streak done", c_int64),
     )
 
 

@@ -64,7 +64,7 @@ class Rounds:
         beside = None if drafter is None else drafter.beside
         more = 0 if beside is None else beside.most
         drafts = [0 if one is None else len(one.tokens) for one in given] or lengths
-        most = max(*drafts, max(lengths) + more, *(() if further is None else further.lengths))
+        most = max(*drafts, max(lengths) + more, *(() if further is None else (*further.lengths, *further.grown)))
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more
         if further is not None:  # rows fill their rooms at most
             filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1

@@ -56,9 +56,10 @@ class Further(NamedTuple):
     ends: Sequence[Sequence[int]]  # of every row: tokens that end it
     indices: Sequence[int | None] = ()  # of every row: that of its tokens, which is told of them all; empty: none
     found_size: int = 0  # numbers that these tell at most
-    lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of the next two
+    lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of the next three
     branches: Sequence[bool] = ()
-    until_longer: Sequence[int] = ()
+    grown: Sequence[int] = ()
+    streak: int = 0
     most_lookups: int = 0  # rounds after the first one that are drafted by lookup
     match: int = 0  # of a single row, before the first round
 
@@ -189,11 +190,12 @@ class Room:
                 self._found = _ints(size)
             ahead.found, ahead.found_size = ctypes.addressof(self._found), further.found_size
             count = ahead.num_lengths = len(further.lengths)
-            told = further.lengths, further.branches, further.until_longer
+            told = further.lengths, further.branches, further.grown
             if told != self._table[0]:
-                lists = further.lengths, further.branches or [False] * count, further.until_longer or [1] * count
-                self._table = told, [(ctypes.c_int64 * count)(*one) for one in lists]
-            ahead.lengths, ahead.branches, ahead.until_longer = map(ctypes.addressof, self._table[1])
+                lists = further.lengths, further.branches or [False] * count, further.grown
+                self._table = told, [(ctypes.c_int64 * len(one))(*one) for one in lists]
+            ahead.lengths, ahead.branches, ahead.grown = map(ctypes.addressof, self._table[1])
+            ahead.num_grown, ahead.streak = len(further.grown), further.streak
             ahead.most_lookups, ahead.match = further.most_lookups, further.match
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:

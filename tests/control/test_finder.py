@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
 from selfspec.control.gate import GATE
-from selfspec.control.lengths import KEPT_WATCHING, SETTLED, SHORTEST, TO_ASK, Lengths, Weighed
+from selfspec.control.lengths import KEPT, KEPT_WATCHING, SHORTEST, TO_ASK, Lengths, Weighed, growing
 from selfspec.control.plan import DRAFTS, LOOKUP, Looked, Plan, RowOutcome, RowState, Steady
 from selfspec.control.reading import Hope
 from selfspec.control.table import Table
@@ -103,8 +103,8 @@ def test_short_matches_other_rows_and_corpora_say_nothing_of_long_ones():
     assert chance(finder) == chance(Finder())
 
 
-def after_long(finder, room=1000, beside_layers=False):
-    return finder.steady_after_long(room, beside_layers, Steady(1000), lambda chances: 0)
+def after_long(finder, beside_layers=False):
+    return finder.steady_after_long(beside_layers, Steady(1000), lambda chances: 0)
 
 
 def hope(finder, **kind):
@@ -132,8 +132,6 @@ def test_watching_weighs_what_follows_long_matches_alone_and_says_for_how_long_t
     assert steady.lengths[:GATE] == (0,) * GATE and steady.lengths[GATE] > 4
     assert steady.num_rounds == KEPT_WATCHING - 1 and hope(finder) is Hope.SURE
     assert plan_of(finder, (found(14), 1000)).draft_lengths == steady.lengths[GATE:]
-    assert after_long(finder, room=steady.lengths[GATE]).lengths[GATE] == TO_ASK
-    assert after_long(finder, room=steady.lengths[GATE] + 1).lengths == steady.lengths
 
 
 def test_where_long_matches_came_to_nothing_nobody_hopes_for_more():
@@ -147,25 +145,48 @@ def test_where_long_matches_came_to_nothing_nobody_hopes_for_more():
     )
 
 
-def test_right_drafts_are_weighed_anew_at_once_where_that_led_to_longer_ones_and_else_ever_so_often():
+@given(st.integers(1, 63), st.integers(1, 63))
+def test_drafts_that_are_right_grow_up_to_the_longest_that_could_pay(length, most):
+    grown = growing(length, most)
+    assert [*grown] == sorted({*grown}) and (grown[-1] == most if length < most else not grown)
+    assert all(b <= 2 * a for a, b in pairwise((length, *grown)))
+    one = Weighed(length, grown=grown)
+    assert [one.after(n) for n in range(len(grown) + 3)] == [length, *grown, *[grown[-1] if grown else length] * 2]
+
+
+def test_what_is_kept_is_kept_for_some_rounds_of_the_same_row():
     lengths, weighed = Lengths(), []
+    for row, count in ((0, KEPT + 1), (1, 2)):
+        for _ in range(count):
+            lengths.begin(row, 1.0, False, lambda match: weighed.append(match) or Weighed(match))
+            assert [lengths.after(match).length for match in (0, 1, 5, 40)] == [0, 1, 4, SHORTEST[-1]]
+    assert weighed == 3 * [*SHORTEST]
 
-    def weigh(match):
-        weighed.append(match)
-        return Weighed(length)
 
-    for length, until in ((5, 1), (7, 1), (7, SETTLED)):
-        lengths.begin(0, 1.0, False, weigh)
-        assert lengths.after(14).length == length and lengths.until_change(14) == until
-        lengths.change(14)
-    assert len(weighed) == len(SHORTEST) + 2
-    for _ in range(SETTLED - 2):
-        lengths.change(14)
-        lengths.begin(0, 1.0, False, weigh)
-    assert len(weighed) == len(SHORTEST) + 2 and lengths.until_change(14) == 1
-    lengths.change(14)
-    lengths.begin(0, 1.0, False, weigh)
-    assert len(weighed) == len(SHORTEST) + 3 and lengths.until_change(14) == SETTLED
+def right(finder, plan, match=14):
+    finder.observe(plan, [RowOutcome(0, *plan.draft_lengths * 2, looked=Looked(match, 99, 99))])
+
+
+def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_the_same_row_alone():
+    finder, steady = Finder(drafts=("lookup",)), Steady(1000)
+    lengths = []
+    for match in (14, 14, 14, 4, 14):
+        plan = plan_of(finder, (found(match), 1000))
+        told = finder.steady([RowState(0, 50, 1000, found(match))], False, steady, lambda chances: 0)
+        assert told.grown == finder._lengths.after_long.grown and told.streak == len(lengths) % 4
+        lengths.append(plan.draft_lengths[0])
+        right(finder, plan, match)
+    first = lengths[0]
+    assert lengths[:3] == [first, told.grown[0], told.grown[1]] and lengths[4] == first
+    assert plan_of(finder, (found(14), told.grown[0])).draft_lengths == (told.grown[0] - 1,), "as far as there is room"
+    finder.observe(plan, [RowOutcome(0, 9, 8, looked=Looked(14, 9, 8))])
+    assert plan_of(finder, (found(14), 1000)).draft_lengths == (first,)
+    right(finder, plan)
+    finder.pass_time(1)
+    assert plan_of(finder, (found(14), 1000)).draft_lengths == (first,)
+    right(finder, plan)
+    finder.plan([RowState(7, 50, 1000, found(14))], worth_of(1), 1 / worth_of(1).plain_seconds)
+    assert finder._streak == 0, "another row's drafts say nothing of this one's"
 
 
 def test_the_policy_is_told_where_lookup_gives_way_to_layers_for_once():

@@ -45,7 +45,9 @@ def test_decisions_of_small_models_become_rarer_until_they_take_little_and_no_ra
         share = DECIDING / (found[-1] * seconds)
         assert share <= DECIDING_SHARE or found[-1] == max(slow[-1], RAREST)
         assert share >= 0.5 * DECIDING_SHARE or found[-1] == slow[-1], "rarer than it has to be"
-        assert set(intervals(seconds, 3, num_rows, is_known=False)) == {FIRST_REPLAN * (slow[-1] // REPLAN)}
+        unknown = intervals(seconds, 3, num_rows, is_known=False, has_prior=False)
+        assert set(unknown) == {FIRST_REPLAN * (slow[-1] // REPLAN)}
+        assert intervals(seconds, 8, num_rows, is_known=False) == found, "earlier texts have told of it"
     assert intervals(1e-3, 8)[-1] > 2 * REPLAN
     assert intervals(0.0, 8, num_rows) == slow  # of a clock that was set back
 

@@ -16,14 +16,16 @@ struct Ahead {
     int64_t* rooms;               // [num_rows]: tokens that each may yet draft; they come to less
     const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] where they begin; or null
     void* const* indices;         // [num_rows] of the rows' tokens, see `lookup.cpp`; or null
-    // [num_lengths] each, by match, longer ones as the last: what a single row drafts by lookup, 0 as ever; whether that
-    // is not known where other tokens followed shorter matches; and after how many drafts that were right as a whole.
-    const int64_t *lengths, *branches, *until_longer;
+    // [num_lengths] each, by match, longer ones as the last: what a single row drafts by lookup, 0 as ever; and whether
+    // that is not known where other tokens followed shorter matches.
+    const int64_t *lengths, *branches;
+    const int64_t* grown;         // [num_grown]: instead of the last length, after so many rounds of that kind in a row
+                                  // whose drafts were right as a whole, 1 and more; more are as the last
     int64_t* found;               // out: [rounds, num_rows, found_size]: how many shorter matches, and these
     int64_t* given;               // [rounds]: whether no layer drafts; in: of the first, out: of all
-    int64_t num_lengths, found_size;
+    int64_t num_lengths, num_grown, found_size;
     int64_t most_lookups;         // rounds after the first one that are drafted by lookup
-    int64_t match;                // of a single row, before the first round
+    int64_t match, streak;        // of a single row, before the first round; the latter: of right drafts, see `grown`
     int64_t done;                 // out: rounds
 };
 
@@ -43,7 +45,8 @@ class Going {
     Judging j;
     int64_t exit_layer, lookups = 0;  // the latter: rounds after the first one that were drafted by lookup
     int64_t match, drafts = 0;  // of the next round: what a single row matched, and drafts by lookup
-    std::vector<int64_t> positions, last, lengths, until_longer;
+    int64_t streak;
+    std::vector<int64_t> positions, last, lengths;
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
         const int64_t *first = a.ends + a.stops[row], *end = a.ends + a.stops[row + 1];
@@ -58,7 +61,11 @@ class Going {
         if (out[0] < 0) throw std::bad_alloc();
         match = std::min(out[1], a.num_lengths - 1);
         if (a.branches[match] && selfspec_index_has_others(a.indices[row])) return TO_ASK;
-        return a.lengths[match] && lookups >= a.most_lookups ? TO_ASK : a.lengths[match];
+        int64_t length = a.lengths[match];
+        if (length && lookups >= a.most_lookups) return TO_ASK;
+        if (length > 0 && streak && a.num_grown && match == a.num_lengths - 1)
+            length = a.grown[std::min(streak, a.num_grown) - 1];
+        return length > 0 ? std::min(length, std::max<int64_t>(1, a.rooms[row])) : length;
     }
 
     // To where the next round begins; whether there is to be one.
@@ -67,13 +74,12 @@ class Going {
         for (int64_t r = 0; r < d.num_rows; r++) {
             const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
             positions[r] += count, last[r] = picks[count - 1], a.rooms[r] -= count;
-            // Lookups may be weighed anew after a draft that was right as a whole.
             bool was_right = a.given[a.done] && j.counts[r] > 0 && count > j.counts[r];
-            bool is_new = was_right && (!a.indices || d.num_rows > 1 || --until_longer[match] <= 0);
+            streak = was_right && match == a.num_lengths - 1 ? streak + 1 : 0;
             drafts = look_up(r, picks, count);
             bool is_known = drafts == 0 || (drafts > 0 && drafts <= j.most && d.num_rows == 1);
             int64_t least = drafts ? drafts : std::min<int64_t>(1, lengths[r]);
-            goes_on = goes_on && is_known && !is_new && a.stops && !ends(r, picks, count) && a.rooms[r] >= least;
+            goes_on = goes_on && is_known && a.stops && !ends(r, picks, count) && a.rooms[r] >= least;
             lengths[r] = std::min(lengths[r], a.rooms[r]);
         }
         return goes_on;
@@ -98,9 +104,9 @@ class Going {
    public:
     Going(const Drafting& drafting, const Judging& judging, Ahead& ahead)
         : a(ahead), d(drafting), j(judging), exit_layer(j.exit_layer),
-          match(std::min(ahead.match, ahead.num_lengths - 1)), positions(d.positions, d.positions + d.num_rows),
-          last(d.last, d.last + d.num_rows), lengths(d.lengths, d.lengths + d.num_rows) {
-        if (a.indices) until_longer.assign(a.until_longer, a.until_longer + a.num_lengths);
+          match(std::min(ahead.match, ahead.num_lengths - 1)), streak(ahead.streak),
+          positions(d.positions, d.positions + d.num_rows), last(d.last, d.last + d.num_rows),
+          lengths(d.lengths, d.lengths + d.num_rows) {
         d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
     }
 
