@@ -20,11 +20,9 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.decider import TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
-from selfspec.control.finder import UNASKED, Finder
+from selfspec.control.finder import Finder
 from selfspec.control.kinds import block_of, rounds_apart
-from selfspec.control.lengths import TO_ASK
 from selfspec.control.looks import Looks
-from selfspec.control.matches import LONG
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
@@ -39,13 +37,12 @@ from selfspec.control.plan import (
     ShadowPlan,
     Steady,
 )
-from selfspec.control.reading import FEW, Reading
+from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 LOOK_EVERY = 4  # rounds between looks at the clock
-MOST_ALIKE = 16  # rounds of a single row, after which it is asked whether lookups can be paid for by now
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
 
@@ -89,8 +86,8 @@ class Adaptive:
         self._may_copy = "copies" in drafts
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
-        self._has_looked_up = False  # whether that round was drafted by lookup
-        self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan
+        self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan, and are told of
+        self._follows = False  # whether that was one that the finder follows
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
 
@@ -124,7 +121,7 @@ class Adaptive:
 
     @property
     def reads_lookup(self) -> bool:
-        """Whether rows may draft by lookup, as far as that pays, see `Reading`."""
+        """Whether rows may draft by lookup, as far as that pays, see `Finder` and `Reading`."""
         return self._finder is not None and self._reading.is_on(self._batch)
 
     @property
@@ -150,29 +147,22 @@ class Adaptive:
     @property
     def steady(self) -> Steady:
         """How many of the next rounds are likely to be as the one that was planned last."""
-        likely, read = self._likely, self._were_read
+        likely = self._likely
         if likely is not None and self._in_block:
             return Steady(self._block)
-        rounds = min(self._times.until_due, self._looks.rounds_left)
+        most, finder = Steady(self._next_alike, usual=likely), self._finder
         if likely is None or likely.guesses:
             return Steady()
-        if not read or self._finder is None or self._reading.will_wait:
-            if self._finder is None or (not read and not self._reading.waits):
-                return Steady(rounds)
-            return self._steady_after_long(self._finder, Steady(min(rounds, self._reading.rounds_left), usual=likely))
-        rounds = min(rounds, self._reading.rounds_left)
-        return self._finder.steady(read, bool(likely.exit_layer), Steady(rounds, usual=likely), self._checks)
+        if finder is None or not (self._follows or self._were_read):
+            return most._replace(usual=None)
+        if self._follows:
+            return finder.follows_steadily(bool(likely.exit_layer), most, self._checks)
+        return finder.steady(self._were_read, most)
 
-    def _steady_after_long(self, finder: Finder, most: Steady) -> Steady:
-        """Where few rows wait for long matches."""
-        reading, drafts = self._reading, self._decider.decision.exit_layer is not None
-        if reading.is_shut:
-            return most
-        if self._batch > 1:
-            return most._replace(lengths=(*UNASKED, TO_ASK))
-        if self._has_looked_up and not reading.is_waiting:
-            return Steady()  # what this round saves may pay for the next to be asked about, too
-        return finder.steady_after_long(drafts, most, self._checks)
+    @property
+    def _next_alike(self) -> int:
+        """Rounds to come before something is decided, or layers are looked at."""
+        return min(self._times.until_due, self._looks.rounds_left)
 
     def pass_plain(self, num_rounds: int, seconds: float) -> None:
         """Count rounds of `plain_ahead` that nobody asked about.
@@ -183,10 +173,9 @@ class Adaptive:
         self._times.pass_ahead(num_rounds)
         self._plain_run += num_rounds
         if self._finder is not None:
-            self._finder.pass_time(num_rounds)
-            self._reading.pass_plain(num_rounds)
-        if self._finder is not None and self._decider.worth is not None:
-            self._reading.pass_round(self._batch, num_rounds * self._decider.worth.plain_seconds, 0.0)
+            self._finder.pass_plain(num_rounds)
+            if self._decider.worth is not None and not self._follows:
+                self._reading.pass_round(self._batch, num_rounds * self._decider.worth.plain_seconds, 0.0)
         self._experience.add_idle(num_rounds)
         self._looks.pass_idle(seconds, num_rounds)
 
@@ -213,12 +202,14 @@ class Adaptive:
     def plan(self, rows: Sequence[RowState]) -> Plan:
         if self._alike:
             self._alike -= 1
-            same = len(rows) == 1 and rows[0].request_id == self._alike_for
-            if same and self._likely is not None and self._is_alike(rows[0]):
-                self._pass_alike(rows[0])
-                return self._likely
+            row = rows[0]
+            if len(rows) == 1 and row.request_id == self._alike_for and self._likely is not None:
+                match = row.match if self._follows else 0
+                if self._is_alike(row, match):
+                    self._pass_alike(row, match)
+                    return self._likely
             self._alike = 0
-        self._joining, self._likely, self._were_read = 0, None, ()
+        self._joining, self._likely, self._were_read, self._follows = 0, None, (), False
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
@@ -241,50 +232,49 @@ class Adaptive:
         shadow = self._shadow(exit_layer, len(rows)) if self._looks.are_due else None
         if exit_layer is None:
             return self._without_drafts(len(rows), shadow)
-        guesses = self._checks(self._finder.chains[0]) if self.hears_lookup and self._finder is not None else 0
+        guesses = 0
+        if self._finder is not None and (self._follows or self._were_read):
+            guesses = self._checks(self._finder.chains[0])
         plan = self._by_layers(rows, shadow, guesses)
         if shadow is None and plan is not self._idle:
             self._likely = plan
-            if len(rows) == 1 and not self.hears_lookup and self._is_alike(rows[0]):
-                self._alike, self._alike_for = self._rounds_alike, rows[0].request_id
+            if len(rows) == 1 and not self.hears_lookup and self._is_alike(rows[0], rows[0].match):
+                self._alike, self._alike_for = self._next_alike, rows[0].request_id
+                if self._finder is not None and self._follows:
+                    self._alike = min(self._alike, self._finder.rounds_left)
         return plan
 
-    def _is_alike(self, row: RowState) -> bool:
+    def _is_alike(self, row: RowState, match: int) -> bool:
         """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
-        return row.room > self.most and row.match < LONG
+        if row.room <= self.most:
+            return False
+        return self._finder is None or not self._follows or self._finder.is_quiet(match, self._checks)
 
-    @property
-    def _rounds_alike(self) -> int:
-        """How many rounds of a single row after this one have the same plan, if they are alike."""
-        rounds = min(self._times.until_due, self._looks.rounds_left)
-        if self._finder is None or not self._reading.waits:
-            return min(rounds, MOST_ALIKE)
-        return min(rounds, self._reading.rounds_left, self._finder.watched_for)
-
-    def _pass_alike(self, row: RowState) -> None:
+    def _pass_alike(self, row: RowState, match: int) -> None:
         """Count a round that is planned as the one before."""
         self._joining = 0
         self._times.begin()
         self._context = row.content_length
         self._looks.tell_room(row.room)
-        if self._finder is not None and self._reading.waits:
-            self._reading.pass_alike()
-            self._finder.pass_watching()
+        if self._finder is not None and self._follows:
+            self._finder.pass_quiet(match)
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays."""
-        finder, worth, usual = self._finder, self._decider.worth, self._decider.usual(len(rows))
+        finder, worth = self._finder, self._decider.worth
         if finder is None or worth is None:
             return None
-        hopes = finder.hopes(rows)
-        read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual, hopes)
-        drafts = self._decider.decision.exit_layer is not None
-        found = finder.plan(read, worth, usual, drafts, self._reading.is_waiting) if read else None
-        self._has_looked_up = found is not None
-        if read:
-            self._reading.note(found is not None or finder.gives_way)
-        elif self._reading.waits and len(rows) == 1:
-            finder.watch(rows[0], worth, usual, drafts)
+        usual, drafts = self._decider.usual(len(rows)), self._decider.decision.exit_layer is not None
+        guesses = rows[0].guesses
+        if len(rows) == 1 and guesses is not None and guesses.is_own:
+            self._follows = self._reading.may_follow(rows[0], worth)
+            found = finder.follow(rows[0], worth, usual, drafts) if self._follows else None
+            self._were_read = rows if self._follows and finder.wants_looks else ()
+        else:
+            read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual)
+            found = finder.plan(read, worth, usual, drafts) if read else None
+            if read:
+                self._reading.note(found is not None or finder.gives_way)
         if found is not None:
             self._times.put_off()
             if not self._looks.are_due:
@@ -295,13 +285,23 @@ class Adaptive:
         if shadow is not None:
             return Plan(None, self._idle.draft_lengths, shadow=shadow)
         if self._plain_run > block_of(num_rows).rounds and not self.recycles and not self._times.has_clock:
-            self._times.look_ahead(self._reading.pause if self.reads_lookup else AHEAD)
+            self._times.look_ahead(self._pause)
         self._likely = self._idle
         return self._idle
 
+    @property
+    def _pause(self) -> int:
+        """Plain rounds that nobody need ask about after one that found nothing better."""
+        if self._follows:
+            return FOLLOWED_PAUSE
+        return self._reading.pause if self.reads_lookup else AHEAD
+
     def _checks(self, chances: Sequence[float]) -> int:
         """How many guesses that are as likely, the first, the first two, .. an early pass checks."""
-        return self._decider.guesses(chances) if self._cascades else 0
+        worth = self._decider.worth
+        if not self._cascades or worth is None or (self._follows and not may_interrupt(worth)):
+            return 0
+        return self._decider.guesses(chances)
 
     def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
         """What was decided; nothing else changes between decisions."""
@@ -330,15 +330,7 @@ class Adaptive:
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._finder is not None:
-            if self._were_read:
-                self._finder.observe(plan, outcomes, self._decider.forecast(plan.exit_layer, outcomes))
-            elif outcomes:
-                self._finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
-            if self._decider.worth is not None:
-                usual = self._finder.usual if plan.exit_layer == LOOKUP else self._decider.usual(len(outcomes))
-                self._reading.count(plan, outcomes, self._decider.worth, usual, self._decider.decision.rounds)
-            if self._were_read and not self._times.has_decided:
-                self._reading.clock(seconds.control, plan is self._idle)
+            self._tell_finder(self._finder, plan, outcomes)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         block = block_of(self._batch)
         tells = block.cold < self._plain_run <= block.rounds
@@ -354,6 +346,19 @@ class Adaptive:
         looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
+
+    def _tell_finder(self, finder: Finder, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        decider = self._decider
+        if self._follows and len(outcomes) == 1:
+            finder.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
+            return
+        if self._were_read:
+            finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))
+        elif outcomes:
+            finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
+        if decider.worth is not None:
+            usual = finder.usual if plan.exit_layer == LOOKUP else decider.usual(len(outcomes))
+            self._reading.count(plan, outcomes, decider.worth, usual, decider.decision.rounds)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         decider, times, num_rows = self._decider, self._times, len(rows)

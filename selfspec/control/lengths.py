@@ -6,17 +6,16 @@ the next. As long as it is kept, rounds may be decoded at once, by lookup too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from selfspec.control.matches import MATCH_EDGES, bin_of
+from selfspec.control.matches import bin_of
+from selfspec.control.plan import MATCH_EDGES
 
-# Rounds, as long as nothing else is decided: that ask; and that only watch for long matches, which tell less.
-KEPT, KEPT_WATCHING = 32, 96
+# Rounds, as long as nothing else is decided: at first, and after such in which something was drafted; else for twice as
+# many each time, up to so many.
+FIRST_KEPT, KEPT, MOST_KEPT = 16, 32, 128
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
-LAST = len(SHORTEST) - 1
-SMALL = 1e-6  # beside a round's share of those
 TO_ASK = -1  # instead of a length: nobody knows
 
 
@@ -50,56 +49,44 @@ class Lengths:
     """By bin of matches, of a single row; what is drafted after a bin's shortest match is after all of it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Weighed] = {}  # by bin
+        self._known: list[Weighed] = []  # by bin
         self._for: tuple[int, float, bool] | None = None
-        self._left = 0.0  # of all for which what is known is kept, 1
+        self._left, self._kept = 0, FIRST_KEPT  # rounds, the one that began among them; and for how many it is kept
+        self._has_drafted = False  # since
 
-    def begin(
-        self,
-        request_id: int,
-        usual: float,
-        beside_layers: bool,
-        weigh: Callable[[int], Weighed],
-        only_long: bool = False,
-    ) -> None:
-        """A round begins. Nothing is kept for another row, or where something else is usual.
-
-        Args:
-            weigh: what is drafted after such a match, by all that is known now.
-            only_long: nobody asks what is drafted after matches of any other than the last bin.
-        """
+    def is_due(self, request_id: int, usual: float, beside_layers: bool) -> bool:
+        """A round begins: whether drafts are to be weighed. Nothing is kept for another row, or where something else is
+        usual."""
         told = request_id, usual, beside_layers
-        self._left -= 1 / (KEPT_WATCHING if only_long else KEPT)
-        if told != self._for or self._left < SMALL:
-            self._for, self._left = told, 1.0
-            self._known.clear()
-        if only_long:  # the others are weighed when they are asked about again
-            self._known = {at: one for at, one in self._known.items() if at == LAST}
-        for at in (LAST,) if only_long else range(len(SHORTEST)):
-            if at not in self._known:
-                self._known[at] = weigh(SHORTEST[at])
+        self._left -= 1
+        if told == self._for and self._left > 0:
+            return False
+        self._for, self._left = told, self._kept
+        return True
 
-    def pass_watching(self) -> None:
-        """Count a round that only watched, and did not begin."""
-        self._left -= 1 / KEPT_WATCHING
+    def keep(self, known: Sequence[Weighed]) -> None:
+        """What is drafted, after a match as in `SHORTEST` each."""
+        self._known = [*known]
+        self._kept = KEPT if self._has_drafted else min(2 * self._kept, MOST_KEPT)
+        self._has_drafted = False
 
-    def rounds_left(self, only_long: bool = False) -> int:
+    def note(self) -> None:
+        """Something is drafted."""
+        self._has_drafted = True
+
+    def pass_rounds(self, num_rounds: int = 1) -> None:
+        """Count rounds that did not begin."""
+        self._left -= num_rounds
+
+    @property
+    def rounds_left(self) -> int:
         """Rounds after this one for which what is known is kept."""
-        return max(0, math.ceil(self._left * (KEPT_WATCHING if only_long else KEPT) - SMALL) - 1)
+        return max(0, self._left - 1)
 
     def after(self, match: int) -> Weighed:
         """What is drafted after such a match."""
-        return self._known[_bin_of(match)]
-
-    @property
-    def after_long(self) -> Weighed | None:
-        """The same after one of the last bin; None where nobody has asked."""
-        return self._known.get(LAST)
+        return self._known[bin_of(match) + 1 if match else 0]
 
     def all(self) -> list[Weighed]:
         """After matches of 0, 1, 2, .. tokens; of more, as the last."""
         return [self.after(match) for match in range(SHORTEST[-1] + 1)]
-
-
-def _bin_of(match: int) -> int:
-    return bin_of(match) + 1 if match else 0

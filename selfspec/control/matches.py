@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from selfspec.control.fading import Fading, Passed
-from selfspec.control.plan import Looked
+from selfspec.control.plan import MATCH_EDGES, Looked, Tally
 
-MATCH_EDGES = (2, 3, 4, 6, 9)  # bounds between the bins of match lengths: 1, 2, 3, 4-5, 6-8, 9 and more
 LONG = MATCH_EDGES[-1]  # from here on
 FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of
 FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
 ROW_WEIGHT = 6.0  # and all rows' observations beside a row's own
 HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # tokens after which an observation counts half, of all rows and of a row's own
 LEAST = 0.05  # tokens less likely than this to be right are not drafted
+MOST_OF_PROMPT = 16  # tokens that a row's prompt counts for
 MOST_FOUND = 63  # longest draft considered: longer than those of an exit, since drafting takes no time
 _POOLS = [bisect_right(MATCH_EDGES, match) for match in range(MATCH_EDGES[-1] + 1)]  # by match; longer ones: the last
 
@@ -71,21 +71,42 @@ class Matches(Fading):
         if len(self._rows) > len(rows):
             self._rows = {row: self._rows[row] for row in rows if row in self._rows}
 
-    def add(self, looked: Looked, request_id: int = 0) -> None:
-        """Count a draft's right tokens, and its first wrong one if it came to that."""
+    def take(self, tally: Tally, request_id: int) -> None:
+        """Count what came after matches in a row, a token at a time; of its prompt, which comes first, as of a few."""
         self._fade()
-        match, right, weight = looked.match, looked.num_right, self._weight
+        is_prompt = request_id not in self._rows
+        share = min(1.0, MOST_OF_PROMPT / max(1, tally.num_tokens)) if is_prompt else 1.0
+        own, weight = self._own(request_id), share * self._weight
+        for at, (right, seen) in enumerate(zip(tally.right, tally.seen, strict=True)):
+            self._pooled_hits[at] += weight * right
+            self._pooled_seen[at] += weight * seen
+            own.hits[at] += share * right
+            own.seen[at] += share * seen
+
+    def _own(self, request_id: int) -> _Row:
         own = self._rows.get(request_id)
         if own is None:
             own = self._rows[request_id] = _Row()
         own.fade(self.passed.tokens)
+        return own
+
+    def add(self, looked: Looked, request_id: int = 0, is_tallied: bool = False) -> None:
+        """Count a draft's right tokens, and its first wrong one if it came to that.
+
+        Args:
+            is_tallied: what came after matches is told to `take`, too, so that only positions count.
+        """
+        self._fade()
+        match, right, weight = looked.match, looked.num_right, self._weight
         first = bin_of(match)
         hits, seen = self._hits[first], self._seen[first]
         judged = min(right + 1, looked.num_compared, MOST_FOUND)
         right = min(right, judged)
         hits[:right] = [count + weight for count in hits[:right]]
         seen[:judged] = [count + weight for count in seen[:judged]]
-        at = 0
+        if is_tallied:
+            return
+        own, at = self._own(request_id), 0
         for pool in range(first, len(FIRST)):
             end = _end_of(pool, match)
             came, had = max(0, min(right, end) - at), min(judged, end) - at

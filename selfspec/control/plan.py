@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
+MATCH_EDGES = (2, 3, 4, 6, 9)
+"""Bounds between the bins of what lookup matched, in tokens: 1, 2, 3, 4-5, 6-8, 9 and more."""
+NUM_MATCH_BINS = len(MATCH_EDGES) + 1
 SEED_POSITIONS = 16  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
 
 
@@ -30,15 +33,26 @@ DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree", "cascade")
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
+class Tally(NamedTuple):
+    """Tokens of a row, and by bin of the match before each: how many came after one, and as what followed it last."""
+
+    num_tokens: int
+    seen: Sequence[int]
+    right: Sequence[int]
+
+
 class Guesses(Protocol):
     """What is free to guess of how a row goes on; see `selfspec.drafting.sources.Guesser`."""
 
     @property
     def match(self) -> int: ...
     @property
+    def is_own(self) -> bool: ...
+    @property
     def is_stored(self) -> bool: ...
     @property
     def recalls(self) -> bool: ...
+    def take_tally(self) -> Tally: ...
     @property
     def last(self) -> tuple[int, int]: ...
     def chain(self, num_tokens: int) -> Sequence[int]: ...

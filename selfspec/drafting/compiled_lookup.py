@@ -26,12 +26,12 @@ class CompiledLookup(Lookup):
         self._index = self._lib.selfspec_index_new(self.most, len(self._content))
         if not self._index:
             raise MemoryError(TOO_LITTLE)
-        self._told, self._out = (ctypes.c_int64 * AT_ONCE)(), (ctypes.c_int64 * (2 + self.most))()
+        self._told, self._out = (ctypes.c_int64 * AT_ONCE)(), (ctypes.c_int64 * (4 + self.most))()
         self._free = weakref.finalize(self, self._lib.selfspec_index_free, self._index)
         self._free.atexit = False
         self._held = 0  # tokens in the index, more than are read where it was told of some beforehand
         self._coming: deque[tuple[int, Sequence[int]]] = deque()  # how many it held, and what it told then
-        self._is_lent = False
+        self._is_lent = self._is_anew = False
 
     @property
     def may_lend(self) -> bool:
@@ -51,7 +51,7 @@ class CompiledLookup(Lookup):
     @property
     def told_size(self) -> int:
         """Numbers that it tells at most, with how many there are."""
-        return 3 + self.most
+        return 5 + self.most
 
     def foresee(self, told: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
         """Compiled rounds told it of so many `tokens` each, after which it told this each time."""
@@ -66,6 +66,7 @@ class CompiledLookup(Lookup):
         self._free()
         self._read = 0
         self._make()
+        self._is_anew = True  # its tokens were counted before
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +76,9 @@ class CompiledLookup(Lookup):
     def _catch_up(self) -> None:
         content, told, out = self._content, self._told, self._out
         while self._coming and self._coming[0][0] <= len(content):
-            self._read, (self._match, self._place, *self._shorter) = self._coming.popleft()
+            self._read, (self._match, self._place, seen, right, *self._shorter) = self._coming.popleft()
+            if seen:
+                self._counted(seen, right)
         if self._is_lent or self._read < len(content) <= self._held:
             self._begin_anew()
         while self._held < len(content):
@@ -87,7 +90,16 @@ class CompiledLookup(Lookup):
                 raise MemoryError(TOO_LITTLE)
             self._held += len(new)
             self._read = self._held
-            self._match, self._place, *self._shorter = out[: 2 + count]
+            self._match, self._place, seen, right, *self._shorter = out[: 4 + count]
+            if not self._is_anew:
+                self._counted(seen, right)
+        self._is_anew = False
+
+    def _counted(self, seen: int, right: int) -> None:
+        """Take on what came after matches, a byte per bin."""
+        for counts, told in ((self._seen, seen), (self._right, right)):
+            for at, count in enumerate(told.to_bytes(8, "little")[: len(counts)]):
+                counts[at] += count
 
 
 def lookup_of(content: Sequence[int], most: int = MOST_MATCHED) -> Lookup:

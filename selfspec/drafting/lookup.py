@@ -7,11 +7,13 @@ with it, as the tries over prompt and output of SSSD do (arXiv 2411.05894).
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS, Tally
 from selfspec.drafting.exit import Draft
 from selfspec.target.cache import Tree, tensor_of
 
@@ -88,6 +90,7 @@ class Lookup:
         self._read = 0  # tokens in the index
         self._match, self._place = 0, -1  # of the last of them
         self._shorter: list[int] = []  # where shorter matches of it occurred last, the shortest first
+        self._seen, self._right, self._tallied = [0] * NUM_MATCH_BINS, [0] * NUM_MATCH_BINS, 0  # see `take_tally`
         self._make()
 
     def _make(self) -> None:
@@ -117,6 +120,14 @@ class Lookup:
         if self._read < len(self._content):
             self._catch_up()
         return self._match
+
+    def take_tally(self) -> Tally:
+        """What it would have guessed, a token at a time, beside what came since this was last asked."""
+        if self._read < len(self._content):
+            self._catch_up()
+        tally = Tally(self._read - self._tallied, self._seen, self._right)
+        self._seen, self._right, self._tallied = [0] * NUM_MATCH_BINS, [0] * NUM_MATCH_BINS, self._read
+        return tally
 
     def draft(self, num_tokens: int) -> Guess:
         """What followed the last time, as many tokens; none without a match.
@@ -154,6 +165,10 @@ class Lookup:
     def _add(self, position: int) -> None:
         """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
         content, keys, nodes, latest, depths = self._content, self._keys, self._nodes, self._latest, self._depths
+        if self._match:
+            at = bisect_right(MATCH_EDGES, self._match)
+            self._seen[at] += 1
+            self._right[at] += content[self._place + 1] == content[position]
         node, depth, place, size = 0, 0, -1, len(keys)
         shorter = []
         while True:

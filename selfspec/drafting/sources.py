@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from selfspec.control.plan import Tally
 from selfspec.drafting.compiled_lookup import lookup_of
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.lookup import Guess, num_right
@@ -60,6 +61,15 @@ class Guesser:
             return False
         own = self.lookup.match
         return self._stored_match() > (own + OWN_LEAD if own else 0)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether all guesses come from the row's own text."""
+        return self._datastore is None and not self.recalls
+
+    def take_tally(self) -> Tally:
+        """How often guesses from the row's own text would have been right, since this was last asked."""
+        return self.lookup.take_tally()
 
     @property
     def recalls(self) -> bool:

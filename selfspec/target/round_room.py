@@ -230,7 +230,7 @@ class Room:
         told = self._found[: num_rows * size]
         indices = [*further.indices] * (num_rows // self.count)
         return [
-            None if index is None else told[at * size + 1 : at * size + 3 + told[at * size]]
+            None if index is None else told[at * size + 1 : at * size + 5 + told[at * size]]
             for at, index in enumerate(indices)
         ]
 

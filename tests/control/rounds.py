@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import Plan, RowState, Seconds
+from selfspec.control.plan import NUM_MATCH_BINS, Plan, RowState, Seconds, Tally
 from selfspec.control.table import Table
 
-ROOMY = 10_000
+ROOMY, NOTHING = 10_000, (0,) * NUM_MATCH_BINS
 
 
 def costs(slow_batch=8):
@@ -30,9 +30,17 @@ class Free:
 
     last = (1, 0)
 
-    def __init__(self, chain=(), first=(), after=None, after_pair=None, match=None, is_stored=False):
+    def __init__(self, chain=(), first=(), after=None, after_pair=None, match=None, is_stored=False, tallies=None):
         self.match, self.is_stored = len(chain) if match is None else match, is_stored
+        self._tallies = iter(tallies or ())  # what the row's index tells when it is asked, one after another
         self._chain, self._first, self.after, self.after_pair = [*chain], [*first], after or {}, after_pair or {}
+
+    @property
+    def is_own(self):
+        return not self.is_stored and not self.recalls
+
+    def take_tally(self):
+        return next(self._tallies, Tally(0, NOTHING, NOTHING))
 
     @property
     def recalls(self):

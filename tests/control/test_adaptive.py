@@ -355,8 +355,8 @@ def test_rounds_that_nothing_changed_for_are_planned_as_they_would_be_anyway(dra
     costs = replace(costs, **small, **layers)  # of a model that is not looked into in every round
     decide = Adaptive._by_layers
     monkeypatch.setattr(Adaptive, "_by_layers", lambda *given, **named: planned.append(0) or decide(*given, **named))
-    for alike in (Adaptive._rounds_alike, 0):
-        monkeypatch.setattr(Adaptive, "_rounds_alike", alike)
+    for alike in (Adaptive._next_alike, 0):
+        monkeypatch.setattr(Adaptive, "_next_alike", alike)
         planned.clear()
         runs = [replay([trace], Adaptive(costs, drafts=drafts), costs) for trace in traces(0.8)]
         found.append([round_.plan for run in runs for round_ in run.rounds])

@@ -410,8 +410,9 @@ def test_an_index_that_was_told_of_tokens_nobody_heard_of_is_made_anew(monkeypat
 def test_an_index_that_knows_more_than_its_row_tells_what_it_would(tokens, read, told, grown, is_lost):
     """Whatever it was told beforehand, and however the row goes on then."""
     functions()
-    content = tokens[:read]
+    content, anew = tokens[:read], []
     known, plain = CompiledLookup(content), Lookup(content)
+    begin_anew, known._begin_anew = known._begin_anew, lambda: anew.append(len(content)) or begin_anew()
     place, out = known.lend(), (ctypes.c_int64 * known.told_size)()
     heard, at = [], read
     for count in told:
@@ -422,7 +423,7 @@ def test_an_index_that_knows_more_than_its_row_tells_what_it_would(tokens, read,
         out[0] = functions().selfspec_index_add(
             place, (ctypes.c_int64 * len(new))(*new), len(new), ctypes.byref(out, 8)
         )
-        heard.append((out[1 : 3 + out[0]], len(new)))
+        heard.append((out[1 : 5 + out[0]], len(new)))
     if not is_lost:
         known.foresee([each for each, _ in heard], [count for _, count in heard])
     for count in grown:
@@ -433,6 +434,9 @@ def test_an_index_that_knows_more_than_its_row_tells_what_it_would(tokens, read,
             plain.draft(9),
             plain.alternatives(),
         )
+        told, all_told = known.take_tally(), plain.take_tally()
+        assert told == all_told if not anew else told.num_tokens == all_told.num_tokens
+        assert all(mine <= all_ for mine, all_ in zip(told.seen, all_told.seen, strict=True)), "nothing counts twice"
 
 
 def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
@@ -440,7 +444,7 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
     content = [1, 2, 1, 2, 1]
     known, made = CompiledLookup(content), functions()
     known.lend()
-    known.foresee([[0, -1]], [3])  # which the row does not go on by
+    known.foresee([[0, -1, 0, 0]], [3])  # which the row does not go on by
     known._lib = SimpleNamespace(selfspec_index_new=lambda *given: None, selfspec_index_free=made.selfspec_index_free)
     content += [2, 1]
     for _ in range(2):

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from selfspec.control.matches import bin_of
+from selfspec.control.plan import NUM_MATCH_BINS, Tally
 from selfspec.drafting.compiled_lookup import CompiledLookup, lookup_of
 from selfspec.drafting.lookup import Lookup
 from selfspec.kernels import compiled_call
@@ -36,6 +38,17 @@ def naive_alternatives(content, most):
     for length in range(match - 1, 0, -1):
         found += naive(content, length, 1)[0]
     return [token for token in dict.fromkeys(found) if token != first]
+
+
+def naive_tally(content, most, start):
+    """From a place on: tokens that came after a match, and as what followed it, by bin."""
+    seen, right = [0] * NUM_MATCH_BINS, [0] * NUM_MATCH_BINS
+    for at in range(start, len(content)):
+        tokens, match = naive(content[:at], most, 1)
+        if match:
+            seen[bin_of(match)] += 1
+            right[bin_of(match)] += tokens == [content[at]]
+    return Tally(len(content) - start, seen, right)
 
 
 BOTH = pytest.mark.parametrize("kind", [Lookup, CompiledLookup])
@@ -68,6 +81,22 @@ def test_alternatives_are_what_followed_shorter_matches(kind, content, most, ste
     for start in range(0, len(content), step):
         grown += content[start : start + step]
         assert lookup.alternatives() == naive_alternatives(grown, most)
+
+
+@BOTH
+@example(content=[1, 2] * 40, most=16, steps=[70, 1, 9])
+@given(content=contents, most=st.integers(1, 20), steps=st.lists(st.integers(1, 90), min_size=1, max_size=8))
+def test_the_index_tells_how_often_a_guess_would_have_been_right(kind, content, most, steps):
+    """Every token counts once, whether anybody asked for matches in between or not."""
+    grown = []
+    lookup, start = kind(grown, most), 0
+    for i, step in enumerate(steps):
+        grown += content[len(grown) : len(grown) + step]
+        if i % 2 == 0:
+            assert lookup.take_tally() == naive_tally(grown, most, start)
+            start = len(grown)
+        else:
+            assert lookup.match == naive(grown, most, 1)[1]
 
 
 def kinds_of_text(length):

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <new>
 #include <vector>
 
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int64_t NO_KEY = -1, BEGINNING = -1;  // the latter: the token before the first
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15;
+constexpr int64_t EDGES[] = {2, 3, 4, 6, 9};  // between bins of matches: `MATCH_EDGES` of selfspec.control.plan
 
 class Index {
     int64_t most, count = 0;                      // longest match; children in the table
@@ -51,6 +53,8 @@ class Index {
 
    public:
     int64_t match = 0, place = -1;   // of the last token
+    // A byte per bin of matches, of tokens lately added: how many came after one, and as what followed the last time.
+    uint64_t seen = 0, right = 0;
     std::vector<int64_t> shorter{};  // where shorter matches of it occurred last, the shortest first
 
     Index(int64_t most, int64_t size) : most(most), keys(size * 2 + 33, NO_KEY), children(size * 2 + 33) {}
@@ -60,6 +64,11 @@ class Index {
     // Walk down along the tokens before it, backwards, as far as there is a way, and leave a leaf there.
     void add(int64_t token) {
         int64_t position = int64_t(content.size()), node = 0, depth = 0;
+        if (match) {
+            uint64_t one = uint64_t(1) << 8 * (std::upper_bound(EDGES, std::end(EDGES), match) - EDGES);
+            seen += one;
+            if (content[place + 1] == token) right += one;
+        }
         content.push_back(int32_t(token));
         if (4 * (count + 2) > 3 * int64_t(keys.size())) grow();
         place = -1;
@@ -126,13 +135,14 @@ void selfspec_index_draft(const void* index, int64_t n, int64_t* out) {
     static_cast<const Index*>(index)->draft(n, out);
 }
 
-// Add tokens; out [2 + most]: the match of the last one, its place, and where the shorter ones were. Returns how many,
-// or -1 where there is too little memory.
+// Add at most 255 tokens; out [4 + most]: the match of the last one, its place, `seen` and `right` of these tokens, and
+// where the shorter ones were. Returns how many of those, or -1 where there is too little memory.
 int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out) try {
     Index& one = *static_cast<Index*>(index);
+    one.seen = one.right = 0;
     for (int64_t i = 0; i < n; i++) one.add(tokens[i]);
-    out[0] = one.match, out[1] = one.place;
-    for (std::size_t i = 0; i < one.shorter.size(); i++) out[2 + i] = one.shorter[i];
+    out[0] = one.match, out[1] = one.place, out[2] = int64_t(one.seen), out[3] = int64_t(one.right);
+    for (std::size_t i = 0; i < one.shorter.size(); i++) out[4 + i] = one.shorter[i];
     return int64_t(one.shorter.size());
 } catch (const std::bad_alloc&) {
     return -1;
