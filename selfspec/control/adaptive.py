@@ -42,6 +42,7 @@ from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
+SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
 LOOK_EVERY = 4  # rounds between looks at the clock
 SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
 
@@ -71,6 +72,7 @@ class Adaptive:
         self._reading = Reading(costs.ragged is not None)
         self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
         self._decider = Decider(costs, self._experience, self._allowed)
+        self._likeliest = spread(costs.num_layers)[0] if costs.num_layers > 1 else 1
         self._cascades = "cascade" in drafts
         self._looks = Looks(costs, self._has_prior)
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
@@ -184,6 +186,8 @@ class Adaptive:
         self._joining += 1
         if not self._allowed or self._has_prior or self._joining > 1 or self._batch > 1:
             return ()  # rounds tell soon enough, and of what the model writes
+        if self.tracker.num_lasting(self._likeliest) >= SEEN:
+            return ()
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
         could = self._decider.could_pay(self._decider.worth_of(max(1, self._batch), row.content_length), HANDICAP)

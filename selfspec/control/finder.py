@@ -73,7 +73,7 @@ class Finder:
         assert guesses is not None
         match = self._match = row.match
         self.gives_way = self.wants_looks = False
-        if self._lengths.is_due(row.request_id, usual, beside_layers):
+        if self._lengths.is_due(row.request_id, usual, beside_layers, worth.plain_seconds):
             self._weigh_all(row, worth, usual, beside_layers)
         known = self._lengths.after(match)
         if known.may_branch and guesses.first_candidates()[1]:

@@ -13,9 +13,11 @@ from selfspec.control.matches import bin_of
 from selfspec.control.plan import MATCH_EDGES
 
 # Rounds, as long as nothing else is decided: at first, and after such in which something was drafted; else for twice as
-# many each time, up to so many.
+# many each time, up to so many. Of models so fast that to weigh would take much of that time, more.
 FIRST_KEPT, KEPT, MOST_KEPT = 16, 32, 128
+WEIGHING = 0.02  # of the time of plain rounds
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
+WEIGH_SECONDS = 3e-4  # of the interpreter, on cold caches
 TO_ASK = -1  # instead of a length: nobody knows
 
 
@@ -54,14 +56,18 @@ class Lengths:
         self._left, self._kept = 0, FIRST_KEPT  # rounds, the one that began among them; and for how many it is kept
         self._has_drafted = False  # since
 
-    def is_due(self, request_id: int, usual: float, beside_layers: bool) -> bool:
+    def is_due(self, request_id: int, usual: float, beside_layers: bool, plain_seconds: float = 1.0) -> bool:
         """A round begins: whether drafts are to be weighed. Nothing is kept for another row, or where something else is
-        usual."""
+        usual.
+
+        Args:
+            plain_seconds: of a plain round.
+        """
         told = request_id, usual, beside_layers
         self._left -= 1
         if told == self._for and self._left > 0:
             return False
-        self._for, self._left = told, self._kept
+        self._for, self._left = told, max(self._kept, int(WEIGH_SECONDS / (WEIGHING * plain_seconds)))
         return True
 
     def keep(self, known: Sequence[Weighed]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.control.lengths import WEIGH_SECONDS
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
@@ -22,9 +23,9 @@ FOLLOWED_PAUSE = (
     31  # the same of a row that is followed: it is asked about after matches that a draft is worth it after
 )
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
-# Of the time that a row that is followed will take, that its index may: most of it is for the prompt, and long prompts
-# are what lookup is best at.
-INDEX_SHARE = 0.04
+# Of the time of a row that is followed, that its index and to weigh what it drafts may take: most of that is for the
+# prompt, and long prompts are what lookup is best at.
+FOLLOW_SHARE = 0.04
 TRIAL = 8  # rounds that must be affordable for a row to be asked about
 KEPT = 256  # rounds that what was saved earlier pays for, at most; losses count in full, so what saved a lot must too
 HOPED = tuple(0.9**n for n in range(1, 13))  # chances of half the rows' drafts, with which it must pay to be tried
@@ -51,10 +52,10 @@ class Reading:
         self._followed: tuple[int, bool] = -1, False  # the last row that `may_follow` was asked of
 
     def may_follow(self, row: RowState, worth: Worth) -> bool:
-        """Whether a single row's index takes little beside its forwards."""
+        """Whether a single row's index, and to look into it, take little beside its forwards."""
         if self._followed[0] != row.request_id:
-            index = READ_SECONDS * (row.content_length + row.room)
-            self._followed = row.request_id, index <= INDEX_SHARE * worth.plain_seconds * row.room
+            takes = WEIGH_SECONDS + READ_SECONDS * (row.content_length + row.room)
+            self._followed = row.request_id, takes <= FOLLOW_SHARE * worth.plain_seconds * row.room
         return self._followed[1]
 
     def is_on(self, num_rows: int) -> bool:

@@ -105,9 +105,9 @@ class Asking:
         check_steady(steady)
         branches = steady.branches or (False,) * len(steady.lengths)
         wanted = [-1 if n or may else 0 for n, may in zip(steady.lengths, branches, strict=True)]
-        lengths = tuple(wanted) if self.minds_lookup else (0,)
-        self._asked_from = lengths if any(lengths) else ()
-        self._steady = Steady(steady.num_rounds, lengths)
+        self._asked_from = tuple(wanted) if self.minds_lookup and any(wanted) else ()
+        # Where matches alone say what is drafted, rounds may be decoded so before anybody is asked.
+        self._steady = steady if self.minds_lookup else Steady(steady.num_rounds)
 
     def _is_wanted(self, rows: Sequence[Asked]) -> bool:
         """Whether the policy is asked though it saw rounds ahead."""
