@@ -21,6 +21,7 @@ from selfspec.control.decider import TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
 from selfspec.control.finder import Finder
+from selfspec.control.follower import Follower
 from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Vocabulary
@@ -69,6 +70,7 @@ class Adaptive:
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
         self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
+        self._follower = None if self._finder is None else Follower(self._finder)
         self._reading = Reading(costs.ragged is not None)
         self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
         self._decider = Decider(costs, self._experience, self._allowed)
@@ -89,7 +91,7 @@ class Adaptive:
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
         self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan, and are told of
-        self._follows = False  # whether that was one that the finder follows
+        self._follows = False  # whether that was one that is followed
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
 
@@ -152,14 +154,14 @@ class Adaptive:
         likely = self._likely
         if likely is not None and self._in_block:
             return Steady(self._block)
-        most, finder = Steady(self._next_alike, usual=likely), self._finder
         if likely is None or likely.guesses:
             return Steady()
-        if finder is None or not (self._follows or self._were_read):
-            return most._replace(usual=None)
-        if self._follows:
-            return finder.follows_steadily(bool(likely.exit_layer), most, self._checks)
-        return finder.steady(self._were_read, most)
+        most = Steady(self._next_alike, usual=likely)
+        if self._follower is not None and self._follows:
+            return self._follower.steady(bool(likely.exit_layer), most, self._checks)
+        if self._finder is not None and self._were_read:
+            return self._finder.steady(self._were_read, most)
+        return most._replace(usual=None)
 
     @property
     def _next_alike(self) -> int:
@@ -174,8 +176,9 @@ class Adaptive:
         """
         self._times.pass_ahead(num_rounds)
         self._plain_run += num_rounds
-        if self._finder is not None:
-            self._finder.pass_plain(num_rounds)
+        if self._finder is not None and self._follower is not None:
+            self._finder.pass_time(num_rounds)
+            self._follower.pass_plain(num_rounds)
             if self._decider.worth is not None and not self._follows:
                 self._reading.pass_round(self._batch, num_rounds * self._decider.worth.plain_seconds, 0.0)
         self._experience.add_idle(num_rounds)
@@ -244,15 +247,15 @@ class Adaptive:
             self._likely = plan
             if len(rows) == 1 and not self.hears_lookup and self._is_alike(rows[0], rows[0].match):
                 self._alike, self._alike_for = self._next_alike, rows[0].request_id
-                if self._finder is not None and self._follows:
-                    self._alike = min(self._alike, self._finder.rounds_left)
+                if self._follower is not None and self._follows:
+                    self._alike = min(self._alike, self._follower.rounds_left)
         return plan
 
     def _is_alike(self, row: RowState, match: int) -> bool:
         """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
         if row.room <= self.most:
             return False
-        return self._finder is None or not self._follows or self._finder.is_quiet(match, self._checks)
+        return self._follower is None or not self._follows or self._follower.is_quiet(match, self._checks)
 
     def _pass_alike(self, row: RowState, match: int) -> None:
         """Count a round that is planned as the one before."""
@@ -260,20 +263,20 @@ class Adaptive:
         self._times.begin()
         self._context = row.content_length
         self._looks.tell_room(row.room)
-        if self._finder is not None and self._follows:
-            self._finder.pass_quiet(match)
+        if self._follower is not None and self._follows:
+            self._follower.pass_quiet(match)
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays."""
-        finder, worth = self._finder, self._decider.worth
-        if finder is None or worth is None:
+        finder, follower, worth = self._finder, self._follower, self._decider.worth
+        if finder is None or follower is None or worth is None:
             return None
         usual, drafts = self._decider.usual(len(rows)), self._decider.decision.exit_layer is not None
         guesses = rows[0].guesses
         if len(rows) == 1 and guesses is not None and guesses.is_own:
             self._follows = self._reading.may_follow(rows[0], worth)
-            found = finder.follow(rows[0], worth, usual, drafts) if self._follows else None
-            self._were_read = rows if self._follows and finder.wants_looks else ()
+            found = follower.plan(rows[0], worth, usual, drafts) if self._follows else None
+            self._were_read = rows if self._follows and follower.wants_looks else ()
         else:
             read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual)
             found = finder.plan(read, worth, usual, drafts) if read else None
@@ -333,8 +336,8 @@ class Adaptive:
         return made
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        if self._finder is not None:
-            self._tell_finder(self._finder, plan, outcomes)
+        if self._finder is not None and self._follower is not None:
+            self._tell_finder(self._finder, self._follower, plan, outcomes)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         block = block_of(self._batch)
         tells = block.cold < self._plain_run <= block.rounds
@@ -351,11 +354,12 @@ class Adaptive:
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
 
-    def _tell_finder(self, finder: Finder, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+    def _tell_finder(self, finder: Finder, follower: Follower, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
         decider = self._decider
         if self._follows and len(outcomes) == 1:
-            finder.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
+            follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
             return
+        follower.pass_others()
         if self._were_read:
             finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))
         elif outcomes:

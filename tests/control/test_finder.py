@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,26 +13,19 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
-from selfspec.control.lengths import MOST_KEPT, SHORTEST, TO_ASK, Weighed, growing
-from selfspec.control.matches import Matches
 from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,
-    NUM_MATCH_BINS,
     Looked,
     Plan,
     RowOutcome,
     RowState,
-    Steady,
-    Tally,
 )
-from selfspec.control.reading import may_interrupt
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees
-from tests.control.rounds import NOTHING, Free, found
+from tests.control.rounds import Free, found
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
 
@@ -62,158 +55,6 @@ def taught(**options):
     ranks = tuple((kind, is_beside, 0) for kind in range(3) for is_beside in (False, True))
     tell(finder, Looked(12, 9, 9, ranks=ranks), Looked(2, 9, 9), Looked(12, 9, 9, is_stored=True))
     return finder
-
-
-# ---------------------------------------------------------------------------------------------- a row that is followed
-
-LONG_MATCH, EVERY_MATCH = (0, 0, 0, 0, 0, 40), (40,) * NUM_MATCH_BINS
-
-
-def follow(finder, match=14, room=1000, request_id=0, usual=PLAIN, beside=False, worth=None, **kinds):
-    """Plan a round of a row of which so many tokens are found."""
-    worth = worth or worth_of(1)
-    usual = 1 / worth.plain_seconds if usual == PLAIN else usual
-    return finder.follow(RowState(request_id, 50, room, found(match, **kinds)), worth, usual, beside)
-
-
-def lengths_of(finder, beside=False, checks=lambda chances: 0):
-    return finder.follows_steadily(beside, Steady(1000), checks)
-
-
-def told(tally, **kinds):
-    """A finder that was told this of what came in a row, after its prompt."""
-    finder = Finder(**kinds)
-    for usual, tallies in ((50.0, []), (60.0, [tally])):
-        follow(finder, usual=usual, tallies=tallies)
-    return finder
-
-
-def learn(finder, plan, right):
-    """So many tokens of a draft were right."""
-    finder.learn(plan, RowOutcome(0, plan.draft_lengths[0], right))
-
-
-@pytest.mark.parametrize(("right", "drafts"), [(EVERY_MATCH, True), ((0,) * NUM_MATCH_BINS, False)])
-def test_what_the_index_tells_of_a_text_decides_what_is_drafted_after_which_match(right, drafts):
-    finder = told(Tally(300, EVERY_MATCH, right), drafts=("lookup",))
-    follow(finder)
-    lengths = lengths_of(finder).lengths
-    assert lengths[0] == 0 and len(lengths) == SHORTEST[-1] + 1
-    assert all((length > 0) == drafts for length in lengths[1:])
-    assert all((follow(finder, match) is not None) == (drafts and match > 0) for match in (0, 1, 3, 7, 40))
-
-
-def test_long_prompts_count_for_little_beside_what_is_written():
-    """In the prompt nothing was right; in what came after, all was."""
-    prompt, came = Tally(4000, (600,) * 6, (0,) * 6), Tally(9, (9,) * 6, (9,) * 6)
-    chances = []
-    for tallies in ([prompt, came], [Tally(0, NOTHING, NOTHING), prompt, came]):
-        matches = Matches()
-        for tally in tallies:
-            matches.take(tally, 0)
-        chances.append([*matches.survivals(14), 0.0][0])
-    assert chances[0] > 0.35 > 0.1 > chances[1]
-
-
-@pytest.mark.parametrize(("match", "expected"), [(0, [0, 16, 48, 112, 240, 368]), (14, [0, 16, 48, 80, 112, 144])])
-def test_what_was_weighed_is_kept_for_ever_longer_where_nothing_is_drafted(match, expected, monkeypatch):
-    finder, at, asked, left = Finder(drafts=("lookup",)), 0, [], 1
-    weigh_all = Finder._weigh_all
-    monkeypatch.setattr(Finder, "_weigh_all", lambda *given: asked.append(at) or weigh_all(*given))
-    for at in range(expected[-1] + 1):
-        before = left
-        follow(finder, match)
-        left = finder.rounds_left
-        assert left == lengths_of(finder).num_rounds < MOST_KEPT
-        assert asked[-1] == at or before == left + 1
-    assert asked == expected
-    follow(finder, request_id=1)
-    assert len(asked) == len(expected) + 1, "nothing is kept for another row"
-
-
-@given(st.integers(1, 63), st.integers(1, 63))
-def test_drafts_that_are_right_grow_up_to_the_longest_that_could_pay(length, most):
-    grown = growing(length, most)
-    assert [*grown] == sorted({*grown}) and (grown[-1] == most if length < most else not grown)
-    assert all(b <= 2 * a for a, b in pairwise((length, *grown)))
-    one = Weighed(length, grown=grown)
-    assert [one.after(n) for n in range(len(grown) + 3)] == [length, *grown, *[grown[-1] if grown else length] * 2]
-
-
-def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_the_same_row_alone():
-    finder, drafted = Finder(drafts=("lookup",)), []
-    for match in (14, 14, 14, 4, 14):
-        plan = follow(finder, match)
-        steady = lengths_of(finder)
-        assert steady.streak == len(drafted) % 4 and steady.grown[0] == 2 * steady.lengths[-1]
-        drafted.append(plan.draft_lengths[0])
-        learn(finder, plan, drafted[-1])
-    first = steady.lengths[-1]
-    assert drafted[:3] == [first, *steady.grown[:2]] and drafted[4] == first
-    assert follow(finder, room=first).draft_lengths == (first - 1,), "as far as there is room"
-    for ended in (lambda: learn(finder, plan, first - 1), lambda: finder.pass_time(1), lambda: finder.pass_plain(1)):
-        learn(finder, plan, first)
-        assert finder._streak > 0
-        ended()
-        assert finder._streak == 0
-    learn(finder, plan, first)
-    follow(finder, request_id=7)
-    assert finder._streak == 0, "another row's drafts say nothing of this one's"
-
-
-def test_the_policy_is_told_where_lookup_gives_way_to_layers_for_once():
-    finder = Finder(drafts=("lookup",))
-    usual = 0.8 * follow(Finder(drafts=("lookup",)), usual=0.0).speedup / worth_of(1).plain_seconds
-    planned = []
-    for left in range(EVERY, -1, -1):
-        planned.append((follow(finder, usual=usual, beside=True), finder.gives_way))
-        steady = lengths_of(finder, beside=True)
-        assert steady.most_lookups == (left - 1 if left > 1 else EVERY) or left == 0
-        assert (steady.lengths[-1] == TO_ASK) == (left <= 1)
-    assert all(plan is not None and not gives_way for plan, gives_way in planned[:-1])
-    assert planned[-1] == (None, True)
-    assert follow(finder, 0, usual=usual, beside=True) is None and not finder.gives_way
-
-
-def test_what_layers_do_where_something_is_found_must_be_beaten():
-    easy, hard = Finder(drafts=("lookup",)), Finder(drafts=("lookup",))
-    usual = follow(hard, usual=0.0).speedup / worth_of(1).plain_seconds / 1.3
-    for finder, came in ((easy, 8), (hard, 4)):
-        for match, tokens in ((0, 1 if finder is easy else 4), (14, came)) * 40:
-            follow(finder, match, usual=1e9, beside=True)
-            finder.learn(Plan(2, (8,)), RowOutcome(0, 8, tokens - 1), 4.0)
-    assert follow(hard, usual=usual, beside=True) is not None
-    assert follow(easy, usual=usual, beside=True) is None
-
-
-@pytest.mark.parametrize(("slower", "branches"), [(100.0, True), (1.0, False)])
-def test_drafts_may_branch_in_the_middle_of_a_call_only_beside_long_forwards(slower, branches):
-    costs = made_up_costs(LAYERS)
-    for name in ("early", "late"):
-        costs = replace(costs, **{name: {r: t.scaled(slower) for r, t in getattr(costs, name).items()}})
-    ones = {name: getattr(costs, name).scaled(slower) for name in ("plain", "head", "pick", "rest")}
-    finder, worth = Finder(), Worth(replace(costs, **ones), 1)
-    assert may_interrupt(worth) == branches
-    plan = follow(finder, 2, worth=worth, first=[3, 4], tallies=[Tally(99, (30,) * 6, (15,) * 6)])
-    assert any(lengths_of(finder).branches) == finder.wants_looks == branches
-    assert plan is None or (3 in plan.trees[0].tokens) == branches
-    seen = Looked(2, 1, 0, ranks=((2, True, 0),))
-    before = finder.ranks.beside
-    finder.learn(Plan(None, (0,)), RowOutcome(0, 0, 0, looked=seen))
-    assert finder.ranks.beside != before, "it hears how often others came"
-
-
-def test_a_match_is_quiet_where_nothing_comes_of_it():
-    finder, checked = told(Tally(300, EVERY_MATCH, LONG_MATCH), drafts=("lookup",)), []
-    follow(finder, 0, beside=True)
-
-    def checks(chances):
-        checked.append(0)
-        return len(chances) > 60
-
-    assert [finder.is_quiet(match, checks) for match in (0, 1, 2, 14, 1)] == [True, True, True, False, True]
-    assert len(checked) == 3, "what is known is not asked again"
-    assert not finder.is_quiet(5, lambda chances: 1), "an early pass would check it"
 
 
 # --------------------------------------------------------------------------------------------------------------- plans

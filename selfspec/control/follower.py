@@ -1,0 +1,181 @@
+"""`Follower`: a single row that has its own text alone to look in, followed by a table of its matches.
+
+All that rounds need to know is how long a draft is after how long a match, and that is weighed now and then by what the
+row's index tells of the tokens that came. So nobody asks in between, rounds by lookup go on inside compiled calls, and
+what never pays costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from selfspec.control.finder import Finder, strength_of
+from selfspec.control.growth import LEAST
+from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths, Weighed, growing
+from selfspec.control.matches import LONG, MOST_FOUND, choose
+from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, RowState, Steady, TokenTree
+from selfspec.control.reading import may_interrupt
+from selfspec.control.worth import Worth
+
+CIRCLES = (1.0,) * MOST_FOUND  # how likely a draft is right as far as each token, in text that repeats itself
+PLAN_SECONDS = 4e-5  # that the interpreter takes for a round by lookup among others, beyond one that is as those before
+Checks = Callable[[Sequence[float]], int]  # how many guesses that are as likely an early pass checks
+
+
+class Follower:
+    """Plans rounds of a row, one after another; several rows may be followed in turns.
+
+    Args:
+        finder: what is known of matches, and who plans drafts that may branch.
+
+    Attributes:
+        wants_looks: whether it is to be told what guesses came to in the round that was planned last: where drafts may
+            branch.
+    """
+
+    def __init__(self, finder: Finder) -> None:
+        self._finder, self._lengths = finder, Lengths()
+        self._quiet: dict[int, bool] = {}  # by match, as far as anybody asked: see `is_quiet`
+        self._match = 0  # before the round that was planned last
+        self._forecast = 0.0  # tokens of that, if lookup drafts as many as were weighed
+        self._streak, self._streak_of = 0, -1  # drafts after long matches in a row that were right as a whole; of a row
+        self.wants_looks = False
+
+    def plan(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> Plan | None:
+        """A round of a row with guesses from its own text; None where drafts of that promise less than usual.
+
+        Args:
+            usual: tokens per second.
+            beside_layers: whether that is what drafts by layers come to.
+        """
+        guesses, finder = row.guesses, self._finder
+        assert guesses is not None
+        match = self._match = row.match
+        finder.gives_way = self.wants_looks = False
+        if self._lengths.is_due(row.request_id, usual, beside_layers, worth.plain_seconds):
+            self._weigh_all(row, worth, usual, beside_layers)
+        known = self._lengths.after(match)
+        if known.may_branch and guesses.first_candidates()[1]:
+            self.wants_looks = True
+            found = finder.plan_by_guesses([row], [match], worth, usual, beside_layers)
+            self._forecast = finder.forecast if found is not None else 0.0
+            return found
+        finder.chains = [known.chances[: row.room - 1]]
+        length = min(known.after(self._streak) if match >= LONG else known.length, row.room - 1)
+        if length <= 0:
+            return None
+        strength = strength_of(match)
+        if beside_layers and finder.ease.is_wanted(strength, known.promised, known.usual):
+            finder.gives_way = True
+            return None
+        finder.ease.note(strength)
+        self._lengths.note()
+        self._forecast = known.forecast if length == known.length else 0.0
+        tokens = tuple(guesses.chain(length))
+        tree = TokenTree(tokens, tuple(range(len(tokens))))
+        return Plan(LOOKUP, (len(tokens),), trees=(tree,), speedup=known.promised * worth.plain_seconds)
+
+    def is_quiet(self, match: int, checks: Checks) -> bool:
+        """Whether nothing comes of such a match of the row that is followed, as long as what was weighed is kept."""
+        known = self._quiet.get(match)
+        if known is None:
+            one = self._lengths.after(match)
+            known = self._quiet[match] = not (one.length or one.may_branch or checks(one.chances))
+        return known
+
+    def pass_quiet(self, match: int) -> None:
+        """A round of the row that is followed was planned as the one before, since such a match is quiet."""
+        self._match = match
+        self._lengths.pass_rounds()
+
+    @property
+    def rounds_left(self) -> int:
+        """Rounds of it after this one for which what was weighed is kept."""
+        return self._lengths.rounds_left
+
+    def steady(self, beside_layers: bool, most: Steady, checks: Checks) -> Steady:
+        """For how many rounds after one that was just planned what is drafted depends on matches alone.
+
+        Args:
+            most: those that there may be.
+        """
+        known, most_lookups = self._lengths.all(), most.most_lookups
+        lengths = [one.length for one in known]
+        if beside_layers:
+            most_lookups = self._finder.ease.rounds_left
+            for n, one in enumerate(known):
+                is_wanted = one.length and self._finder.ease.is_wanted(strength_of(n), one.promised, one.usual)
+                if is_wanted or (not one.length and checks(one.chances)):
+                    lengths[n] = TO_ASK
+        return most._replace(
+            num_rounds=min(most.num_rounds, self.rounds_left),
+            lengths=tuple(lengths),
+            most_lookups=most_lookups,
+            branches=tuple([one.may_branch for one in known]),
+            grown=known[-1].grown if lengths[-1] > 0 else (),
+            streak=self._streak,
+        )
+
+    def learn(self, plan: Plan, outcome: RowOutcome, forecast: float = 0.0) -> None:
+        """What came of a round of the row that is followed.
+
+        Args:
+            forecast: tokens that it was to bring, if layers drafted.
+        """
+        emitted, looked = outcome.num_emitted, outcome.looked
+        is_found, is_right = plan.exit_layer == LOOKUP, 0 < outcome.num_drafted == outcome.num_accepted
+        if is_found and looked is None:
+            looked = Looked(self._match, emitted, outcome.num_accepted)
+        if looked is not None and looked.match:
+            self._finder.matches.add(looked, outcome.request_id, is_tallied=True)
+        if looked is not None and looked.ranks:
+            self._finder.ranks.add(looked.ranks)
+        if forecast:
+            self._finder.ease.add(strength_of(self._match), emitted, forecast)
+        self._finder.matches.keep_rows([outcome.request_id])
+        self._finder.pass_time(emitted)
+        self._streak = self._streak + 1 if is_found and is_right and self._match >= LONG else 0
+        if is_found and self._forecast:
+            self._finder.trust_after(self._match).add(emitted, self._forecast)
+
+    def pass_others(self) -> None:
+        """A round was not its to plan."""
+        self._streak = 0
+
+    def pass_plain(self, num_rounds: int) -> None:
+        """Count plain rounds that nobody asked about."""
+        self._streak = 0
+        self._lengths.pass_rounds(num_rounds)
+
+    def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
+        assert row.guesses is not None
+        if row.request_id != self._streak_of:
+            self._streak, self._streak_of = 0, row.request_id
+        self._finder.matches.take(row.guesses.take_tally(), row.request_id)
+        self._lengths.keep([self._weigh(row.request_id, n, worth, usual, beside_layers) for n in SHORTEST])
+        self._quiet.clear()
+
+    def _weigh(self, request_id: int, match: int, worth: Worth, usual: float, beside_layers: bool) -> Weighed:
+        """What a row drafts after such a match in its own text."""
+        if beside_layers:
+            usual *= self._finder.ease.ratio(strength_of(match))
+        if not match:
+            return Weighed(0, usual=usual)
+        finder, trust = self._finder, self._finder.trust_after(match)
+        seconds = worth.lookups()
+        # Where it does not pay to verify them, layers may yet check a few.
+        count = 1 if worth.by_copies or not beside_layers else finder.most
+        chances = self._finder.matches.survivals(match, request_id, most=count) if finder.looks_up else []
+        if not finder.could_pay([chances], seconds, usual, finder.branches, trust):
+            return Weighed(0, usual=usual, chances=chances)
+        if count < finder.most and chances:
+            chances = self._finder.matches.survivals(match, request_id, most=finder.most)
+        wrong = 1 - chances[0] if chances else 1.0
+        least = max(LEAST, usual * worth.least_lookup / trust.ratio)
+        (length,), rate = choose([chances], seconds)
+        promised = trust.ratio * rate * seconds[length] / (seconds[length] + PLAN_SECONDS)
+        if promised < usual:
+            length = 0
+        may_branch = finder.branches and may_interrupt(worth) and wrong * self._finder.ranks.beside >= least
+        grown = growing(length, choose([CIRCLES[: finder.most]], seconds).lengths[0]) if match >= LONG else ()
+        return Weighed(length, promised, rate * seconds[length], usual, chances, may_branch, grown)
