@@ -20,15 +20,13 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.decider import TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
-from selfspec.control.finder import Finder
-from selfspec.control.follower import Follower
+from selfspec.control.free import Free
 from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
     DEFAULT_DRAFTS,
-    LOOKUP,
     SEED_POSITIONS,
     Plan,
     RowOutcome,
@@ -38,7 +36,6 @@ from selfspec.control.plan import (
     ShadowPlan,
     Steady,
 )
-from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 
@@ -69,11 +66,9 @@ class Adaptive:
         self.costs = costs
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        self._finder = Finder(most, drafts) if {"lookup", "recycle"} & {*drafts} else None
-        self._follower = None if self._finder is None else Follower(self._finder)
-        self._reading = Reading(costs.ragged is not None)
         self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
         self._decider = Decider(costs, self._experience, self._allowed)
+        self._free = Free(costs, self._decider, most, drafts) if {"lookup", "recycle"} & {*drafts} else None
         self._likeliest = spread(costs.num_layers)[0] if costs.num_layers > 1 else 1
         self._cascades = "cascade" in drafts
         self._looks = Looks(costs, self._has_prior)
@@ -90,8 +85,6 @@ class Adaptive:
         self._may_copy = "copies" in drafts
         self._idle = Plan(None, (0,), speedup=1.0)
         self._made: Plan | None = None  # since the last decision
-        self._were_read: Sequence[RowState] = ()  # rows that were looked up for the last plan, and are told of
-        self._follows = False  # whether that was one that is followed
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
 
@@ -125,23 +118,23 @@ class Adaptive:
 
     @property
     def reads_lookup(self) -> bool:
-        """Whether rows may draft by lookup, as far as that pays, see `Finder` and `Reading`."""
-        return self._finder is not None and self._reading.is_on(self._batch)
+        """Whether rows may draft by lookup, as far as that pays."""
+        return self._free is not None and self._free.is_on(self._batch)
 
     @property
     def hears_lookup(self) -> bool:
         """Whether what would have come of lookups in the round that was planned last is worth telling."""
-        return bool(self._were_read)
+        return self._free is not None and bool(self._free.told_of)
 
     @property
     def reads_ranks(self) -> bool:
         """Whether branches may be drafted beside what lookup finds."""
-        return self._finder is not None and self._finder.branches and self._batch <= FEW
+        return self._free is not None and self._free.branches(self._batch)
 
     @property
     def recycles(self) -> bool:
         """Whether what verification thought likely is kept."""
-        return self._finder is not None and self._finder.recycles and self._batch <= FEW
+        return self._free is not None and self._free.recycles(self._batch)
 
     @property
     def plain_ahead(self) -> int:
@@ -157,11 +150,7 @@ class Adaptive:
         if likely is None or likely.guesses:
             return Steady()
         most = Steady(self._next_alike, usual=likely)
-        if self._follower is not None and self._follows:
-            return self._follower.steady(bool(likely.exit_layer), most, self._checks)
-        if self._finder is not None and self._were_read:
-            return self._finder.steady(self._were_read, most)
-        return most._replace(usual=None)
+        return most._replace(usual=None) if self._free is None else self._free.steady(likely, most, self._checks)
 
     @property
     def _next_alike(self) -> int:
@@ -176,11 +165,8 @@ class Adaptive:
         """
         self._times.pass_ahead(num_rounds)
         self._plain_run += num_rounds
-        if self._finder is not None and self._follower is not None:
-            self._finder.pass_time(num_rounds)
-            self._follower.pass_plain(num_rounds)
-            if self._decider.worth is not None and not self._follows:
-                self._reading.pass_round(self._batch, num_rounds * self._decider.worth.plain_seconds, 0.0)
+        if self._free is not None:
+            self._free.pass_plain(num_rounds, self._batch)
         self._experience.add_idle(num_rounds)
         self._looks.pass_idle(seconds, num_rounds)
 
@@ -211,12 +197,14 @@ class Adaptive:
             self._alike -= 1
             row = rows[0]
             if len(rows) == 1 and row.request_id == self._alike_for and self._likely is not None:
-                match = row.match if self._follows else 0
+                match = 0 if self._free is None else self._free.match_of(row)
                 if self._is_alike(row, match):
                     self._pass_alike(row, match)
                     return self._likely
             self._alike = 0
-        self._joining, self._likely, self._were_read, self._follows = 0, None, (), False
+        self._joining, self._likely = 0, None
+        if self._free is not None:
+            self._free.forget_round()
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
@@ -239,23 +227,24 @@ class Adaptive:
         shadow = self._shadow(exit_layer, len(rows)) if self._looks.are_due else None
         if exit_layer is None:
             return self._without_drafts(len(rows), shadow)
-        guesses = 0
-        if self._finder is not None and (self._follows or self._were_read):
-            guesses = self._checks(self._finder.chains[0])
-        plan = self._by_layers(rows, shadow, guesses)
+        plan = self._by_layers(rows, shadow, 0 if self._free is None else self._checks(self._free.chances))
         if shadow is None and plan is not self._idle:
             self._likely = plan
-            if len(rows) == 1 and not self.hears_lookup and self._is_alike(rows[0], rows[0].match):
-                self._alike, self._alike_for = self._next_alike, rows[0].request_id
-                if self._follower is not None and self._follows:
-                    self._alike = min(self._alike, self._follower.rounds_left)
+            if len(rows) == 1 and not self.hears_lookup:
+                self._plan_alike(rows[0])
         return plan
+
+    def _plan_alike(self, row: RowState) -> None:
+        """The next rounds of a single row are likely to be planned as this one was."""
+        free, self._alike_for = self._free, row.request_id
+        if self._is_alike(row, 0 if free is None else free.match_of(row)):
+            self._alike = self._next_alike if free is None else free.most_quiet(self._next_alike)
 
     def _is_alike(self, row: RowState, match: int) -> bool:
         """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
         if row.room <= self.most:
             return False
-        return self._follower is None or not self._follows or self._follower.is_quiet(match, self._checks)
+        return self._free is None or self._free.is_quiet(match, self._checks)
 
     def _pass_alike(self, row: RowState, match: int) -> None:
         """Count a round that is planned as the one before."""
@@ -263,28 +252,16 @@ class Adaptive:
         self._times.begin()
         self._context = row.content_length
         self._looks.tell_room(row.room)
-        if self._follower is not None and self._follows:
-            self._follower.pass_quiet(match)
+        if self._free is not None:
+            self._free.pass_quiet(match)
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays."""
-        finder, follower, worth = self._finder, self._follower, self._decider.worth
-        if finder is None or follower is None or worth is None:
-            return None
-        usual, drafts = self._decider.usual(len(rows)), self._decider.decision.exit_layer is not None
-        guesses = rows[0].guesses
-        if len(rows) == 1 and guesses is not None and guesses.is_own:
-            self._follows = self._reading.may_follow(rows[0], worth)
-            found = follower.plan(rows[0], worth, usual, drafts) if self._follows else None
-            self._were_read = rows if self._follows and follower.wants_looks else ()
-        else:
-            read = self._were_read = self._reading.begin(rows, worth, self._decider.decision.usual)
-            found = finder.plan(read, worth, usual, drafts) if read else None
-            if read:
-                self._reading.note(found is not None or finder.gives_way)
+        found = None if self._free is None else self._free.plan(rows)
         if found is not None:
             self._times.put_off()
             if not self._looks.are_due:
+                drafts = self._decider.decision.exit_layer is not None
                 self._likely = self._by_layers(rows) if drafts else self._idle
         return found
 
@@ -292,23 +269,14 @@ class Adaptive:
         if shadow is not None:
             return Plan(None, self._idle.draft_lengths, shadow=shadow)
         if self._plain_run > block_of(num_rows).rounds and not self.recycles and not self._times.has_clock:
-            self._times.look_ahead(self._pause)
+            self._times.look_ahead(self._free.pause if self._free is not None and self.reads_lookup else AHEAD)
         self._likely = self._idle
         return self._idle
 
-    @property
-    def _pause(self) -> int:
-        """Plain rounds that nobody need ask about after one that found nothing better."""
-        if self._follows:
-            return FOLLOWED_PAUSE
-        return self._reading.pause if self.reads_lookup else AHEAD
-
     def _checks(self, chances: Sequence[float]) -> int:
         """How many guesses that are as likely, the first, the first two, .. an early pass checks."""
-        worth = self._decider.worth
-        if not self._cascades or worth is None or (self._follows and not may_interrupt(worth)):
-            return 0
-        return self._decider.guesses(chances)
+        may_check = self._cascades and self._free is not None and self._free.may_interrupt
+        return self._decider.guesses(chances) if may_check else 0
 
     def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
         """What was decided; nothing else changes between decisions."""
@@ -336,8 +304,8 @@ class Adaptive:
         return made
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        if self._finder is not None and self._follower is not None:
-            self._tell_finder(self._finder, self._follower, plan, outcomes)
+        if self._free is not None:
+            self._free.observe(plan, outcomes)
         self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
         block = block_of(self._batch)
         tells = block.cold < self._plain_run <= block.rounds
@@ -354,24 +322,11 @@ class Adaptive:
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
 
-    def _tell_finder(self, finder: Finder, follower: Follower, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
-        decider = self._decider
-        if self._follows and len(outcomes) == 1:
-            follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
-            return
-        follower.pass_others()
-        if self._were_read:
-            finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))
-        elif outcomes:
-            finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
-        if decider.worth is not None:
-            usual = finder.usual if plan.exit_layer == LOOKUP else decider.usual(len(outcomes))
-            self._reading.count(plan, outcomes, decider.worth, usual, decider.decision.rounds)
-
     def _decide(self, rows: Sequence[RowState]) -> None:
         decider, times, num_rows = self._decider, self._times, len(rows)
         worth, deciding = decider.price(rows)
-        self._reading.price(num_rows, deciding)
+        if self._free is not None:
+            self._free.price(num_rows, deciding)
         self._batch, self._made, self._promising = num_rows, None, None
         times.decide_after(IDLE_ROUNDS)
         self._looks.begin(worth.plain_seconds * max([row.room for row in rows]), worth.plain_seconds)

@@ -1,0 +1,132 @@
+"""`Free`: what `Adaptive` drafts without any layer: from a row's own text, a corpus, what the model thought likely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.control.costs import Costs
+from selfspec.control.decider import Decider
+from selfspec.control.finder import Finder
+from selfspec.control.follower import Checks, Follower
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState, Steady
+from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
+
+
+class Free:
+    """A single row that has its own text alone to look in is followed; other rows are asked about as far as that pays.
+
+    Args:
+        decider: what drafts by layers are worth, and what was decided of them.
+        most: longest draft; default: as long as it pays.
+        drafts: where they may come from, "lookup" or "recycle" among them.
+
+    Attributes:
+        follows: whether the round that was planned last is one of a row that is followed.
+        told_of: rows of that round of which it is to be told what guesses came to.
+    """
+
+    def __init__(self, costs: Costs, decider: Decider, most: int | None, drafts: Sequence[str]) -> None:
+        self._decider, self._finder = decider, Finder(most, drafts)
+        self._follower, self._reading = Follower(self._finder), Reading(costs.ragged is not None)
+        self.follows = False
+        self.told_of: Sequence[RowState] = ()
+
+    def is_on(self, num_rows: int) -> bool:
+        """Whether so many rows may draft by lookup."""
+        return self._reading.is_on(num_rows)
+
+    def branches(self, num_rows: int) -> bool:
+        """Whether branches may be drafted beside what is found of so many rows."""
+        return self._finder.branches and num_rows <= FEW
+
+    def recycles(self, num_rows: int) -> bool:
+        """Whether what verification thought likely is kept of so many rows."""
+        return self._finder.recycles and num_rows <= FEW
+
+    def price(self, num_rows: int, deciding: float) -> None:
+        """Take on what deciding takes in a round of so many rows, in seconds."""
+        self._reading.price(num_rows, deciding)
+
+    def forget_round(self) -> None:
+        """A round begins, and may be planned by others."""
+        self.follows, self.told_of = False, ()
+
+    def plan(self, rows: Sequence[RowState]) -> Plan | None:
+        """Drafts of rows that are looked up, where that pays; asked once in a round that it may plan."""
+        worth, decision = self._decider.worth, self._decider.decision
+        if worth is None:
+            return None
+        usual, drafts = self._decider.usual(len(rows)), decision.exit_layer is not None
+        guesses = rows[0].guesses
+        if len(rows) == 1 and guesses is not None and guesses.is_own:
+            self.follows = self._reading.may_follow(rows[0], worth)
+            found = self._follower.plan(rows[0], worth, usual, drafts) if self.follows else None
+            self.told_of = rows if self.follows and self._follower.wants_looks else ()
+            return found
+        read = self.told_of = self._reading.begin(rows, worth, decision.usual)
+        if not read:
+            return None
+        found = self._finder.plan(read, worth, usual, drafts)
+        self._reading.note(found is not None or self._finder.gives_way)
+        return found
+
+    @property
+    def chances(self) -> Sequence[float]:
+        """In a round of a single row that layers draft: that its free guess is right as far as each token."""
+        return self._finder.chains[0] if self.follows or self.told_of else ()
+
+    @property
+    def may_interrupt(self) -> bool:
+        """Whether early passes may check guesses: of a row that is followed that would end calls in the middle."""
+        worth = self._decider.worth
+        return worth is not None and (not self.follows or may_interrupt(worth))
+
+    def steady(self, usual: Plan, most: Steady, checks: Checks) -> Steady:
+        """How many rounds after the last one are likely to be as `usual`, or drafted by matches alone."""
+        if self.follows:
+            return self._follower.steady(bool(usual.exit_layer), most, checks)
+        return self._finder.steady(self.told_of, most) if self.told_of else most._replace(usual=None)
+
+    @property
+    def pause(self) -> int:
+        """Plain rounds to pass over after one that found nothing better."""
+        return FOLLOWED_PAUSE if self.follows else self._reading.pause
+
+    def match_of(self, row: RowState) -> int:
+        """Of the row that is followed; 0 where none is, since to ask for it makes an index."""
+        return row.match if self.follows else 0
+
+    def is_quiet(self, match: int, checks: Checks) -> bool:
+        """Whether nothing comes of such a match of the row that is followed."""
+        return not self.follows or self._follower.is_quiet(match, checks)
+
+    def pass_quiet(self, match: int) -> None:
+        """A round was planned as the one before, since nothing comes of this match."""
+        if self.follows:
+            self._follower.pass_quiet(match)
+
+    def most_quiet(self, num_rounds: int) -> int:
+        """How many of so many rounds may be planned so."""
+        return min(num_rounds, self._follower.rounds_left) if self.follows else num_rounds
+
+    def pass_plain(self, num_rounds: int, num_rows: int) -> None:
+        """Count plain rounds that nobody asked about."""
+        self._finder.pass_time(num_rounds)
+        self._follower.pass_plain(num_rounds)
+        if self._decider.worth is not None and not self.follows:
+            self._reading.pass_round(num_rows, num_rounds * self._decider.worth.plain_seconds, 0.0)
+
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        """What came of a round."""
+        decider, finder = self._decider, self._finder
+        if self.follows and len(outcomes) == 1:
+            self._follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
+            return
+        self._follower.pass_others()
+        if self.told_of:
+            finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))
+        elif outcomes:
+            finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
+        if decider.worth is not None:
+            usual = finder.usual if plan.exit_layer == LOOKUP else decider.usual(len(outcomes))
+            self._reading.count(plan, outcomes, decider.worth, usual, decider.decision.rounds)
