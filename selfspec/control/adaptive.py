@@ -69,7 +69,6 @@ class Adaptive:
         self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
         self._decider = Decider(costs, self._experience, self._allowed)
         self._free = Free(costs, self._decider, most, drafts) if {"lookup", "recycle"} & {*drafts} else None
-        self._likeliest = spread(costs.num_layers)[0] if costs.num_layers > 1 else 1
         self._cascades = "cascade" in drafts
         self._looks = Looks(costs, self._has_prior)
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
@@ -175,12 +174,12 @@ class Adaptive:
         self._joining += 1
         if not self._allowed or self._has_prior or self._joining > 1 or self._batch > 1:
             return ()  # rounds tell soon enough, and of what the model writes
-        if self.tracker.num_lasting(self._likeliest) >= SEEN:
-            return ()
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
         could = self._decider.could_pay(self._decider.worth_of(max(1, self._batch), row.content_length), HANDICAP)
         order = [layer for layer in spread(self.costs.num_layers) if layer in could]
+        if order and self.tracker.num_lasting(order[0]) >= SEEN:
+            return ()
         count = len(order)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
@@ -269,7 +268,7 @@ class Adaptive:
         if shadow is not None:
             return Plan(None, self._idle.draft_lengths, shadow=shadow)
         if self._plain_run > block_of(num_rows).rounds and not self.recycles and not self._times.has_clock:
-            self._times.look_ahead(self._free.pause if self._free is not None and self.reads_lookup else AHEAD)
+            self._times.look_ahead(AHEAD if self._free is None else self._free.pause)
         self._likely = self._idle
         return self._idle
 

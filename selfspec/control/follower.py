@@ -38,7 +38,9 @@ class Follower:
         self._quiet: dict[int, bool] = {}  # by match, as far as anybody asked: see `is_quiet`
         self._match = 0  # before the round that was planned last
         self._forecast = 0.0  # tokens of that, if lookup drafts as many as were weighed
-        self._streak, self._streak_of = 0, -1  # drafts after long matches in a row that were right as a whole; of a row
+        self._streak = 0  # drafts after long matches in a row that were right as a whole
+        self._row = -1, 0  # that is followed, see `RowState.whole`
+        self._has_told = False  # whether what came of it since was told elsewhere, too
         self.wants_looks = False
 
     def plan(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> Plan | None:
@@ -52,13 +54,17 @@ class Follower:
         assert guesses is not None
         match = self._match = row.match
         finder.gives_way = self.wants_looks = False
-        if self._lengths.is_due(row.request_id, usual, beside_layers, worth.plain_seconds):
+        if row.whole != self._row:
+            self._row, self._streak = row.whole, 0
+        if self._lengths.is_due(row.whole, usual, beside_layers, worth.plain_seconds):
             self._weigh_all(row, worth, usual, beside_layers)
         known = self._lengths.after(match)
         if known.may_branch and guesses.first_candidates()[1]:
             self.wants_looks = True
             found = finder.plan_by_guesses([row], [match], worth, usual, beside_layers)
-            self._forecast = finder.forecast if found is not None else 0.0
+            if found is not None:
+                self._forecast = finder.forecast
+                self._lengths.note()
             return found
         finder.chains = [known.chances[: row.room - 1]]
         length = min(known.after(self._streak) if match >= LONG else known.length, row.room - 1)
@@ -125,7 +131,7 @@ class Follower:
         emitted, looked = outcome.num_emitted, outcome.looked
         is_found, is_right = plan.exit_layer == LOOKUP, 0 < outcome.num_drafted == outcome.num_accepted
         if is_found and looked is None:
-            looked = Looked(self._match, emitted, outcome.num_accepted)
+            looked = Looked(self._match, outcome.num_drafted, outcome.num_accepted)
         if looked is not None and looked.match:
             self._finder.matches.add(looked, outcome.request_id, is_tallied=True)
         if looked is not None and looked.ranks:
@@ -138,9 +144,13 @@ class Follower:
         if is_found and self._forecast:
             self._finder.trust_after(self._match).add(emitted, self._forecast)
 
-    def pass_others(self) -> None:
-        """A round was not its to plan."""
-        self._streak = 0
+    def pass_others(self, are_told: bool) -> None:
+        """A round was not its to plan.
+
+        Args:
+            are_told: whether what guesses came to in it is counted elsewhere.
+        """
+        self._streak, self._has_told = 0, self._has_told or are_told
 
     def pass_plain(self, num_rounds: int) -> None:
         """Count plain rounds that nobody asked about."""
@@ -149,9 +159,10 @@ class Follower:
 
     def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
         assert row.guesses is not None
-        if row.request_id != self._streak_of:
-            self._streak, self._streak_of = 0, row.request_id
-        self._finder.matches.take(row.guesses.take_tally(), row.request_id)
+        tally, matches = row.guesses.take_tally(), self._finder.matches
+        if not (self._has_told and matches.knows(row.request_id)):  # else it would count twice
+            matches.take(tally, row.request_id)
+        self._has_told = False
         self._lengths.keep([self._weigh(row.request_id, n, worth, usual, beside_layers) for n in SHORTEST])
         self._quiet.clear()
 

@@ -10,6 +10,7 @@ from selfspec.control.finder import Finder
 from selfspec.control.follower import Checks, Follower
 from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState, Steady
 from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
+from selfspec.control.timetable import AHEAD
 
 
 class Free:
@@ -30,10 +31,11 @@ class Free:
         self._follower, self._reading = Follower(self._finder), Reading(costs.ragged is not None)
         self.follows = False
         self.told_of: Sequence[RowState] = ()
+        self._asks = False  # whether a single row has more to look in than its own text
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may draft by lookup."""
-        return self._reading.is_on(num_rows)
+        return self._reading.is_on(num_rows) or (num_rows <= 1 and not self._asks)
 
     def branches(self, num_rows: int) -> bool:
         """Whether branches may be drafted beside what is found of so many rows."""
@@ -58,7 +60,11 @@ class Free:
             return None
         usual, drafts = self._decider.usual(len(rows)), decision.exit_layer is not None
         guesses = rows[0].guesses
-        if len(rows) == 1 and guesses is not None and guesses.is_own:
+        if len(rows) == 1 and guesses is not None:
+            self._asks = not guesses.is_own
+        if len(rows) == 1 and guesses is None and not self._asks:
+            return None  # they come with the next round
+        if len(rows) == 1 and not self._asks:
             self.follows = self._reading.may_follow(rows[0], worth)
             found = self._follower.plan(rows[0], worth, usual, drafts) if self.follows else None
             self.told_of = rows if self.follows and self._follower.wants_looks else ()
@@ -90,7 +96,9 @@ class Free:
     @property
     def pause(self) -> int:
         """Plain rounds to pass over after one that found nothing better."""
-        return FOLLOWED_PAUSE if self.follows else self._reading.pause
+        if self.follows:
+            return min(FOLLOWED_PAUSE, self._follower.rounds_left)
+        return self._reading.pause if self.told_of else AHEAD
 
     def match_of(self, row: RowState) -> int:
         """Of the row that is followed; 0 where none is, since to ask for it makes an index."""
@@ -122,7 +130,7 @@ class Free:
         if self.follows and len(outcomes) == 1:
             self._follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
             return
-        self._follower.pass_others()
+        self._follower.pass_others(bool(self.told_of))
         if self.told_of:
             finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))
         elif outcomes:

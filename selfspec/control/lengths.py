@@ -16,6 +16,7 @@ from selfspec.control.plan import MATCH_EDGES
 # many each time, up to so many. Of models so fast that to weigh would take much of that time, more.
 FIRST_KEPT, KEPT, MOST_KEPT = 16, 32, 128
 WEIGHING = 0.02  # of the time of plain rounds
+SAME = 0.05  # of tokens per second, by which what is usual may change without that
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
 WEIGH_SECONDS = 3e-4  # of the interpreter, on cold caches
 TO_ASK = -1  # instead of a length: nobody knows
@@ -52,22 +53,27 @@ class Lengths:
 
     def __init__(self) -> None:
         self._known: list[Weighed] = []  # by bin
-        self._for: tuple[int, float, bool] | None = None
+        self._for: tuple[tuple[int, int], bool] | None = None  # a row, and whether layers draft
+        self._usual = 0.0
         self._left, self._kept = 0, FIRST_KEPT  # rounds, the one that began among them; and for how many it is kept
         self._has_drafted = False  # since
 
-    def is_due(self, request_id: int, usual: float, beside_layers: bool, plain_seconds: float = 1.0) -> bool:
+    def is_due(self, row: tuple[int, int], usual: float, beside_layers: bool, plain_seconds: float) -> bool:
         """A round begins: whether drafts are to be weighed. Nothing is kept for another row, or where something else is
         usual.
 
         Args:
+            row: see `RowState.whole`.
             plain_seconds: of a plain round.
         """
-        told = request_id, usual, beside_layers
+        told = row, beside_layers
         self._left -= 1
-        if told == self._for and self._left > 0:
+        if told == self._for and self._left > 0 and abs(usual - self._usual) <= SAME * self._usual:
             return False
-        self._for, self._left = told, max(self._kept, int(WEIGH_SECONDS / (WEIGHING * plain_seconds)))
+        if self._for is None or row != self._for[0]:
+            self._kept, self._has_drafted = FIRST_KEPT, False
+        self._for, self._usual = told, usual
+        self._left = max(self._kept, int(WEIGH_SECONDS / (WEIGHING * plain_seconds)))
         return True
 
     def keep(self, known: Sequence[Weighed]) -> None:

@@ -83,6 +83,10 @@ class Matches(Fading):
             own.hits[at] += share * right
             own.seen[at] += share * seen
 
+    def knows(self, request_id: int) -> bool:
+        """Whether anything came of a row."""
+        return request_id in self._rows
+
     def _own(self, request_id: int) -> _Row:
         own = self._rows.get(request_id)
         if own is None:

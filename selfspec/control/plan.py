@@ -71,6 +71,11 @@ class RowState(NamedTuple):
     is_sampled: bool = False
 
     @property
+    def whole(self) -> tuple[int, int]:
+        """Which row, and how long it may become: the same from its first round to its last, and of no other row."""
+        return self.request_id, self.content_length + self.room
+
+    @property
     def match(self) -> int:
         """How many of its last tokens a lookup finds earlier."""
         return 0 if self.guesses is None else self.guesses.match

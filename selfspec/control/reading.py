@@ -15,13 +15,11 @@ from selfspec.control.worth import Worth
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found
 READ_SECONDS = 1e-6  # to take one token into a row's index, where that is compiled as fast models are
 ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what came; and once more per round
-# Of few rows any guess ends the compiled call that goes on without: the next begins on cold caches, of which the first
+# Of two rows any guess ends the compiled call that goes on without: the next begins on cold caches, of which the first
 # round takes longer, too.
 END_SECONDS = 4e-4
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
-FOLLOWED_PAUSE = (
-    31  # the same of a row that is followed: it is asked about after matches that a draft is worth it after
-)
+FOLLOWED_PAUSE = 31  # the same of a row that is followed: it is asked about after matches that are worth a draft
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 # Of the time of a row that is followed, that its index and to weigh what it drafts may take: most of that is for the
 # prompt, and long prompts are what lookup is best at.
@@ -49,18 +47,18 @@ class Reading:
         self._decided, self._asking = 0.0, _asking(1)  # see `price`; and of one row
         self._read: dict[int, int] = {}  # tokens in the rows' indices, by request
         self._vain = 0  # rounds in a row in which these were looked up, and nothing was drafted by that
-        self._followed: tuple[int, bool] = -1, False  # the last row that `may_follow` was asked of
+        self._followed: tuple[tuple[int, int], bool] = (-1, 0), False  # the last row that `may_follow` was asked of
 
     def may_follow(self, row: RowState, worth: Worth) -> bool:
         """Whether a single row's index, and to look into it, take little beside its forwards."""
-        if self._followed[0] != row.request_id:
+        if self._followed[0] != row.whole:
             takes = WEIGH_SECONDS + READ_SECONDS * (row.content_length + row.room)
-            self._followed = row.request_id, takes <= FOLLOW_SHARE * worth.plain_seconds * row.room
+            self._followed = row.whole, takes <= FOLLOW_SHARE * worth.plain_seconds * row.room
         return self._followed[1]
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
-        return num_rows <= 1 or (self._is_on and (num_rows <= FEW or self._is_priced))
+        return self._is_on and (num_rows <= FEW or self._is_priced)
 
     def note(self, has_drafted: bool) -> None:
         """Whether anything came of the rows' guesses in a round."""
@@ -193,4 +191,4 @@ def _asking(num_rows: int) -> float:
 
 def _ending(num_rows: int) -> float:
     """Seconds that it takes beside, since a call ends with it that would go on; of more rows none would for long."""
-    return END_SECONDS if num_rows <= FEW else 0.0
+    return END_SECONDS if 1 < num_rows <= FEW else 0.0

@@ -40,11 +40,6 @@ class Timetable:
         return self.round >= self._next
 
     @property
-    def has_decided(self) -> bool:
-        """Whether this round did."""
-        return self.round == self._last
-
-    @property
     def until_due(self) -> int:
         """Rounds after this one that come before the next that decides."""
         return max(0, self._next - self.round - 1)

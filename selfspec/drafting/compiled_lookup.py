@@ -66,7 +66,7 @@ class CompiledLookup(Lookup):
         self._free()
         self._read = 0
         self._make()
-        self._is_anew = True  # its tokens were counted before
+        self._is_anew = True  # most of its tokens were counted before: a few are left out, and none counts twice
 
     @property
     def num_bytes(self) -> int:

@@ -33,7 +33,7 @@ def plan_of(follower, match=14, room=1000, request_id=0, usual=PLAIN, beside=Fal
     """Plan a round of a row of which so many tokens are found."""
     worth = worth or worth_of(1)
     usual = 1 / worth.plain_seconds if usual == PLAIN else usual
-    return follower.plan(RowState(request_id, 50, room, found(match, **kinds)), worth, usual, beside)
+    return follower.plan(RowState(request_id, 1050 - room, room, found(match, **kinds)), worth, usual, beside)
 
 
 def lengths_of(follower, beside=False, checks=lambda chances: 0):
@@ -113,7 +113,7 @@ def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_th
     assert plan_of(followed, room=first).draft_lengths == (first - 1,), "as far as there is room"
     for ended in (
         lambda: learn(followed, plan, first - 1),
-        followed.pass_others,
+        lambda: followed.pass_others(False),
         lambda: followed.pass_plain(1),
     ):
         learn(followed, plan, first)
@@ -165,6 +165,39 @@ def test_drafts_may_branch_in_the_middle_of_a_call_only_beside_long_forwards(slo
     before = followed._finder.ranks.beside
     followed.learn(Plan(None, (0,)), RowOutcome(0, 0, 0, looked=seen))
     assert followed._finder.ranks.beside != before, "it hears how often others came"
+
+
+@pytest.mark.parametrize("match", [2, 4, 7])
+def test_drafts_that_are_always_right_become_longer(match):
+    """Nothing is said of the place after a draft that was right as a whole: nothing was drafted there."""
+    followed, drafted = follower(drafts=("lookup",)), []
+    for round_ in range(120):
+        plan = plan_of(followed, match, usual=50.0 + 10 * (round_ % 2))  # which is weighed anew each time
+        drafted.append(plan.draft_lengths[0])
+        learn(followed, plan, drafted[-1])
+    assert drafted[-1] > 1.5 * drafted[0] and drafted[-1] == max(drafted)
+
+
+def test_what_was_counted_while_rows_were_a_batch_counts_once():
+    seen = []
+    for are_told in (False, True):
+        followed = follower(drafts=("lookup",))
+        matches = followed._finder.matches
+        matches.add(Looked(14, 9, 9), 0)
+        followed.pass_others(are_told)
+        before = sum(matches._pooled_seen)
+        plan_of(followed, tallies=[Tally(300, EVERY_MATCH, EVERY_MATCH)])
+        seen.append(sum(matches._pooled_seen) - before)
+    assert seen[0] > 0 == seen[1]
+
+
+def test_another_text_of_the_same_number_is_another_row():
+    followed = follower(drafts=("lookup",))
+    plan = plan_of(followed)
+    learn(followed, plan, plan.draft_lengths[0])
+    worth = worth_of(1)
+    followed.plan(RowState(0, 20, 80, found(14)), worth, 1 / worth.plain_seconds, False)
+    assert followed._streak == 0 and followed._row == (0, 100)
 
 
 def test_a_match_is_quiet_where_nothing_comes_of_it():

@@ -11,7 +11,7 @@ import pytest
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.lengths import WEIGH_SECONDS
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, RowState
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, RowState, Shadow
 from selfspec.control.reading import (
     ASK_SECONDS,
     END_SECONDS,
@@ -23,6 +23,7 @@ from selfspec.control.reading import (
 )
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
+from selfspec.drafting.lookup import Lookup
 from tests.control.rounds import found
 from tests.control.test_adaptive import traces as traces_of_chance
 from tests.eval.replays import made_up_costs, trace_of
@@ -228,3 +229,35 @@ def test_to_say_how_long_it_is_steady_changes_nothing(slower, drafts):
         runs.append([round_.plan for trace in traces for round_ in replay([trace], kind(costs), costs).rounds])
     assert runs[0] == runs[1]
     assert any(any(one.lengths) for one in told) == (slower > 0.01), "else it takes too long to look into"
+
+
+class Counted(Adaptive):
+    """How often it is asked."""
+
+    asked = 0
+
+    def plan(self, rows):
+        self.asked += 1
+        return super().plan(rows)
+
+
+@pytest.mark.parametrize("drafts", [("lookup",), ("exit", "lookup")])
+def test_a_row_that_is_too_fast_to_be_followed_has_no_index_and_is_seldom_asked_about(drafts, monkeypatch):
+    costs = costs_of(1, slower=0.003)
+    read = []
+    monkeypatch.setattr(Lookup, "_add", lambda self, position: read.append(position))
+    policy = Counted(costs, drafts=drafts)
+    run = replay(echoes(2), policy, costs)
+    assert not read
+    assert len(run.rounds) == 192 and policy.asked < 0.3 * len(run.rounds)
+
+
+def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_draft():
+    for exit_layers in (None, [5]):
+        policy, row = Adaptive(made_up_costs(LAYERS), exit_layers=exit_layers), RowState(0, 100, 10_000)
+        layers = policy.seed_layers(row)
+        assert layers
+        count = (len(layers), 16)
+        policy.seed(row, Shadow(layers, np.ones(count, bool), np.full(count, 0.9, np.float32)))
+        policy._joining = 0
+        assert policy.seed_layers(row._replace(request_id=1)) == ()
