@@ -71,7 +71,8 @@ class Lengths:
         if told == self._for and self._left > 0 and abs(usual - self._usual) <= SAME * self._usual:
             return False
         if self._for is None or row != self._for[0]:
-            self._kept, self._has_drafted = FIRST_KEPT, False
+            # Of its text nothing is known; where nothing was drafted in the one before, that is likely to be so again.
+            self._kept, self._has_drafted = max(FIRST_KEPT, self._kept // 2), False
         self._for, self._usual = told, usual
         self._left = max(self._kept, int(WEIGH_SECONDS / (WEIGHING * plain_seconds)))
         return True
