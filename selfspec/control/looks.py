@@ -14,8 +14,10 @@ SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 # Rounds of a small model come many in a call, which goes on past no look: those come so many rounds apart at least, if
-# these pass in so little time, and take so many seconds beside; where nothing is drafted, somebody decides anew.
-STEP, SOON, CALLING = 8, 8e-3, 3e-4
+# these pass in so little time, and take so many seconds beside, of a round that is not compiled and of two calls that
+# begin on cold caches.
+STEP, SOON, CALLING = 8, 8e-3, 1.5e-3
+SHORT = 0.25  # of a look's price may be unpaid when its round comes: that was foreseen, and ended a call
 FARTHEST = 512  # rounds ahead that a look is fixed for
 FOLLOW = 0.1  # how fast what rounds take is followed
 NOTHING_TO_SEE = 64  # rounds
@@ -40,6 +42,7 @@ class Looks:
         self.are_awaited = False
         """Whether nothing is known, and finding out takes more than is likely to come of it for now."""
         self._paid = self._took = 0.0  # by a round lately, and its seconds
+        self._short = 0.0  # seconds that may be short of the next look's price
         self._round, self._due = 0, 0  # rounds that passed, and after how many the next look comes
         self._turn = 0  # whose turn it is to be looked at in a large batch
         self._room = math.inf  # tokens to come of the row that goes on longest
@@ -74,7 +77,7 @@ class Looks:
     @property
     def are_due(self) -> bool:
         """Whether earlier rounds have paid for one, and as many have passed as were likely to."""
-        return self._credit >= 0 and self._round >= self._due and not self._waits(0)
+        return self._credit >= -self._short and self._round >= self._due and not self._waits(0)
 
     @property
     def rounds_left(self) -> int:
@@ -107,7 +110,7 @@ class Looks:
             share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
         looked = 0.0
         if seconds.shadow > 0:
-            beside = DECIDING if num_rows is None else CALLING * (self._step - 1) / (STEP - 1)
+            beside = CALLING * (self._step - 1) / (STEP - 1) + (DECIDING if num_rows is None else 0.0)
             looked = seconds.shadow + beside
         self.are_awaited = self.are_awaited and not looked
         self._pass(share, seconds.draft + seconds.verify + seconds.head, looked, 1)
@@ -121,7 +124,7 @@ class Looks:
             rate = FOLLOW if self._round > num_rounds else 1.0  # what the table said is forgotten at once
             self._took += rate * (seconds / num_rounds - self._took)
             self._paid += rate * (paid / num_rounds - self._paid)
-        if looked or (self._credit < 0 and self._round >= self._due):
+        if looked or (self._credit < -self._short and self._round >= self._due):
             self._due = self._round + self._rounds_to_pay()
 
     @property
@@ -131,6 +134,7 @@ class Looks:
     def _rounds_to_pay(self) -> int:
         """After so many rounds the next look is paid for."""
         needed, paid = -self._credit, FARTHEST * self._paid
+        self._short = max(0.0, SHORT * needed)
         rounds = FARTHEST if needed > paid else math.ceil(needed / self._paid) if needed > 0 else 0
         return max(rounds, self._step - 1)
 

@@ -9,8 +9,10 @@ import math
 REPLAN, EARLY_REPLAN, EARLY = 24, (6, 12), 24
 # Later each holds for twice as many rounds as the one before, up to so many, as far as decisions would take more than
 # this share of the time: each takes so many seconds of the interpreter, with the call that it ends.
-RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 5e-4
-FIRST_REPLAN = 2  # the same where next to nothing is known of the layer that drafts
+RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 1e-3
+# The same where next to nothing is known of the layer that drafts: more of models so fast that a decision would take
+# more than this share of that time.
+FIRST_REPLAN, MOST_FIRST, FIRST_SHARE = 2, 6, 0.2
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
@@ -97,5 +99,8 @@ class Timetable:
         early = self._early_replan * rarer
         if self._has_prior:
             early = max(early, min(EARLY, paid))
+        elif not begins:
+            early = max(early, min(2 * self._held, EARLY, paid))
         known = early if is_early else max(usual, min(2 * self._held, RAREST, paid))
-        self.decide_after(known if is_known or self._has_prior else FIRST_REPLAN * rarer)
+        first = min(MOST_FIRST, max(FIRST_REPLAN, math.ceil(paid * DECIDING_SHARE / FIRST_SHARE)))
+        self.decide_after(known if is_known or self._has_prior else first * rarer)
