@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from eval import environment
@@ -130,7 +130,8 @@ def _record(
     """What a way came to live, beside plain decoding in the same repeats, and in replay."""
     live = spread(b.decoding / a.decoding for a, b in zip(calls, plain, strict=True))
     seconds = spread(each.decoding for each in calls)
-    predicted = _rounds(plain_done) / _rounds(done)
+    expected = _rounds(done) + median(each.beside for each in calls) * sum(r.plan.exit_layer is not None for r in done.rounds)
+    predicted = _rounds(plain_done) / expected
     wanted = [list(trace.tokens) for trace in scene.traces]
     return {
         "method": way.name,
@@ -141,7 +142,8 @@ def _record(
         "live_over_predicted": live.median / predicted,
         "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain, strict=True))._asdict(),
         "seconds": seconds._asdict(),
-        "predicted_seconds": _rounds(done),
+        "predicted_seconds": expected,
+        "predicted_by_costs_alone": _rounds(plain_done) / _rounds(done),
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
         "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),

@@ -12,9 +12,10 @@ import numpy as np
 from selfspec.control.fading import Fading, Passed
 from selfspec.control.tracker import Floats
 
-HALF_LIFE, OVERALL = 200.0, 2000.0  # tokens after which an observation counts half: here, and in what is kept for later
+HALF_LIFE, OVERALL = 1000.0, 2000.0  # tokens after which an observation counts half: here, and in what is kept for later
 # Right tokens that full agreement is believed for at first, and the agreement of all exits for that of one.
 BELIEVED, POOLED = 20.0, 10.0
+KNOWN = 2.0  # times as many tokens as are believed, from which on it is known
 AS_GOOD = 0.9  # agreement from which on what copies came to says how often the layers are right
 PRIOR_SIZE = 100.0  # most tokens that what was kept counts for
 
@@ -72,6 +73,11 @@ class Agreement:
     @property
     def is_good(self) -> bool:
         return self.pooled >= AS_GOOD
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it comes from tokens that came rather than from what is believed at first."""
+        return self._now.in_all[1] >= KNOWN * BELIEVED * self._now.weight
 
     def ratios(self) -> Floats:
         """`[L - 1]`, at most 1."""

@@ -24,8 +24,8 @@ KNOWN = 12.0  # lasting picks of a layer from which on misses of its copies are 
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 
 
-# A round: its plan, what became of it, its clock, the seconds of deciding so far (others may come to that clock), how
-# many idle rounds went before it, and `Experience.add`'s `looked`.
+# A round: its plan, what became of it, its clock, the seconds of deciding so far (for those of a round that is counted
+# before all is told of it), how many idle rounds went before it, and `Experience.add`'s `looked`.
 _Recorded = tuple[Plan, Sequence[RowOutcome], Seconds, float, int, tuple[float, float] | None]
 
 
@@ -151,11 +151,12 @@ class Experience:
         if self._second_rates is not None:
             self._second_rates.pass_time(emitted / rows)
         self._passed.tokens += emitted / rows + num_idle
-        if exit_layer:
+        # What copies get wrong that the layers would have had right says nothing of forecasts for the layers.
+        if exit_layer and (plan.draft_bits is None or (self._agreement.is_good and self._agreement.is_known)):
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
             self._trust.add(emitted / rows, self._rate * took)
-        self._pace.pass_round(decided, num_idle, None if exit_layer is None else seconds.rest)
+        self._pace.pass_round(seconds.decided or decided, num_idle, None if exit_layer is None else seconds.rest)
         if looked is not None:
             copies, (context, share) = plan.draft_bits is not None, looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]

@@ -24,7 +24,7 @@ NOTHING_TO_SEE = 64  # rounds
 # Rows with no more tokens to come than this end before a look could be worth it: it waits for others, so many rounds.
 LAST, WAITS = 16, 64
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
-EARLY_SHARE = 0.02  # of the time that rows will take: where a first look takes more, it is earned as any other
+EARLY_SHARE = 0.04  # of the time that rows will take: where a first look takes more, it is earned as any other
 
 
 class Looks:

@@ -11,7 +11,9 @@ from selfspec.control.plan import LOOKUP, Seconds
 
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
-DECIDING_STEP, MOST_DECIDING = 0.25, 1.0  # and of deciding; the most, in plain rounds
+# And of deciding, in the mean over so many rounds at least, since those that begin a call take many times as long; the
+# most, in plain rounds.
+DECIDING_STEP, DECIDING_ROUNDS, MOST_DECIDING = 0.5, 16, 1.0
 # Of what a plain round spends around its forwards, in the table: a call for every single round spends three to four
 # times as much. More is the caller's own stops, criteria and texts, which plain rounds' tokens have as well.
 MOST_AROUND = 3.0
@@ -39,7 +41,7 @@ class Pace:
         self.deciding, self.around = _read_seconds(known, "deciding"), _read_seconds(known, "around")
         self._most_deciding: dict[int, float] = {}  # by rows
         self._has_drafted = False
-        self._decided: list[float] = []  # seconds, of the rounds since the last look at the clock
+        self._decided: list[float] = []  # seconds, of the rounds since that was last set right
         self._spent: list[float] = []  # around those that drafted
 
     def deciding_of(self, num_rows: int) -> float:
@@ -79,12 +81,13 @@ class Pace:
         if tells and layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # not of a clock that was set back
             ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
             self.pick += PICK_STEP * (ratio - self.pick)
-        decided, self._decided = self._decided, []
-        spent, self._spent = self._spent, []
-        if layers > 0 and expected["draft"] > 0:
-            if sum(decided) > 0:  # not of a clock that was set back
+        if len(self._decided) >= DECIDING_ROUNDS:
+            decided, self._decided = self._decided, []
+            spent, self._spent = self._spent, []
+            is_drafted = layers > 0 and expected["draft"] > 0
+            if is_drafted and sum(decided) > 0:  # not of a clock that was set back
                 self._follow(self.deciding, num_rows, sum(decided) / len(decided) / pace)
-            if spent:
+            if is_drafted and spent:
                 most = MOST_AROUND * expected["rest"]
                 beyond = sum(spent) / len(spent) / pace - expected["rest"]
                 self._follow(self.around, num_rows, min(max(0.0, beyond), most))

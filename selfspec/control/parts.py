@@ -19,6 +19,9 @@ from selfspec.control.worth import Worth, deepest_copy
 
 DIVISORS = (8, 4)  # of the vocabulary
 LEAST = 4096  # tokens: of smaller heads there is little to save
+# What drafts by copies must promise over those by the layers: the latter feed verification what they have run already,
+# may check what lookup finds, and need nothing believed of how often copies are right.
+MARGIN = 1.1
 
 
 class Vocabulary(Protocol):
@@ -117,7 +120,8 @@ def choose(
     if agreement is not None:
         coverages[[part.bits is not None for part in parts]] *= agreement
     rates, drafted = worth.rates(right, share, ways, coverages)
-    promised = (np.maximum.reduce(rates, 2) * favour).tolist()
+    margins = np.array([[1.0 if part.bits is None else 1 / MARGIN] for part in parts])
+    promised = (np.maximum.reduce(rates, 2) * favour * margins).tolist()
     best, at, exit_layer, before = -1.0, 0, 0, (-1, 0)
     for i, (part, by_layer) in enumerate(zip(parts, promised, strict=True)):
         for layer in layers:

@@ -241,6 +241,7 @@ class Seconds:
     shadow: float = 0.0  # what other layers would have picked
     control: float = 0.0  # plans and statistics
     rest: float = 0.0  # acceptance, stops, text; what is spent around a round in one compiled call
+    decided: float = 0.0  # of control, what the policy took, once it was told of the round
     _last: float = field(default_factory=perf_counter, repr=False)
 
     def lap(self, stage: str) -> None:

@@ -236,6 +236,7 @@ class Engine:
         if is_told:
             asking.observe(plan, outcomes, seconds)
             seconds.lap("control")
+            seconds.decided = seconds.control
         else:
             asking.pass_plain(seconds)
         return plan, is_ahead

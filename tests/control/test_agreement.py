@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.agreement import AS_GOOD, Agreement
+from selfspec.control.agreement import AS_GOOD, BELIEVED, KNOWN, Agreement
 from selfspec.control.fading import Passed
 from selfspec.control.plan import RowOutcome, RowState, Seconds, Shadow
 from tests.control.test_adaptive import LAYERS
@@ -34,6 +34,18 @@ def test_it_is_never_more_than_full_and_older_observations_fade():
     assert seen.pooled == 1 and seen.ratios().max() == 1
 
 
+def test_it_is_known_once_more_tokens_came_than_are_believed_and_is_forgotten():
+    passed = Passed()
+    seen = Agreement(LAYERS, passed)
+    assert seen.is_good and not seen.is_known
+    for _ in range(int(KNOWN * BELIEVED)):
+        assert not seen.is_known
+        seen.add(1, 0.9, 1.0)
+    assert seen.is_good and seen.is_known
+    passed.tokens += 10_000
+    assert not seen.is_known
+
+
 def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense():
     passed = Passed()
     seen = Agreement(LAYERS, passed)
@@ -43,7 +55,7 @@ def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense
     later = Agreement(LAYERS, Passed(), seen.state())
     assert later.state() == seen.state()
     assert later.ratios().argmin() == 1 and later.ratios()[1] < 0.5 and not later.is_good
-    passed.tokens += 1000
+    passed.tokens += 5000
     assert seen.is_good and not Agreement(LAYERS, Passed(), seen.state()).is_good, "it is kept for longer than it holds"
     much = Agreement(LAYERS, Passed(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])
     for _ in range(4):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.control.experience import MOST_RECORDED, Experience
-from selfspec.control.plan import Plan, RowOutcome, Seconds, Shadow
+from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, Seconds, Shadow, SurvivalStop
 from tests.eval.replays import made_up_costs
 
 LAYERS = 8
@@ -33,6 +33,23 @@ def rounds(draw):
         outcomes.append(RowOutcome(row, drafted, accepted, sure, shadow=seen, second=second))
     took = [draw(st.floats(1e-4, 1e-2)) for _ in range(8)]
     return Plan(exit_layer, (6,) * len(outcomes)), outcomes, Seconds(*took), draw(st.integers(0, 3))
+
+
+def trust_after(plan, accepted, count):
+    seen = Experience(made_up_costs(LAYERS), None, False)
+    seen.tracker.add(2, [True] * 20, [0.9] * 20)
+    seen.expect(50.0, [0.01 * n for n in range(7)])
+    for _ in range(count):
+        seen.add(plan, [RowOutcome(0, 6, accepted, (0.9,) * 6)], Seconds(), None)
+    return seen.trust
+
+
+def test_what_copies_get_wrong_is_not_held_against_forecasts_for_the_layers_until_they_are_known_to_be_as_good():
+    stop = SurvivalStop((0.9,) * NUM_BINS, 0.1)
+    by_layers, by_copies = (Plan(2, (6,), stop=stop, draft_bits=bits) for bits in (None, 4))
+    assert trust_after(by_layers, 0, 6) < 0.7
+    assert trust_after(by_copies, 0, 6) == trust_after(by_copies, 1, 30) == 1
+    assert trust_after(by_copies, 6, 30) > 1, "copies that are as good tell of forecasts"
 
 
 @given(st.lists(rounds(), max_size=2 * MOST_RECORDED))

@@ -14,7 +14,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
 from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, OF_ONE_ROW, PLAIN, Kinds, rounds_apart
-from selfspec.control.pace import KEPT_DECIDING, Pace
+from selfspec.control.pace import DECIDING_ROUNDS, KEPT_DECIDING, Pace
 from selfspec.control.plan import RowOutcome, RowState, Seconds
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
@@ -186,7 +186,8 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
     assert pace.deciding_of(3) == 0
     for num_rows, seconds in taken.items():
         for _ in range(60):
-            pace.pass_round(seconds)
+            for _ in range(DECIDING_ROUNDS):
+                pace.pass_round(seconds)
             pace.look(1, num_rows, at, Seconds(**at), False)
     state = json.loads(json.dumps(pace.state()))
     again = Pace(ANY_TABLE, state)
@@ -206,7 +207,8 @@ def test_what_is_spent_around_rounds_that_draft_is_learned_beyond_what_plain_one
     known = []
     for spent in (1.25e-3, 0.5e-3, 60e-3):  # the last: the caller's own code, which plain rounds' tokens run as well
         for _ in range(60):
-            pace.pass_round(1e-4, around=spent)
+            for each in (0.0, 2 * spent) * (DECIDING_ROUNDS // 2):  # those that begin a call take longer
+                pace.pass_round(1e-4, around=each)
             pace.look(1, 1, at, Seconds(**at), False)
         known.append(pace.around_of(3))
     assert known == pytest.approx([0.25e-3, 0.0, min(3e-3, ANY_TABLE.plain_round(1))], abs=1e-6)

@@ -190,6 +190,9 @@ def drafting(faster=4.0, has_copies=True, drafts=DEFAULT_DRAFTS, **kinds):
 def test_copies_draft_where_that_is_worth_reading_all_layers_afterwards():
     assert drafting().draft_bits == 4
     assert drafting(faster=0.7).draft_bits is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.control.parts.MARGIN", 2.0)
+        assert drafting().draft_bits is None, "they must promise more than the layers by a margin"
     assert drafting().speedup > drafting(faster=0.7).speedup
 
 

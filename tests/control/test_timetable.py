@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from selfspec.control.looks import CALLING, EARLY_SHARE, LAST, OFF_SHARE, SHADOW_SHARE, STEP, WAITS, Looks
 from selfspec.control.plan import Seconds
 from selfspec.control.table import Table
-from selfspec.control.timetable import DECIDING, DECIDING_SHARE, EARLY, FIRST_REPLAN, RAREST, REPLAN, Timetable
+from selfspec.control.timetable import (
+    DECIDING,
+    DECIDING_SHARE,
+    EARLY,
+    EARLY_REPLAN,
+    FIRST_REPLAN,
+    FIRST_SHARE,
+    MOST_FIRST,
+    RAREST,
+    REPLAN,
+    Timetable,
+)
 from tests.eval.replays import made_up_costs
 
 LAYERS = 8
@@ -46,10 +57,19 @@ def test_decisions_of_small_models_become_rarer_until_they_take_little_and_no_ra
         assert share <= DECIDING_SHARE or found[-1] == max(slow[-1], RAREST)
         assert share >= 0.5 * DECIDING_SHARE or found[-1] == slow[-1], "rarer than it has to be"
         unknown = intervals(seconds, 3, num_rows, is_known=False, has_prior=False)
-        assert set(unknown) == {FIRST_REPLAN * (slow[-1] // REPLAN)}
+        first = unknown[0] // (slow[-1] // REPLAN)
+        assert set(unknown) == {unknown[0]} and FIRST_REPLAN <= first <= MOST_FIRST
+        assert DECIDING / (first * seconds) <= FIRST_SHARE or first == MOST_FIRST
+        assert first == FIRST_REPLAN or DECIDING / ((first - 1) * seconds) > FIRST_SHARE, "later than need be"
         assert intervals(seconds, 8, num_rows, is_known=False) == found, "earlier texts have told of it"
     assert intervals(1e-3, 8)[-1] > 2 * REPLAN
     assert intervals(0.0, 8, num_rows) == slow  # of a clock that was set back
+
+
+def test_first_decisions_of_a_small_model_that_nothing_is_known_of_lie_ever_farther_apart():
+    assert intervals(1.0, 3, has_prior=False) == [EARLY_REPLAN[False]] * 3
+    found = intervals(1e-3, 4, has_prior=False)
+    assert found[0] == EARLY_REPLAN[False] and found[:3] == sorted(found[:3]) and found[1] == 2 * found[0]
 
 
 def looks_of(looking=3e-5):
@@ -77,6 +97,19 @@ def test_no_look_comes_before_the_round_that_was_foreseen_however_long_rounds_ta
         looks.pass_round(1, False, Seconds(verify=took * held_up, shadow=looking if was_due else 0.0))
         if not was_due and left:
             assert not looks.are_due and looks.rounds_left >= left - 1
+
+
+@given(st.floats(1.1e-3, 2e-3), st.floats(0.8, 1.5))
+def test_a_look_whose_round_has_come_is_not_put_off_for_a_little_that_is_unpaid(took, slower):
+    looks = looks_of()
+    passed(looks, took, 1)
+    looks.pass_round(1, False, Seconds(verify=took, shadow=3e-5))
+    left = looks.rounds_left
+    assert 50 < left < 512
+    for _ in range(left + 1):
+        assert not looks.are_due
+        looks.pass_round(1, False, Seconds(verify=took * slower))
+    assert looks.are_due
 
 
 def test_looks_that_are_cheap_beside_what_was_laid_by_do_not_come_round_by_round():
