@@ -1,8 +1,9 @@
 """Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
 
 All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
-and replay has none. The speedup of whole calls, with everything in it, is reported beside them. Stages and the reading
-of prompts are timed by the engine's own clock, which off the CPU measures launches.
+and replay has none. Of the interpreter, replay counts in rounds that draft what the clock had told the policy before
+the call. The speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are
+timed by the engine's own clock, which off the CPU measures launches.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from eval import environment
@@ -26,7 +27,9 @@ from eval.summary import spread
 from eval.timing import Say
 from eval.traces import save
 from selfspec import load as load_model
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
+from selfspec.control.pace import KEPT_DECIDING
 from selfspec.control.policies import CHOOSES_EXIT
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import SpecStats
@@ -87,12 +90,21 @@ def time_batch(scene: Scene, batch_size: int, config: LiveConfig, name: str, say
 def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConfig, say: Say) -> list[dict[str, Any]]:
     """Records of some ways, the first of which is plain decoding, timed in turn and replayed."""
     calls = interleave(scene, ways, batch_size, config.repeats, config.warmup_tokens, say)
-    replayed = [replay(scene.traces, way.make(), scene.costs, batch_size) for way in ways]
+    replayed = [_replay(scene, way, calls[way.name], batch_size) for way in ways]
     first = ways[0].name
     return [
         _record(way, calls[way.name], calls[first], done, replayed[0], scene)
         for way, done in zip(ways, replayed, strict=True)
     ]
+
+
+def _replay(scene: Scene, way: Way, calls: Sequence[Call], batch_size: int) -> Replayed:
+    """With what the clock had told of the interpreter before the call in the middle, which prices rounds."""
+    policy, beside = way.make(), 0.0
+    if isinstance(policy, Adaptive) and (pace := calls[len(calls) // 2].pace) is not None:
+        policy.tell_pace(pace)
+        beside = policy.seconds_beside(batch_size) / KEPT_DECIDING
+    return replay(scene.traces, policy, scene.costs, batch_size, beside=beside)
 
 
 def way_of(scene: Scene, policy: str) -> Way:
@@ -130,8 +142,7 @@ def _record(
     """What a way came to live, beside plain decoding in the same repeats, and in replay."""
     live = spread(b.decoding / a.decoding for a, b in zip(calls, plain, strict=True))
     seconds = spread(each.decoding for each in calls)
-    expected = _rounds(done) + median(each.beside for each in calls) * sum(r.plan.exit_layer is not None for r in done.rounds)
-    predicted = _rounds(plain_done) / expected
+    predicted = _rounds(plain_done) / _rounds(done)
     wanted = [list(trace.tokens) for trace in scene.traces]
     return {
         "method": way.name,
@@ -142,8 +153,7 @@ def _record(
         "live_over_predicted": live.median / predicted,
         "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain, strict=True))._asdict(),
         "seconds": seconds._asdict(),
-        "predicted_seconds": expected,
-        "predicted_by_costs_alone": _rounds(plain_done) / _rounds(done),
+        "predicted_seconds": _rounds(done),
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
         "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),

@@ -68,7 +68,7 @@ class Call(NamedTuple):
     rows: int  # rows of drafting rounds, added up
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
-    beside: float = 0.0  # see `Adaptive.seconds_beside`, before the call
+    pace: Any = None  # what the clock had told earlier policies, of one that minds it
 
     @property
     def decoding(self) -> float:
@@ -90,9 +90,9 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
         paces: by way, what the clock told earlier policies of this machine, to start from and to be brought up to date.
     """
     policy = way.make()
-    if paces is not None and isinstance(policy, Adaptive) and way.name in paces:
-        policy.tell_pace(paces[way.name])
-    beside = policy.seconds_beside(batch_size) if isinstance(policy, Adaptive) else 0.0
+    pace = None if paces is None else paces.get(way.name)
+    if isinstance(policy, Adaptive) and pace is not None:
+        policy.tell_pace(pace)
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
     sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
     options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, "burst": WHOLE_BURST, **sampling}
@@ -100,7 +100,7 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
     rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
     if paces is not None and isinstance(policy, Adaptive):
         paces[way.name] = policy.state()["pace"]
-    return _call(rounds, wall)._replace(beside=beside)
+    return _call(rounds, wall)._replace(pace=pace)
 
 
 def _call(rounds: Sequence[Round], wall: float) -> Call:

@@ -107,8 +107,13 @@ def replay(
     batch_size: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
     datastore: Datastore | None = None,
+    beside: float = 0.0,
 ) -> Replayed:
-    """Decode the traces in order, `batch_size` at a time, as the engine would with this policy."""
+    """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
+
+    Args:
+        beside: seconds that the interpreter takes in a round that drafts, beyond a plain round's.
+    """
     done = Replayed()
     recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
     waiting = deque(_Row(i, trace, recycled, datastore) for i, trace in enumerate(traces))
@@ -120,7 +125,7 @@ def replay(
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _round(ready, asking, costs, done)
+            _round(ready, asking, costs, done, beside)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
@@ -152,7 +157,7 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed) -> None:
+def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, beside: float) -> None:
     clock = Seconds()
     plan, is_told = asking.plan(ready)
     clock.lap("control")
@@ -167,6 +172,7 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed) 
             came = slice(row.at, row.at + outcome.num_emitted)
             row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
     took = _seconds(plan, outcomes, context, costs)
+    took.control = beside if plan.exit_layer is not None else 0.0
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
     done.rounds.append(ReplayedRound(plan, replayed, took.total))
     done.seconds += took.total

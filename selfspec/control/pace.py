@@ -13,11 +13,11 @@ PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the cl
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
 # And of deciding, in the mean over so many rounds at least, since those that begin a call take many times as long; the
 # most, in plain rounds.
-DECIDING_STEP, DECIDING_ROUNDS, MOST_DECIDING = 0.5, 16, 1.0
+DECIDING_STEP, DECIDING_ROUNDS, MOST_DECIDING = 0.5, 64, 1.0
 # Of what a plain round spends around its forwards, in the table: a call for every single round spends three to four
 # times as much. More is the caller's own stops, criteria and texts, which plain rounds' tokens have as well.
 MOST_AROUND = 3.0
-KEPT_DECIDING = 0.75  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
+KEPT_DECIDING = 0.9  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
 
 
 class Pace:
