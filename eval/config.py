@@ -163,12 +163,15 @@ class LiveConfig:
     cost_repeats: int = knob(15, "How often every piece of a round is timed, for the costs.")
     synthetic: bool = knob(True, "Also time adaptive on synthetic targets whose acceptance falls from 1 to nearly 0.")
     synthetic_batch_sizes: tuple[int, ...] = knob((1, 8), "Rows decoded together there.")
+    synthetic_hidden_size: int = knob(256, "Their hidden size: how much a token is beside what the interpreter takes.")
 
     def __post_init__(self) -> None:
         for name in ("tokens", "finalists", "repeats", "warmup_tokens", "cost_repeats"):
             check_key(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("threads", "num_questions"):
             check_key(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        size = self.synthetic_hidden_size
+        check_key(size >= 16 and size % 16 == 0, "synthetic_hidden_size", "a multiple of 16", size)
         for name in ("batch_sizes", "draft_lengths", "synthetic_batch_sizes", "exit_layers"):
             given = getattr(self, name)
             fits = all(n >= 1 for n in given) and len(set(given)) == len(given)

@@ -1,9 +1,9 @@
 """Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
 
 All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
-and replay has none. Of the interpreter, replay counts in rounds that draft what the clock had told the policy before
-the call. The speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are
-timed by the engine's own clock, which off the CPU measures launches.
+and replay has none. Of the interpreter, replay counts in rounds that draft what the clock had told before the call. The
+speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are timed by
+the engine's own clock, which off the CPU measures launches.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ add, by a factor on their output projections, the rarer it agrees. The time a fo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from selfspec.api import Target
 from selfspec.decoding.measure import measure
 
 SCALES = (0.0, 0.04, 0.1, 0.2, 0.4, 1.0)  # acceptance at a quarter of the depth: about 1, 0.9, 0.7, 0.5, 0.25, 0.05
-SPREAD = 0.12  # of the weights: outputs then neither stand still nor go round in circles
+SPREAD = 0.12  # of the weights, at a hidden size of 256: outputs then neither stand still nor go round in circles
 PROMPTS, PROMPT_TOKENS = 8, 24
 
 
@@ -34,7 +35,7 @@ def build(scale: float, num_layers: int = 8, hidden_size: int = 256, vocab_size:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=1024,
-        initializer_range=SPREAD,
+        initializer_range=SPREAD * math.sqrt(256 / hidden_size),
         tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):
@@ -65,7 +66,7 @@ def sweep(config: LiveConfig, say: Say) -> dict[str, Any]:
     costs, levels = None, []
     sizes = config.synthetic_batch_sizes
     for scale in SCALES:
-        target = Target(build(scale).to(device))
+        target = Target(build(scale, hidden_size=config.synthetic_hidden_size).to(device))
         generator = torch.Generator().manual_seed(1)
         prompts = torch.randint(target.stack.vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
         if costs is None:

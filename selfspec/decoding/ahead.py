@@ -32,6 +32,16 @@ class Coming(NamedTuple):
     steps: list[float]  # seconds, see `Done`; the same of `taken`
     taken: list[float]
     found: list[int] | None  # what the only row drafted, if anything, by lookup; None: layers drafted
+    stages: tuple[float, float, float, float]  # the same seconds, added up: draft, verify, head and pick
+
+    @classmethod
+    def of(cls, verdicts: list[Verdict], steps: list[float], taken: list[float], found: list[int] | None) -> Coming:
+        fed, verify, head, pick = taken
+        if found is not None:
+            fed = 0.0
+        if steps:
+            fed, head, pick = fed + sum(steps[::3]), head + sum(steps[1::3]), pick + sum(steps[2::3])
+        return cls(verdicts, steps, taken, found, (fed, verify, head, pick))
 
     @property
     def parts(self) -> list[tuple[str, float]]:
@@ -40,13 +50,6 @@ class Coming(NamedTuple):
         steps = [(STAGES[i % 3], taken) for i, taken in enumerate(self.steps)]
         early = [("draft", fed)] if self.found is None else []
         return [*steps, *early, *zip(("verify", "head", "pick"), judged, strict=True)]
-
-    @property
-    def stages(self) -> tuple[float, float, float, float]:
-        """The same, added up: draft, verify, head and pick."""
-        steps, (fed, verify, head, pick) = self.steps, self.taken
-        drafted = sum(steps[::3]) + (fed if self.found is None else 0.0)
-        return drafted, verify, head + sum(steps[1::3]), pick + sum(steps[2::3])
 
 
 class Ahead:

@@ -80,8 +80,8 @@ def compiled_round(
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
     done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
     coming = [
-        Coming([_judged(row) for row in one.rows], one.steps, one.taken, one.rows[0].drafted if one.is_given else None)
-        for one in done
+        Coming.of([_judged(one) for one in rows], steps, taken, rows[0].drafted if is_given else None)
+        for rows, is_given, steps, taken, _ in done
     ]
     seconds.laps([("rest", 0.0), *coming[0].parts], sum([sum(one.stages) for one in coming[1:]]))
     if ahead is not None and further is not None:

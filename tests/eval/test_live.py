@@ -26,7 +26,7 @@ from tests.eval.replays import made_up_costs
 from tests.models import build
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print(", "x"]
-TINY = partial(synthetic.build, num_layers=4, hidden_size=64, vocab_size=256)
+TINY = partial(synthetic.build, num_layers=4, vocab_size=256)
 
 
 def ignore(text):
@@ -167,7 +167,15 @@ def test_the_fixed_settings_are_those_that_replay_finds_fastest(scene):
 def test_acceptance_of_synthetic_targets_falls_from_one_to_nearly_zero(monkeypatch):
     monkeypatch.setattr(synthetic, "build", TINY)
     record = synthetic.sweep(
-        LiveConfig(tokens=12, repeats=1, warmup_tokens=1, cost_repeats=1, synthetic_batch_sizes=(4,)), ignore
+        LiveConfig(
+            tokens=12,
+            repeats=1,
+            warmup_tokens=1,
+            cost_repeats=1,
+            synthetic_batch_sizes=(4,),
+            synthetic_hidden_size=64,
+        ),
+        ignore,
     )
     levels = record["levels"]
     found = [level["acceptance"] for level in levels]
@@ -189,7 +197,9 @@ def test_acceptance_of_synthetic_targets_falls_from_one_to_nearly_zero(monkeypat
 def test_the_synthetic_targets_have_a_table_of_their_own_and_need_no_task(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(synthetic, "build", TINY)
     monkeypatch.setattr(synthetic, "SCALES", (0.0, 1.0))
-    (tmp_path / "live.yaml").write_text("tokens: 6\nrepeats: 1\ncost_repeats: 1\nsynthetic_batch_sizes: [2]")
+    (tmp_path / "live.yaml").write_text(
+        "tokens: 6\nrepeats: 1\ncost_repeats: 1\nsynthetic_batch_sizes: [2]\nsynthetic_hidden_size: 64"
+    )
     assert main(["live", "--config", str(tmp_path / "live.yaml"), "--output", str(tmp_path / "out")]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
@@ -219,6 +229,7 @@ def test_the_plot_names_its_lines_and_is_the_same_twice(tmp_path):
         (["--batch-sizes", "2", "0"], "batch_sizes must be different numbers of at least 1, got [2, 0]"),
         (["--draft-lengths", "2", "2"], "draft_lengths must be different numbers of at least 1, got [2, 2]"),
         (["--exit-layers", "4"], "exit_layers must be in 1..3 for this model, got [4]"),
+        (["--synthetic-hidden-size", "250"], "synthetic_hidden_size must be a multiple of 16, got 250"),
         (["--policies", "best"], f"policies must be among {', '.join(POLICIES)}, got ['best']"),
         (["--task", "more", "no/such/model", "q.jsonl"], "there is no folder no/such/model"),
         (["--config", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
