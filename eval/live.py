@@ -1,7 +1,7 @@
 """Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
 
 All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
-and replay has none. Of the interpreter, replay counts in rounds that draft what the clock had told before the call. The
+and replay has none. Of the interpreter, replay counts in rounds of `adaptive` that draft what the clock had told it.
 speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are timed by
 the engine's own clock, which off the CPU measures launches.
 """
@@ -100,10 +100,11 @@ def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConf
 
 def _replay(scene: Scene, way: Way, calls: Sequence[Call], batch_size: int) -> Replayed:
     """With what the clock had told of the interpreter before the call in the middle, which prices rounds."""
-    policy, beside = way.make(), 0.0
+    policy, beside = way.make(), (0.0, 0.0)
     if isinstance(policy, Adaptive) and (pace := calls[len(calls) // 2].pace) is not None:
         policy.tell_pace(pace)
-        beside = policy.seconds_beside(batch_size) / KEPT_DECIDING
+        deciding, around = policy.seconds_beside(batch_size)
+        beside = deciding / KEPT_DECIDING, around / KEPT_DECIDING
     return replay(scene.traces, policy, scene.costs, batch_size, beside=beside)
 
 

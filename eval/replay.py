@@ -107,12 +107,12 @@ def replay(
     batch_size: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
     datastore: Datastore | None = None,
-    beside: float = 0.0,
+    beside: tuple[float, float] = (0.0, 0.0),
 ) -> Replayed:
     """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
 
     Args:
-        beside: seconds that the interpreter takes in a round that drafts, beyond a plain round's.
+        beside: seconds that deciding takes in a round that drafts, and what is spent around it beyond a plain round's.
     """
     done = Replayed()
     recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
@@ -157,7 +157,7 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, beside: float) -> None:
+def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, beside: tuple[float, float]) -> None:
     clock = Seconds()
     plan, is_told = asking.plan(ready)
     clock.lap("control")
@@ -172,7 +172,8 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
             came = slice(row.at, row.at + outcome.num_emitted)
             row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
     took = _seconds(plan, outcomes, context, costs)
-    took.control = beside if plan.exit_layer is not None else 0.0
+    if plan.exit_layer is not None:
+        took.control, took.rest = beside[0], took.rest + beside[1]
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
     done.rounds.append(ReplayedRound(plan, replayed, took.total))
     done.seconds += took.total

@@ -78,7 +78,8 @@ class Agreement:
     @property
     def is_known(self) -> bool:
         """Whether it comes from tokens that came rather than from what is believed at first."""
-        return self._now.in_all[1] >= KNOWN * BELIEVED * self._now.weight
+        least = KNOWN * BELIEVED * self._now.weight
+        return self._now.in_all[1] >= least
 
     def ratios(self) -> Floats:
         """`[L - 1]`, at most 1."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS
-from selfspec.control.parts import WHOLE, Part, choose
+from selfspec.control.parts import MARGIN, WHOLE, Part, choose
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import SecondChoices, SurvivalStop
 from selfspec.control.tracker import Floats
@@ -66,14 +66,21 @@ def decide(
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
     agreement = experience.agreement.ratios()
-    chosen = choose(parts, allowed, worth, right, share, (now.part, now.exit_layer), STAY, favour, agreement)
-    part, exit_layer, rates, drafted, covered = chosen
-    line = exit_layer - 1
-    by_bound = rates[line].tolist()
-    rate = max(by_bound)
-    trusted = trust * rate / slower
-    speedup = trusted * worth.plain_seconds / num_rows
-    if speedup < ((HANDICAP if now.exit_layer is None else OFF) if least is None else least):
+    if least is None:
+        least = HANDICAP if now.exit_layer is None else OFF
+    # Where the layers themselves do not pay, copies that are known need no margin over them.
+    for margin in (MARGIN, 1.0) if experience.agreement.is_known and len(parts) > 1 else (MARGIN,):
+        at = now.part, now.exit_layer
+        chosen = choose(parts, allowed, worth, right, share, at, STAY, favour, agreement, margin)
+        part, exit_layer, rates, drafted, covered = chosen
+        line = exit_layer - 1
+        by_bound = rates[line].tolist()
+        rate = max(by_bound)
+        trusted = trust * rate / slower
+        speedup = trusted * worth.plain_seconds / num_rows
+        if speedup >= least:
+            break
+    if speedup < least:
         return Decision(num_rows / worth.plain_seconds, speedup)
     right_then, share_then = right[line].tolist(), share[line].tolist()
     if covered != 1:

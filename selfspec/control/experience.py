@@ -24,9 +24,9 @@ KNOWN = 12.0  # lasting picks of a layer from which on misses of its copies are 
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 
 
-# A round: its plan, what became of it, its clock, the seconds of deciding so far (for those of a round that is counted
-# before all is told of it), how many idle rounds went before it, and `Experience.add`'s `looked`.
-_Recorded = tuple[Plan, Sequence[RowOutcome], Seconds, float, int, tuple[float, float] | None]
+# A round: its plan, what became of it, its clock, which goes on until the round has ended, how many idle rounds went
+# before it, and `Experience.add`'s `looked`.
+_Recorded = tuple[Plan, Sequence[RowOutcome], Seconds, int, tuple[float, float] | None]
 
 
 class Experience:
@@ -111,10 +111,10 @@ class Experience:
             looked: to set its clock beside the table of costs, the tokens of its longest row, and the share of the
                 vocabulary that it drafted over.
         """
-        self._recorded.append((plan, outcomes, seconds, seconds.control, self._num_idle, looked))
-        self._num_idle = 0
         if len(self._recorded) >= MOST_RECORDED:
             self._count()
+        self._recorded.append((plan, outcomes, seconds, self._num_idle, looked))
+        self._num_idle = 0
 
     def _count(self) -> None:
         if self._recorded:
@@ -127,7 +127,7 @@ class Experience:
         return self._tracker.num_lasting(exit_layer) >= KNOWN
 
     def _count_round(self, recorded: _Recorded) -> None:
-        plan, outcomes, seconds, decided, num_idle, looked = recorded
+        plan, outcomes, seconds, num_idle, looked = recorded
         emitted, exit_layer, rows = 0, plan.exit_layer, max(1, len(outcomes))
         for outcome in outcomes:
             emitted += outcome.num_emitted
@@ -152,11 +152,12 @@ class Experience:
             self._second_rates.pass_time(emitted / rows)
         self._passed.tokens += emitted / rows + num_idle
         # What copies get wrong that the layers would have had right says nothing of forecasts for the layers.
-        if exit_layer and (plan.draft_bits is None or (self._agreement.is_good and self._agreement.is_known)):
+        if exit_layer and (plan.draft_bits is None or self._agreement.is_known):
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
             self._trust.add(emitted / rows, self._rate * took)
-        self._pace.pass_round(seconds.decided or decided, num_idle, None if exit_layer is None else seconds.rest)
+        around = None if exit_layer is None else seconds.rest
+        self._pace.pass_round(seconds.decided or seconds.control, num_idle, around, rows)
         if looked is not None:
             copies, (context, share) = plan.draft_bits is not None, looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]

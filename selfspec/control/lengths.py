@@ -72,7 +72,9 @@ class Lengths:
             return False
         if self._for is None or row != self._for[0]:
             # Of its text nothing is known; where nothing was drafted in the one before, that is likely to be so again.
-            self._kept, self._has_drafted = max(FIRST_KEPT, self._kept), False
+            if self._has_drafted:
+                self._kept = FIRST_KEPT
+            self._has_drafted = False
         self._for, self._usual = told, usual
         self._left = max(self._kept, int(WEIGH_SECONDS / (WEIGHING * plain_seconds)))
         return True

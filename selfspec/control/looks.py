@@ -66,6 +66,7 @@ class Looks:
             self._credit = min(self._credit, -first)
         elif self.are_awaited and not awaited:
             self._credit = max(self._credit, -OWED[False] * self._most)
+            self._due = self._round + self._rounds_to_pay()
         self._has_begun, self.are_awaited = True, awaited
 
     def take_seed(self, seconds: float) -> None:

@@ -11,12 +11,11 @@ from selfspec.control.plan import LOOKUP, Seconds
 
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down
-# And of deciding, in the mean over so many rounds at least, since those that begin a call take many times as long; the
-# most, in plain rounds.
+# And of deciding, by so many rounds, since those that begin a call take many times as long; the most, in plain rounds.
 DECIDING_STEP, DECIDING_ROUNDS, MOST_DECIDING = 0.5, 64, 1.0
 # Of what a plain round spends around its forwards, in the table: a call for every single round spends three to four
 # times as much. More is the caller's own stops, criteria and texts, which plain rounds' tokens have as well.
-MOST_AROUND = 3.0
+MOST_AROUND, MOST_SPENT = 3.0, 12.0  # the latter: of a few rounds, one of which may have begun a call
 KEPT_DECIDING = 0.9  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
 
 
@@ -41,8 +40,10 @@ class Pace:
         self.deciding, self.around = _read_seconds(known, "deciding"), _read_seconds(known, "around")
         self._most_deciding: dict[int, float] = {}  # by rows
         self._has_drafted = False
-        self._decided: list[float] = []  # seconds, of the rounds since that was last set right
-        self._spent: list[float] = []  # around those that drafted
+        # Seconds of deciding, and around forwards, of the rounds that drafted since these were last set right.
+        self._spent: list[tuple[float, float]] = []
+        self._size = 0  # of these, as in `deciding`
+        self._seen: dict[int, int] = dict.fromkeys(self.deciding, DECIDING_ROUNDS)  # rounds, by size
 
     def deciding_of(self, num_rows: int) -> float:
         """Seconds that deciding takes in a round of so many rows; else of fewer, which drafts soon correct."""
@@ -58,15 +59,17 @@ class Pace:
         by_size = {name: {str(size): seconds for size, seconds in of.items()} for name, of in spent.items()}
         return self.kinds.state() | by_size | {"passes": [round(ratio, 3) for ratio in self.passes]}
 
-    def pass_round(self, decided: float, num_idle: int = 0, around: float | None = None) -> None:
+    def pass_round(self, decided: float, num_idle: int = 0, around: float | None = None, num_rows: int = 1) -> None:
         """Count the seconds that deciding took in a round, and the rounds before it that nothing was said of.
 
         Args:
             around: those spent around its forwards, if it drafted.
         """
-        self._decided.append(decided)
         if around is not None:
-            self._spent.append(around)
+            if num_rows.bit_length() != self._size:
+                self._size = num_rows.bit_length()
+                self._spent.clear()
+            self._spent.append((decided, around))
         self.kinds.pass_rounds(1 + num_idle)
 
     def look(
@@ -81,16 +84,8 @@ class Pace:
         if tells and layers > 0 and seconds.pick > 0 and expected["pick"] > 0:  # not of a clock that was set back
             ratio = min(max(seconds.pick / expected["pick"] / pace, 1.0), MOST_PICK)
             self.pick += PICK_STEP * (ratio - self.pick)
-        if len(self._decided) >= DECIDING_ROUNDS:
-            decided, self._decided = self._decided, []
-            spent, self._spent = self._spent, []
-            is_drafted = layers > 0 and expected["draft"] > 0
-            if is_drafted and sum(decided) > 0:  # not of a clock that was set back
-                self._follow(self.deciding, num_rows, sum(decided) / len(decided) / pace)
-            if is_drafted and spent:
-                most = MOST_AROUND * expected["rest"]
-                beyond = sum(spent) / len(spent) / pace - expected["rest"]
-                self._follow(self.around, num_rows, min(max(0.0, beyond), most))
+        if layers > 0 and expected["draft"] > 0 and self._spent and num_rows.bit_length() == self._size:
+            self._follow_spent(num_rows, expected["rest"], pace)
         if min(seconds.draft, seconds.verify, expected["draft"], expected["verify"]) > 0:
             ratio = seconds.draft / expected["draft"] / (seconds.verify / expected["verify"])
             self.passes[copies] += PASS_STEP * (min(max(ratio, 1 / MOST_PASS), MOST_PASS) - self.passes[copies])
@@ -99,13 +94,26 @@ class Pace:
         priced = self.passes[copies] * expected["draft"] + expected["verify"] + expected["head"]
         self.kinds.look(kind, num_rows, priced + self.pick * expected["pick"], layers + seconds.pick)
 
-    def _follow(self, known: dict[int, float], num_rows: int, seconds: float) -> None:
-        """Take on seconds of a round that drafts."""
+    def _follow_spent(self, num_rows: int, rest: float, pace: float) -> None:
+        """Take on what rounds that drafted took beside their forwards: at first their mean, then the later ones more.
+
+        Args:
+            rest: seconds around a round's forwards in the table.
+            pace: of the last one, against the table.
+        """
+        count = len(self._spent)
+        decided, around = (sum(taken) / count / pace for taken in zip(*self._spent, strict=True))
+        self._spent.clear()
         most = self._most_deciding.get(num_rows)
         if most is None:
             most = self._most_deciding[num_rows] = MOST_DECIDING * self._costs.plain_round(num_rows)
-        before = _of_rows(known, num_rows)
-        known[num_rows.bit_length()] = before + DECIDING_STEP * (min(seconds, most) - before)
+        seen = self._seen[self._size] = self._seen.get(self._size, 0) + count
+        step = min(1.0, max(DECIDING_STEP * count / DECIDING_ROUNDS, count / seen))
+        if decided > 0:  # not of a clock that was set back
+            before = _of_rows(self.deciding, num_rows)
+            self.deciding[self._size] = before + step * (min(decided, most) - before)
+        before, beyond = _of_rows(self.around, num_rows), min(around - rest, MOST_SPENT * rest)
+        self.around[self._size] = min(max(0.0, before + step * (beyond - before)), MOST_AROUND * rest, most)
 
 
 def _of_rows(known: Mapping[int, float], num_rows: int) -> float:

@@ -105,6 +105,7 @@ def choose(
     stay: float,
     favour: Floats | float = 1.0,
     agreement: Floats | None = None,
+    margin: float = MARGIN,
 ) -> Choice:
     """The part and exit layer of most tokens per second, which `worth` then prices drafts by.
 
@@ -114,13 +115,14 @@ def choose(
         now: a part and a layer, which stay in use unless others promise `stay` times as much.
         favour: `[L - 1]`, by what each layer's promise is multiplied beside the others'.
         agreement: `[L - 1]`, how often copies are right where the layers are; None: always.
+        margin: how many times as much as the layers copies must promise.
     """
     ways = [(part.share, part.bits is not None) for part in parts]
     coverages = np.array([[part.coverage] for part in parts]).repeat(len(right), 1)  # [ways, L - 1]
     if agreement is not None:
         coverages[[part.bits is not None for part in parts]] *= agreement
     rates, drafted = worth.rates(right, share, ways, coverages)
-    margins = np.array([[1.0 if part.bits is None else 1 / MARGIN] for part in parts])
+    margins = np.array([[1.0 if part.bits is None else 1 / margin] for part in parts])
     promised = (np.maximum.reduce(rates, 2) * favour * margins).tolist()
     best, at, exit_layer, before = -1.0, 0, 0, (-1, 0)
     for i, (part, by_layer) in enumerate(zip(parts, promised, strict=True)):

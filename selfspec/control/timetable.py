@@ -13,7 +13,7 @@ RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 1e-3
 # The same where next to nothing is known of the layer that drafts: more of models so fast that a decision would take
 # more than this share of that time.
 FIRST_REPLAN, MOST_FIRST, FIRST_SHARE = 2, 6, 0.2
-EARLY_SHARE = 0.02  # the same of decisions that come early, each after twice as many rounds as the one before
+EARLY_DECIDING_SHARE = 0.02  # the same of decisions that come early, each after twice as many rounds as the one before
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
 AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
@@ -101,7 +101,7 @@ class Timetable:
         if self._has_prior:
             early = max(early, min(EARLY, paid))
         elif not begins:
-            early = max(early, min(2 * self._held, EARLY, _rounds_to_pay(EARLY_SHARE, seconds)))
+            early = max(early, min(2 * self._held, EARLY, _rounds_to_pay(EARLY_DECIDING_SHARE, seconds)))
         known = early if is_early else max(usual, min(2 * self._held, RAREST, paid))
         first = min(MOST_FIRST, max(FIRST_REPLAN, _rounds_to_pay(FIRST_SHARE, seconds)))
         self.decide_after(known if is_known or self._has_prior else first * rarer)

@@ -20,7 +20,7 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.device.whole import RoundRow, RowRound
 from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PagedCache, Span, Tree
-from selfspec.target.round_room import Beside, Drafter, Given, Judged
+from selfspec.target.round_room import Beside, Done, Drafter, Given, Judged
 from selfspec.target.stack import Stack
 
 
@@ -79,10 +79,7 @@ def compiled_round(
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
     done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
-    coming = [
-        Coming.of([_judged(one) for one in rows], steps, taken, rows[0].drafted if is_given else None)
-        for rows, is_given, steps, taken, _ in done
-    ]
+    coming = [Coming.of([_judged(row) for row in one.rows], one.steps, one.taken, _found(one)) for one in done]
     seconds.laps([("rest", 0.0), *coming[0].parts], sum([sum(one.stages) for one in coming[1:]]))
     if ahead is not None and further is not None:
         ahead.put(rows, coming, done)
@@ -113,6 +110,11 @@ def _given(rows: Sequence[Row], plan: Plan) -> list[Given | None]:
         return [None if tree is None else Given(*tree) for tree in plan.trees]
     found = [row.guesser.lookup.draft(n).tokens for row, n in zip(rows, plan.draft_lengths, strict=True)]
     return [Given(tokens, range(len(tokens))) for tokens in found]
+
+
+def _found(one: Done) -> list[int] | None:
+    """What the only row drafted without a layer."""
+    return one.rows[0].drafted if one.is_given else None
 
 
 def _judged(one: Judged) -> Verdict:

@@ -187,7 +187,7 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
     for num_rows, seconds in taken.items():
         for _ in range(60):
             for _ in range(DECIDING_ROUNDS):
-                pace.pass_round(seconds)
+                pace.pass_round(seconds, around=1e-3, num_rows=num_rows)
             pace.look(1, num_rows, at, Seconds(**at), False)
     state = json.loads(json.dumps(pace.state()))
     again = Pace(ANY_TABLE, state)
@@ -200,6 +200,29 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
     for other in ({}, {"1": -1.0}, {"1": math.inf}, {"x": 1.0}, [1.0], None):
         assert Pace(ANY_TABLE, {**state, "deciding": other}).deciding == {}
     assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).deciding == {}
+
+
+def test_what_rounds_of_other_batches_and_plain_ones_took_is_not_held_against_a_single_row():
+    pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    for _ in range(40):
+        pace.pass_round(1e-3, around=5e-3, num_rows=8)
+    for _ in range(40):
+        pace.pass_round(1e-3)
+    pace.pass_round(1e-5, around=1e-3)
+    pace.look(1, 1, at, Seconds(**at), False)
+    assert pace.deciding == {1: pytest.approx(1e-5)} and pace.around == {1: 0.0}
+
+
+@pytest.mark.parametrize("count", [4, 33])
+def test_calls_of_few_rounds_tell_of_deciding_too(count):
+    at, state, taken = dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3), None, 5e-5
+    for _ in range(40):
+        pace = Pace(ANY_TABLE, state)
+        for _ in range(count):
+            pace.pass_round(taken, around=1e-3)
+        pace.look(1, 1, at, Seconds(**at), False)
+        state = pace.state()
+    assert (0.2 if count == 4 else 0.7) * taken < pace.deciding_of(1) <= taken
 
 
 def test_what_is_spent_around_rounds_that_draft_is_learned_beyond_what_plain_ones_spend():

@@ -191,9 +191,20 @@ def test_copies_draft_where_that_is_worth_reading_all_layers_afterwards():
     assert drafting().draft_bits == 4
     assert drafting(faster=0.7).draft_bits is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.control.parts.MARGIN", 2.0)
+        patch.setattr("selfspec.control.decision.MARGIN", 2.0)
         assert drafting().draft_bits is None, "they must promise more than the layers by a margin"
     assert drafting().speedup > drafting(faster=0.7).speedup
+
+
+@pytest.mark.parametrize(("is_known", "bits"), [(False, None), (True, 4)])
+def test_copies_that_are_known_draft_where_the_layers_themselves_do_not_pay(is_known, bits):
+    prior = good_layers(0.3) | ({"agreement": [[60.0] * (LAYERS - 1)] * 2} if is_known else {})
+    for has_copies in (False, True):
+        policy = Adaptive(with_copies(made_up_costs(LAYERS), 1.7), prior, drafts=["exit", "copies"])
+        policy.tell_copies(has_copies)
+        plan = policy.plan([RowState(0, 40, 100)])
+        assert plan.draft_bits == (bits if has_copies else None)
+        assert (plan.exit_layer is None) == (plan.draft_bits is None)
 
 
 def test_copies_do_not_draft_where_there_are_none_or_they_may_not():
