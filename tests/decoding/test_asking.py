@@ -7,10 +7,11 @@ import pytest
 from selfspec.api import Target
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, Steady
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState, Seconds, Steady
 from selfspec.decoding import ahead as ahead_module
 from selfspec.decoding.engine import Engine
 from selfspec.drafting.lookup import Lookup
+from selfspec.drafting.sources import Guesser
 from tests.eval.replays import made_up_costs
 from tests.helpers import generate, make_prompts
 from tests.models import build
@@ -146,21 +147,19 @@ def test_plans_that_draft_are_followed_once():
     decode(Hasty(2, 4), [7, 5], [24, 9])  # and never beyond a row's room
 
 
-def asked(policy, num_rounds, requests=(0,)):
-    """In which rounds it is asked, for a model whose layers are never right; a request follows when one has ended."""
-    made, seconds = [], {"verify": 1e-3, "head": 1e-4}
-    for request in requests:
-        at = 0
-        while at < num_rounds:
-            plan = policy.plan([RowState(request, 40 + at, num_rounds - at)])
-            made.append((request, at))
-            drafted = plan.draft_lengths[0]
-            more = {"draft": 1e-3 if plan.exit_layer else 0.0, "shadow": 2e-4 if plan.shadow else 0.0}
-            policy.observe(plan, [RowOutcome(request, drafted, 0, (0.9,) * drafted)], Seconds(**seconds, **more))
-            came = min(policy.plain_ahead, num_rounds - at - 1)
-            if policy.plain_ahead:
-                policy.pass_plain(came, 1e-3 * came)
-            at += 1 + came
+def asked(policy, num_rounds):
+    """In which rounds it is asked, for a model whose layers are never right."""
+    made, seconds, at = [], {"verify": 1e-3, "head": 1e-4}, 0
+    while at < num_rounds:
+        plan = policy.plan([RowState(0, 40 + at, num_rounds - at)])
+        made.append(at)
+        drafted = plan.draft_lengths[0]
+        more = {"draft": 1e-3 if plan.exit_layer else 0.0, "shadow": 2e-4 if plan.shadow else 0.0}
+        policy.observe(plan, [RowOutcome(0, drafted, 0, (0.9,) * drafted)], Seconds(**seconds, **more))
+        came = min(policy.plain_ahead, num_rounds - at - 1)
+        if policy.plain_ahead:
+            policy.pass_plain(came, 1e-3 * came)
+        at += 1 + came
     return made
 
 
@@ -170,7 +169,12 @@ def test_the_default_policy_is_seldom_asked_where_drafts_do_not_pay(drafts, most
     assert len(asked(Adaptive(made_up_costs(LAYERS), drafts=drafts), 600)) < most
 
 
-def test_the_default_policy_is_asked_at_the_beginning_of_another_row_and_looks_it_up():
+def test_the_default_policy_looks_another_row_up_at_its_beginning_however_long_it_saw_plain_rounds_ahead():
     policy = Adaptive(made_up_costs(LAYERS))
-    made = asked(policy, 300, requests=(0, 1))
-    assert [at for request, at in made if request == 1][:8] == [*range(8)]
+    asked(policy, 300)
+    policy.pass_plain(2, 2e-3)
+    repeats, new = ([*range(10)] * 8, [*range(80)])
+    for request, content in enumerate((repeats, new), 1):
+        assert policy.reads_lookup
+        plan = policy.plan([RowState(request, 80, 200, Guesser(content))])
+        assert (plan.exit_layer == LOOKUP) == (content is repeats)
