@@ -2,8 +2,8 @@
 
 All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
 and replay has none. Of the interpreter, replay counts in rounds of `adaptive` that draft what the clock had told it.
-speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are timed by
-the engine's own clock, which off the CPU measures launches.
+The speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are timed
+by the engine's own clock, which off the CPU measures launches.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS
-from selfspec.control.parts import MARGIN, WHOLE, Part, choose
+from selfspec.control.parts import MARGIN, WHOLE, Choice, Part, choose
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import SecondChoices, SurvivalStop
 from selfspec.control.tracker import Floats
@@ -65,21 +65,23 @@ def decide(
     num_rows, trust = worth.num_rows, experience.trust
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
-    agreement = experience.agreement.ratios()
     if least is None:
         least = HANDICAP if now.exit_layer is None else OFF
-    # Where the layers themselves do not pay, copies that are known need no margin over them.
-    for margin in (MARGIN, 1.0) if experience.agreement.is_known and len(parts) > 1 else (MARGIN,):
-        at = now.part, now.exit_layer
-        chosen = choose(parts, allowed, worth, right, share, at, STAY, favour, agreement, margin)
-        part, exit_layer, rates, drafted, covered = chosen
-        line = exit_layer - 1
-        by_bound = rates[line].tolist()
-        rate = max(by_bound)
-        trusted = trust * rate / slower
-        speedup = trusted * worth.plain_seconds / num_rows
-        if speedup >= least:
-            break
+    enough = least * num_rows / worth.plain_seconds * slower / trust
+
+    def choice(margin: float) -> Choice:
+        at, agreement = (now.part, now.exit_layer), experience.agreement.ratios()
+        return choose(parts, allowed, worth, right, share, at, STAY, favour, agreement, margin)
+
+    chosen = choice(MARGIN)
+    if chosen.rates[chosen.exit_layer - 1].max() < enough and experience.agreement.is_known and len(parts) > 1:
+        chosen = choice(1.0)  # where the layers themselves do not pay, copies that are known need no margin over them
+    part, exit_layer, rates, drafted, covered = chosen
+    line = exit_layer - 1
+    by_bound = rates[line].tolist()
+    rate = max(by_bound)
+    trusted = trust * rate / slower
+    speedup = trusted * worth.plain_seconds / num_rows
     if speedup < least:
         return Decision(num_rows / worth.plain_seconds, speedup)
     right_then, share_then = right[line].tolist(), share[line].tolist()

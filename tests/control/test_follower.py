@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Follower
-from selfspec.control.lengths import MOST_KEPT, SHORTEST, TO_ASK, Weighed, growing
+from selfspec.control.lengths import FIRST_KEPT, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
 from selfspec.control.matches import Matches
 from selfspec.control.plan import NUM_MATCH_BINS, Looked, Plan, RowOutcome, RowState, Steady, Tally
 from selfspec.control.reading import may_interrupt
@@ -89,6 +89,18 @@ def test_what_was_weighed_is_kept_for_ever_longer_where_nothing_is_drafted(match
     assert asked == expected
     plan_of(followed, request_id=1)
     assert len(asked) == len(expected) + 1, "nothing is kept for another row"
+
+
+@pytest.mark.parametrize("has_drafted", [False, True])
+def test_another_row_is_weighed_as_rarely_as_the_last_one_unless_that_drafted(has_drafted):
+    lengths = Lengths()
+    for _ in range(400):
+        if lengths.is_due((0, 500), 100.0, False, 1.0):
+            lengths.keep([Weighed(0)])
+    if has_drafted:
+        lengths.note()
+    assert lengths.is_due((1, 500), 100.0, False, 1.0)
+    assert lengths.rounds_left == (FIRST_KEPT if has_drafted else MOST_KEPT) - 1
 
 
 @given(st.integers(1, 63), st.integers(1, 63))
