@@ -94,6 +94,10 @@ class _Row:
     def match(self) -> int:
         return self.guesser.lookup.match if self.guesser.is_read else 0
 
+    @property
+    def guessed(self) -> Sequence[int]:
+        return self.guesser.lookup.guessed if self.guesser.is_read else ()
+
     def told(self, reads_lookup: bool) -> RowState:
         guesses = self.guesser if reads_lookup else None
         length, is_sampled = self.trace.prompt_length + self.at, self.trace.is_sampled

@@ -242,13 +242,13 @@ class Adaptive:
         """The next rounds of a single row are likely to be planned as this one was."""
         free, self._alike_for = self._free, row.request_id
         if self._is_alike(row, 0 if free is None else free.match_of(row)):
-            self._alike = self._next_alike if free is None else free.most_quiet(self._next_alike)
+            self._alike = self._next_alike
 
     def _is_alike(self, row: RowState, match: int) -> bool:
         """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
         if row.room <= self.most:
             return False
-        return self._free is None or self._free.is_quiet(match, self._checks)
+        return self._free is None or self._free.is_quiet(row, match, self._checks)
 
     def _pass_alike(self, row: RowState, match: int) -> None:
         """Count a round that is planned as the one before."""
@@ -273,7 +273,7 @@ class Adaptive:
         if shadow is not None:
             return Plan(None, self._idle.draft_lengths, shadow=shadow)
         if self._plain_run > block_of(num_rows).rounds and not self.recycles and not self._times.has_clock:
-            self._times.look_ahead(AHEAD if self._free is None else self._free.pause)
+            self._times.look_ahead(min(AHEAD if self._free is None else self._free.pause, self._looks.rounds_left))
         self._likely = self._idle
         return self._idle
 
@@ -310,7 +310,11 @@ class Adaptive:
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         if self._free is not None:
             self._free.observe(plan, outcomes)
-        self._plain_run = self._plain_run + 1 if plan.exit_layer is None else 0
+        if plan.exit_layer is None:
+            self._plain_run += 1
+        else:
+            self._plain_run = 0
+            self._times.note_draft()
         block = block_of(self._batch)
         tells = block.cold < self._plain_run <= block.rounds
         if plan is self._idle and not self._times.has_clock and not tells:  # common where a model should not draft

@@ -54,10 +54,13 @@ class Follower:
         assert guesses is not None
         match = self._match = row.match
         finder.gives_way = self.wants_looks = False
-        if row.whole != self._row:
+        is_other = row.whole != self._row
+        if is_other:
             self._row, self._streak = row.whole, 0
-        if self._lengths.is_due(row.whole, usual, beside_layers, worth.plain_seconds):
+        if self._lengths.is_due(row, usual, beside_layers, worth.plain_seconds):
             self._weigh_all(row, worth, usual, beside_layers)
+        elif is_other:
+            self._count(row)
         known = self._lengths.after(match)
         if known.may_branch and guesses.first_candidates()[1]:
             self.wants_looks = True
@@ -81,8 +84,10 @@ class Follower:
         tree = TokenTree(tokens, tuple(range(len(tokens))))
         return Plan(LOOKUP, (len(tokens),), trees=(tree,), speedup=known.promised * worth.plain_seconds)
 
-    def is_quiet(self, match: int, checks: Checks) -> bool:
+    def is_quiet(self, row: RowState, match: int, checks: Checks) -> bool:
         """Whether nothing comes of such a match of the row that is followed, as long as what was weighed is kept."""
+        if self._lengths.is_surprised(row.guessed):
+            return False
         known = self._quiet.get(match)
         if known is None:
             one = self._lengths.after(match)
@@ -93,11 +98,6 @@ class Follower:
         """A round of the row that is followed was planned as the one before, since such a match is quiet."""
         self._match = match
         self._lengths.pass_rounds()
-
-    @property
-    def rounds_left(self) -> int:
-        """Rounds of it after this one for which what was weighed is kept."""
-        return self._lengths.rounds_left
 
     def steady(self, beside_layers: bool, most: Steady, checks: Checks) -> Steady:
         """For how many rounds after one that was just planned what is drafted depends on matches alone.
@@ -114,12 +114,13 @@ class Follower:
                 if is_wanted or (not one.length and checks(one.chances)):
                     lengths[n] = TO_ASK
         return most._replace(
-            num_rounds=min(most.num_rounds, self.rounds_left),
             lengths=tuple(lengths),
             most_lookups=most_lookups,
             branches=tuple([one.may_branch for one in known]),
             grown=known[-1].grown if lengths[-1] > 0 else (),
             streak=self._streak,
+            kept=self._lengths.rounds_left,
+            most_surprises=self._lengths.most_surprises,
         )
 
     def learn(self, plan: Plan, outcome: RowOutcome, forecast: float = 0.0) -> None:
@@ -141,6 +142,8 @@ class Follower:
         self._finder.matches.keep_rows([outcome.request_id])
         self._finder.pass_time(emitted)
         self._streak = self._streak + 1 if is_found and is_right and self._match >= LONG else 0
+        if is_found and not self._streak:
+            self._lengths.note_told()
         if is_found and self._forecast:
             self._finder.trust_after(self._match).add(emitted, self._forecast)
 
@@ -157,12 +160,16 @@ class Follower:
         self._streak = 0
         self._lengths.pass_rounds(num_rounds)
 
-    def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
+    def _count(self, row: RowState) -> None:
+        """Take on what came after matches in its text."""
         assert row.guesses is not None
         tally, matches = row.guesses.take_tally(), self._finder.matches
         if not (self._has_told and matches.knows(row.request_id)):  # else it would count twice
             matches.take(tally, row.request_id)
         self._has_told = False
+
+    def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
+        self._count(row)
         self._lengths.keep([self._weigh(row.request_id, n, worth, usual, beside_layers) for n in SHORTEST])
         self._quiet.clear()
 

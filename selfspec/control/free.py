@@ -97,25 +97,21 @@ class Free:
     def pause(self) -> int:
         """Plain rounds to pass over after one that found nothing better."""
         if self.follows:
-            return min(FOLLOWED_PAUSE, self._follower.rounds_left)
+            return FOLLOWED_PAUSE
         return self._reading.pause if self.told_of else AHEAD
 
     def match_of(self, row: RowState) -> int:
         """Of the row that is followed; 0 where none is, since to ask for it makes an index."""
         return row.match if self.follows else 0
 
-    def is_quiet(self, match: int, checks: Checks) -> bool:
+    def is_quiet(self, row: RowState, match: int, checks: Checks) -> bool:
         """Whether nothing comes of such a match of the row that is followed."""
-        return not self.follows or self._follower.is_quiet(match, checks)
+        return not self.follows or self._follower.is_quiet(row, match, checks)
 
     def pass_quiet(self, match: int) -> None:
         """A round was planned as the one before, since nothing comes of this match."""
         if self.follows:
             self._follower.pass_quiet(match)
-
-    def most_quiet(self, num_rounds: int) -> int:
-        """How many of so many rounds may be planned so."""
-        return min(num_rounds, self._follower.rounds_left) if self.follows else num_rounds
 
     def pass_plain(self, num_rounds: int, num_rows: int) -> None:
         """Count plain rounds that nobody asked about."""

@@ -14,8 +14,7 @@ SHADOW_SHARE, BATCH_SHARE, OFF_SHARE = (0.006, 0.003), (0.006, 0.003), 0.006
 SHADOW_COLUMNS = 20  # judged positions looked at per row
 SHADOW_ROWS = 4  # most rows looked at in a round
 # Rounds of a small model come many in a call, which goes on past no look: those come so many rounds apart at least, if
-# these pass in so little time, and take so many seconds beside, of a round that is not compiled and of two calls that
-# begin on cold caches.
+# these pass in so little time, and take so many seconds beside, of two calls that begin on cold caches.
 STEP, SOON, CALLING = 8, 8e-3, 1.5e-3
 SHORT = 0.25  # of a look's price may be unpaid when its round comes: that was foreseen, and ended a call
 FARTHEST = 512  # rounds ahead that a look is fixed for
@@ -109,12 +108,14 @@ class Looks:
         share = OFF_SHARE
         if num_rows is not None:
             share = (SHADOW_SHARE if num_rows == 1 else BATCH_SHARE)[not is_early]
-        looked = 0.0
+        looked, took = 0.0, seconds.draft + seconds.verify + seconds.head
         if seconds.shadow > 0:
-            beside = CALLING * (self._step - 1) / (STEP - 1) + (DECIDING if num_rows is None else 0.0)
-            looked = seconds.shadow + beside
+            looked = seconds.shadow + CALLING * (self._step - 1) / (STEP - 1)
+            if num_rows is None:  # such a round is not compiled as one, and what it tells is soon decided upon
+                looked += DECIDING + min(max(0.0, took - self._took), self._took)
+                took = min(took, self._took)
         self.are_awaited = self.are_awaited and not looked
-        self._pass(share, seconds.draft + seconds.verify + seconds.head, looked, 1)
+        self._pass(share, took, looked, 1)
 
     def _pass(self, share: float, seconds: float, looked: float, num_rounds: int) -> None:
         """Rounds took so many seconds, and looking beside them."""

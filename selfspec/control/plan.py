@@ -54,6 +54,8 @@ class Guesses(Protocol):
     def recalls(self) -> bool: ...
     def take_tally(self) -> Tally: ...
     @property
+    def guessed(self) -> Sequence[int]: ...
+    @property
     def last(self) -> tuple[int, int]: ...
     def chain(self, num_tokens: int) -> Sequence[int]: ...
     def candidates(self, token: int, previous: int) -> tuple[int, list[int]]: ...
@@ -79,6 +81,12 @@ class RowState(NamedTuple):
     def match(self) -> int:
         """How many of its last tokens a lookup finds earlier."""
         return 0 if self.guesses is None else self.guesses.match
+
+    @property
+    def guessed(self) -> Sequence[int]:
+        """By bin of the match before them: its tokens that came as a lookup would have guessed, since its tally was
+        taken."""
+        return () if self.guesses is None else self.guesses.guessed
 
 
 class SurvivalStop(NamedTuple):
@@ -227,6 +235,22 @@ class Steady(NamedTuple):
     """How many of those the round that was planned last comes after."""
     most_lookups: int = 1 << 30
     """Rounds that are drafted by lookup; the policy has to be asked before any more."""
+    most_surprises: int = 1 << 30
+    """Of a single row: the policy has to be asked once so many tokens in `RowState.guessed` came after matches that
+    have no length in `lengths`, each draft by lookup meanwhile counted as one of them unless it was right as a whole
+    after a match as long as the last of these."""
+    kept: int = 0
+    """But not before so many rounds."""
+
+    def surprises(self, guessed: Sequence[int]) -> int:
+        """How many of them `RowState.guessed` tells of."""
+        return sum([count for count, counts in zip(guessed, self.watched, strict=False) if counts])
+
+    @property
+    def watched(self) -> tuple[bool, ...]:
+        """Of every bin of matches, whether `most_surprises` counts tokens after such."""
+        last = len(self.lengths) - 1
+        return tuple([self.lengths[min(first, last)] <= 0 for first in (1, *MATCH_EDGES)])
 
 
 @dataclass(slots=True)

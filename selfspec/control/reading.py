@@ -19,7 +19,7 @@ ASK_SECONDS = 6e-5  # to ask for a row's guesses, and to set them beside what ca
 # round takes longer, too.
 END_SECONDS = 4e-4
 PATIENCE, MOST_PAUSE = 8, 7  # rounds asked about in vain for each that is then passed over between two; most of those
-FOLLOWED_PAUSE = 31  # the same of a row that is followed: it is asked about after matches that are worth a draft
+FOLLOWED_PAUSE = 127  # the same of a row that is followed: it is asked about after matches that are worth a draft
 SHARE = 0.02  # of the time decoded, that may go into it beyond what it saves
 # Of the time of a row that is followed, that its index and to weigh what it drafts may take: most of that is for the
 # prompt, and long prompts are what lookup is best at.

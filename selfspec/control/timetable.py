@@ -15,7 +15,8 @@ RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 1e-3
 FIRST_REPLAN, MOST_FIRST, FIRST_SHARE = 2, 6, 0.2
 EARLY_DECIDING_SHARE = 0.02  # the same of decisions that come early, each after twice as many rounds as the one before
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
-IDLE_ROUNDS, CLOCK_EVERY = 512, 32  # the same while nothing is drafted; and between looks at the clock then
+IDLE_ROUNDS = 512  # the same while nothing is drafted
+CLOCK_EVERY, SELDOM, SETTLED = 32, 128, 128  # and between looks at the clock then; after so many of those, fewer
 AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
 
 
@@ -33,6 +34,7 @@ class Timetable:
     def __init__(self, has_prior: bool = False) -> None:
         self._has_prior, self._early_replan = has_prior, EARLY_REPLAN[has_prior]
         self.round = self.ahead = 0
+        self._plain_since = 0  # the round after which none drafted
         self._next = self._last = 0  # the rounds of the next decision, and of the last one
         self._began = 0  # since when layers draft
         self._held = 0  # for how many rounds the decision before the last one did
@@ -55,7 +57,15 @@ class Timetable:
     @property
     def has_clock(self) -> bool:
         """Whether the clock is looked at in this round even if it is plain."""
-        return self.round % CLOCK_EVERY == 0
+        return self.round % self._clock_every == 0
+
+    @property
+    def _clock_every(self) -> int:
+        return CLOCK_EVERY if self.round < self._plain_since + SETTLED else SELDOM
+
+    def note_draft(self) -> None:
+        """This round drafts."""
+        self._plain_since = self.round
 
     def begin(self) -> None:
         """A round that somebody asks about."""
@@ -64,7 +74,8 @@ class Timetable:
 
     def look_ahead(self, most: int) -> None:
         """The next rounds are plain, at most so many, up to the next decision or look at the clock."""
-        until_clock = CLOCK_EVERY - 1 - self.round % CLOCK_EVERY
+        every = self._clock_every
+        until_clock = every - 1 - self.round % every
         self.ahead = max(0, min(most, until_clock, self._next - self.round - 1))
 
     def pass_ahead(self, num_rounds: int) -> None:

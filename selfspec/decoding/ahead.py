@@ -146,7 +146,9 @@ class Ahead:
             return Further(num_rounds, burst, ends)
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
         lengths, grown = (tuple([min(n, longest) for n in told]) for told in (steady.lengths, steady.grown))
-        told = lengths, steady.branches, grown, steady.streak, min(steady.most_lookups, num_rounds), rows[0].match
+        surprises = max(0, steady.most_surprises - steady.surprises(rows[0].guessed))
+        most = min(steady.most_lookups, num_rounds), surprises, steady.kept
+        told = lengths, steady.branches, grown, steady.streak, *most, steady.watched, rows[0].match
         return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:

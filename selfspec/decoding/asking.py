@@ -10,6 +10,7 @@ from selfspec.decoding.checks import check_plan, check_room, check_steady
 from selfspec.errors import whole
 
 NOT_STEADY = Steady()
+NEVER = NOT_STEADY.most_surprises
 
 
 class Asked(Protocol):
@@ -21,6 +22,8 @@ class Asked(Protocol):
     def room(self) -> int: ...
     @property
     def match(self) -> int: ...
+    @property
+    def guessed(self) -> Sequence[int]: ...
     def told(self, reads_lookup: bool) -> RowState: ...
 
 
@@ -47,6 +50,7 @@ class Asking:
         self._seconds = 0.0  # of forwards in those that came
         self._steady = NOT_STEADY  # what the policy said when it saw them
         self._asked_from: tuple[int, ...] = ()  # by match, longer ones as the last: whether it is asked after all
+        self._most_surprises = NEVER  # and after how many of these
 
     def steady(self, plan: Plan) -> Steady:
         """How many rounds after the one of this plan, the last one, are likely to be planned in the same way.
@@ -55,7 +59,9 @@ class Asking:
             ValueError: what the policy says of it is nothing of the kind.
         """
         if self._ahead:
-            return self._steady._replace(num_rounds=max(self._left, self._steady.num_rounds - self._ahead + self._left))
+            told, came = self._steady, self._ahead - self._left
+            num_rounds, kept = max(self._left, told.num_rounds - came), max(0, told.kept - came)
+            return told._replace(num_rounds=num_rounds, kept=kept)
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
         check_steady(steady)
         if plan.exit_layer == LOOKUP and steady.usual is not None:
@@ -106,12 +112,17 @@ class Asking:
         branches = steady.branches or (False,) * len(steady.lengths)
         wanted = [-1 if n or may else 0 for n, may in zip(steady.lengths, branches, strict=True)]
         self._asked_from = tuple(wanted) if self.minds_lookup and any(wanted) else ()
+        self._most_surprises = steady.most_surprises if self.minds_lookup else NEVER
         # Where matches alone say what is drafted, rounds may be decoded so before anybody is asked.
         self._steady = steady if self.minds_lookup else Steady(steady.num_rounds)
 
     def _is_wanted(self, rows: Sequence[Asked]) -> bool:
         """Whether the policy is asked though it saw rounds ahead."""
-        asked = self._asked_from
+        asked, most = self._asked_from, self._most_surprises
+        if most < NEVER and len(rows) == 1 and self._ahead - self._left >= self._steady.kept:
+            guessed = rows[0].guessed
+            if sum(guessed) >= most and self._steady.surprises(guessed) >= most:
+                return True
         return bool(asked) and any(asked[min(row.match, len(asked) - 1)] for row in rows)
 
     def _tell(self) -> None:

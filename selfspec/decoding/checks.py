@@ -52,6 +52,8 @@ def check_steady(steady: Steady) -> None:
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
     whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
     whole("the right drafts that a steady policy has seen in a row", steady.streak, 0)
+    whole("the surprises after which a steady policy is asked", steady.most_surprises, 0)
+    whole("the rounds for which a steady policy is not asked because of these", steady.kept, 0)
     lengths, branches, grown = steady.lengths, steady.branches, steady.grown
     if not lengths or len(branches) not in (0, len(lengths)) or not all(isinstance(n, int) for n in (*lengths, *grown)):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -54,6 +54,11 @@ class Row:
     def match(self) -> int:
         """How many of its last tokens are found earlier in its own text; 0 where nobody has asked for guesses yet."""
         return self._guesser.lookup.match if self._guesser is not None and self._guesser.is_read else 0
+
+    @property
+    def guessed(self) -> Sequence[int]:
+        """See `RowState`; empty where nobody has asked for guesses yet."""
+        return self._guesser.lookup.guessed if self._guesser is not None and self._guesser.is_read else ()
 
     @property
     def state(self) -> RowState:

@@ -121,6 +121,13 @@ class Lookup:
             self._catch_up()
         return self._match
 
+    @property
+    def guessed(self) -> Sequence[int]:
+        """Tokens that came as it would have guessed since the last `take_tally`, by bin of the match before them."""
+        if self._read < len(self._content):
+            self._catch_up()
+        return self._right
+
     def take_tally(self) -> Tally:
         """What it would have guessed, a token at a time, beside what came since this was last asked."""
         if self._read < len(self._content):

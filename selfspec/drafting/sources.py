@@ -72,6 +72,11 @@ class Guesser:
         return self.lookup.take_tally()
 
     @property
+    def guessed(self) -> Sequence[int]:
+        """Tokens that came as they would have been guessed from the row's own text, see `Lookup.guessed`."""
+        return self.lookup.guessed
+
+    @property
     def recalls(self) -> bool:
         """Whether there may be candidates of other tokens than the next."""
         return self._recycled is not None and self._recycled.has_learned

@@ -101,7 +101,7 @@ class Ahead(Structure):
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
         *_all("rooms ends stops indices lengths branches grown found given", c_void_p),
-        *_all("num_lengths num_grown found_size most_lookups match streak done", c_int64),
+        *_all("num_lengths num_grown found_size most_lookups most_surprises kept watched match streak done", c_int64),
     )
 
 

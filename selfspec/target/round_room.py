@@ -61,6 +61,9 @@ class Further(NamedTuple):
     grown: Sequence[int] = ()
     streak: int = 0
     most_lookups: int = 0  # rounds after the first one that are drafted by lookup
+    most_surprises: int = 1 << 30
+    kept: int = 0
+    watched: Sequence[bool] = ()
     match: int = 0  # of a single row, before the first round
 
 
@@ -197,6 +200,8 @@ class Room:
             ahead.lengths, ahead.branches, ahead.grown = map(ctypes.addressof, self._table[1])
             ahead.num_grown, ahead.streak = len(further.grown), further.streak
             ahead.most_lookups, ahead.match = further.most_lookups, further.match
+            ahead.most_surprises, ahead.kept = further.most_surprises, further.kept
+            ahead.watched = sum([0xFF << 8 * at for at, counts in enumerate(further.watched) if counts])
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
         """What came of every round."""

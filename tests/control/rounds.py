@@ -30,8 +30,19 @@ class Free:
 
     last = (1, 0)
 
-    def __init__(self, chain=(), first=(), after=None, after_pair=None, match=None, is_stored=False, tallies=None):
+    def __init__(
+        self,
+        chain=(),
+        first=(),
+        after=None,
+        after_pair=None,
+        match=None,
+        is_stored=False,
+        tallies=None,
+        guessed=NOTHING,
+    ):
         self.match, self.is_stored = len(chain) if match is None else match, is_stored
+        self.guessed = guessed
         self._tallies = iter(tallies or ())  # what the row's index tells when it is asked, one after another
         self._chain, self._first, self.after, self.after_pair = [*chain], [*first], after or {}, after_pair or {}
 
@@ -40,6 +51,7 @@ class Free:
         return not self.is_stored and not self.recalls
 
     def take_tally(self):
+        self.guessed = NOTHING
         return next(self._tallies, Tally(0, NOTHING, NOTHING))
 
     @property

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Follower
-from selfspec.control.lengths import FIRST_KEPT, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
+from selfspec.control.lengths import LEAST_SURPRISES, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
 from selfspec.control.matches import Matches
 from selfspec.control.plan import NUM_MATCH_BINS, Looked, Plan, RowOutcome, RowState, Steady, Tally
 from selfspec.control.reading import may_interrupt
@@ -48,6 +48,19 @@ def told(tally, **kinds):
     return one
 
 
+class Weighing:
+    """When a follower weighs what it drafts, round by round."""
+
+    def __init__(self, monkeypatch, **options):
+        self.followed, self.at, self.asked = follower(**options), -1, []
+        weigh_all = Follower._weigh_all
+        monkeypatch.setattr(Follower, "_weigh_all", lambda *given: self.asked.append(self.at) or weigh_all(*given))
+
+    def round(self, match, **kinds):
+        self.at += 1
+        return plan_of(self.followed, match, **kinds)
+
+
 def learn(follower, plan, right):
     """So many tokens of a draft were right."""
     follower.learn(plan, RowOutcome(0, plan.draft_lengths[0], right))
@@ -77,30 +90,54 @@ def test_long_prompts_count_for_little_beside_what_is_written():
 
 @pytest.mark.parametrize(("match", "expected"), [(0, [0, 16, 48, 112, 240, 368]), (14, [0, 16, 48, 80, 112, 144])])
 def test_what_was_weighed_is_kept_for_ever_longer_where_nothing_is_drafted(match, expected, monkeypatch):
-    followed, at, asked, left = follower(drafts=("lookup",)), 0, [], 1
-    weigh_all = Follower._weigh_all
-    monkeypatch.setattr(Follower, "_weigh_all", lambda *given: asked.append(at) or weigh_all(*given))
-    for at in range(expected[-1] + 1):
+    """Where there is always something to learn."""
+    weighing, left = Weighing(monkeypatch, drafts=("lookup",)), 1
+    monkeypatch.setattr(Lengths, "surprises", lambda *given: 99)
+    for _ in range(expected[-1] + 1):
         before = left
-        plan_of(followed, match)
-        left = followed.rounds_left
-        assert left == lengths_of(followed).num_rounds < MOST_KEPT
-        assert asked[-1] == at or before == left + 1
-    assert asked == expected
-    plan_of(followed, request_id=1)
-    assert len(asked) == len(expected) + 1, "nothing is kept for another row"
+        weighing.round(match)
+        steady = lengths_of(weighing.followed)
+        left = steady.kept
+        assert steady.num_rounds == 1000 and left < MOST_KEPT
+        assert weighing.asked[-1] == weighing.at or before == left + 1
+    assert weighing.asked == expected
+
+
+def test_nothing_is_weighed_before_there_is_something_to_learn(monkeypatch):
+    weighing = Weighing(monkeypatch, drafts=("lookup",))
+    for _ in range(500):
+        weighing.round(0)
+    plan = weighing.round(14)
+    assert plan is not None and weighing.asked == [0]
+    most = lengths_of(weighing.followed).most_surprises
+    assert most == LEAST_SURPRISES, "beside long forwards"
+    for n in range(1, 4):
+        learn(weighing.followed, plan, 0)
+        assert lengths_of(weighing.followed).most_surprises == max(0, most - n)
+    weighing.round(0)
+    assert weighing.asked == [0, 501], "drafts were made, and refused"
+
+
+@pytest.mark.parametrize("usual", [PLAIN, 1e9])
+def test_tokens_that_lookup_would_have_guessed_are_something_to_learn_where_it_drafts_nothing(usual, monkeypatch):
+    weighing = Weighing(monkeypatch, drafts=("lookup",))
+    for guessed in ((0,) * 6, (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 1, 1)):
+        for _ in range(40 - 10 * (sum(guessed) > 1)):
+            state = RowState(0, 50, 1000, found(0, guessed=guessed))
+            weighing.round(0, usual=usual, guessed=guessed)
+            assert weighing.followed.is_quiet(state, 0, lambda chances: 0) or weighing.at == 80
+    drafts = any(lengths_of(weighing.followed).lengths)
+    assert drafts == (usual == PLAIN) and weighing.asked == ([0] if drafts else [0, 80])
 
 
 @pytest.mark.parametrize("has_drafted", [False, True])
-def test_another_row_is_weighed_as_rarely_as_the_last_one_unless_that_drafted(has_drafted):
-    lengths = Lengths()
-    for _ in range(400):
-        if lengths.is_due((0, 500), 100.0, False, 1.0):
-            lengths.keep([Weighed(0)])
-    if has_drafted:
-        lengths.note()
-    assert lengths.is_due((1, 500), 100.0, False, 1.0)
-    assert lengths.rounds_left == (FIRST_KEPT if has_drafted else MOST_KEPT) - 1
+def test_what_is_known_holds_for_another_row_unless_lookup_drafted_in_the_last_one(has_drafted, monkeypatch):
+    weighing = Weighing(monkeypatch, drafts=("lookup",))
+    for round_ in range(40):
+        weighing.round(14 if has_drafted and round_ == 20 else 0)
+    weighing.round(0, request_id=1, tallies=[Tally(9, (9,) * 6, (9,) * 6)])
+    assert weighing.asked == ([0, 40] if has_drafted else [0])
+    assert weighing.followed._finder.matches.knows(1), "its prompt counts, weighed or not"
 
 
 @given(st.integers(1, 63), st.integers(1, 63))
@@ -220,6 +257,7 @@ def test_a_match_is_quiet_where_nothing_comes_of_it():
         checked.append(0)
         return len(chances) > 60
 
-    assert [followed.is_quiet(match, checks) for match in (0, 1, 2, 14, 1)] == [True, True, True, False, True]
+    row = RowState(0, 50, 1000, found(0))
+    assert [followed.is_quiet(row, match, checks) for match in (0, 1, 2, 14, 1)] == [True, True, True, False, True]
     assert len(checked) == 3, "what is known is not asked again"
-    assert not followed.is_quiet(5, lambda chances: 1), "an early pass would check it"
+    assert not followed.is_quiet(row, 5, lambda chances: 1), "an early pass would check it"

@@ -55,12 +55,14 @@ class Runs:
         self.grown = () if seed % 3 == 0 else tuple([1 + (seed + 2 * n) % 9 for n in range(seed % 4)])
         self.streak, self.match = 0, 0
         self.most_lookups = 1 << 30 if seed % 7 < 5 else seed % 7 - 5  # 0 or 1
+        self.most_surprises, self.kept = (1 << 30, 0) if seed % 5 < 3 else (seed % 11, seed % 3)
 
     @property
     def steady(self):
         lengths = self.table if len(self.looks) == 1 else [0 if n else -1 for n in self.table]
         usual = self.usual if self.tells_usual else None
         told = Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), usual)
+        told = told._replace(most_surprises=self.most_surprises, kept=self.kept)
         return told._replace(grown=self.grown, streak=self.streak, most_lookups=self.most_lookups)
 
     def _by_layers(self, rows):
@@ -199,6 +201,51 @@ def test_a_call_goes_on_for_as_many_lookups_as_the_policy_says_and_they_grow_as_
     every = [n for call in drafted for n in call]
     assert {*every[:-1]} == {5, *grown}  # the row's end cuts the last one
     assert not grown or any(call[i : i + 4] == [5, 7, 9, 9] for call in drafted for i in range(len(call)))
+
+
+@pytest.mark.parametrize("kept", [0, 20])
+@pytest.mark.parametrize("table", [[0, 0], [0, 0, 0, 2], [0, 5]])
+def test_a_call_ends_where_there_is_something_to_learn(monkeypatch, table, kept):
+    """Guessed tokens where nothing is drafted, and drafts, but for those that grow by themselves."""
+    monkeypatch.setattr(ahead, "BURST", 60.0)
+    policy, run, most, calls = Runs(4, table, [False] * len(table), True), Rounds.run, 6, []
+    policy.left, policy.drawn, policy.tells_usual = 1000, ((None, 0), {}), True
+    policy.most_surprises, policy.kept, policy.grown = most, kept, (7, 9)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
+
+    def running(*given, **named):
+        done = run(*given, **named)
+        [row] = engine.rows
+        calls.append(([*row.content], [one.rows[0].block for one in done], [one.rows[0].drafted for one in done]))
+        return done
+
+    monkeypatch.setattr(Rounds, "run", running)
+    plan = policy.plan
+
+    def asked(rows):  # and so begins to count anew
+        if not engine._ahead:
+            rows[0].guesses.take_tally()
+        return plan(rows)
+
+    policy.plan = asked
+    engine.submit("class Stack:\n", max_new_tokens=250)  # greedy text, which soon goes round in circles
+    list(engine.run())
+    watched, told = Steady(9, tuple(table)).watched, []
+    for content, blocks, drafts in calls[:-1]:
+        naive, surprises, left = Lookup(content), [], 0
+        for block, drafted in zip(blocks, drafts, strict=True):
+            match = naive.match
+            content += block
+            naive.take_tally() if not surprises else None
+            grows = drafted and len(block) > len(drafted) and match >= len(table) - 1
+            left += bool(drafted) and not grows
+            naive.match  # noqa: B018  # it catches up
+            guessed = sum(n for n, counts in zip(naive.guessed, watched, strict=True) if counts)
+            surprises.append(left + guessed)
+        told.append(surprises)
+    ended = [one for one in told if len(one) > kept and one[-1] >= most]
+    assert all(max(one[kept:-1], default=0) < most for one in told)
+    assert ended or table == [0, 5]
 
 
 @pytest.mark.parametrize("tells_usual", [False, True])
@@ -466,6 +513,8 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
         (Steady(3, (0, 1), grown=(2, 0)), "grown drafts must have at least a token"),
         (Steady(3, streak=-1), "the right drafts that a steady policy has seen in a row must be"),
         (Steady(3, most_lookups=-1), "the rounds that a steady policy has drafted by lookup must be"),
+        (Steady(3, most_surprises=-1), "the surprises after which a steady policy is asked must be"),
+        (Steady(3, kept=-1), "the rounds for which a steady policy is not asked because of these must be"),
         (Steady(3, usual=3), "usual must be a plan or None, got 3"),
     ],
 )

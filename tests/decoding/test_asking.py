@@ -131,6 +131,35 @@ def test_rounds_ahead_end_where_a_match_is_found_that_matters(engine, least, by_
     assert policy.told == len(expected)
 
 
+@pytest.mark.parametrize("engine", ["views", "compiled"])
+@pytest.mark.parametrize(("most", "kept"), [(1, 0), (3, 0), (3, 6), (1 << 20, 0)])
+def test_rounds_ahead_end_where_there_is_something_to_learn(engine, most, kept, monkeypatch):
+    monkeypatch.setattr(ahead_module, "BURST", 60.0)
+    target, [prompt] = Target(build("llama"), engine=engine), make_prompts([9])
+
+    class Learning(Watchful):
+        def plan(self, rows):
+            rows[0].guesses.take_tally()
+            return super().plan(rows)
+
+    policy, ahead, count = Learning(11, 40), 11, 90
+    policy.steady = policy.steady._replace(most_surprises=most, kept=kept)
+    tokens = target.generate([prompt], max_new_tokens=count, policy=policy)[0].tokens
+    content, expected, left = [*prompt, *tokens], [], 0
+    lookup = Lookup(told := list(prompt))
+    for token in tokens:
+        came, _ = ahead - left, lookup.match
+        if left and not (came >= kept and sum(lookup.guessed) >= most):
+            left -= 1
+        else:
+            expected.append(len(told))
+            lookup.take_tally()
+            left = ahead
+        told.append(token)
+    assert policy.lengths == expected and told == content
+    assert (len(expected) > -(-count // (ahead + 1))) == (most < 10)
+
+
 def test_who_reads_no_lookup_is_not_asked_for_matches():
     policy = Watchful(11, 1, reads_lookup=False)
     decode(policy, [9], [60])

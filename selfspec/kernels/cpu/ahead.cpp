@@ -26,6 +26,10 @@ struct Ahead {
     int64_t* given;               // [rounds]: whether no layer drafts; in: of the first, out: of all
     int64_t num_lengths, num_grown, found_size;
     int64_t most_lookups;         // rounds after the first one that are drafted by lookup
+    // Of a single row, but not before `kept` rounds after the first one: tokens that came as what followed its matches
+    // the last time, in bins of these that are watched (all bits of a byte each), and drafts by lookup that no longer one
+    // takes the place of.
+    int64_t most_surprises, kept, watched;
     int64_t match, streak;        // of a single row, before the first round; the latter: of right drafts, see `grown`
     int64_t done;                 // out: rounds
 };
@@ -45,6 +49,7 @@ class Going {
     Drafting d;
     Judging j;
     int64_t exit_layer, lookups = 0;  // the latter: rounds after the first one that were drafted by lookup
+    int64_t surprises = 0;
     int64_t match, drafts = 0;  // of the next round: what a single row matched, and drafts by lookup
     int64_t streak;
     std::vector<int64_t> positions, last, lengths;
@@ -60,7 +65,9 @@ class Going {
         int64_t* out = a.found + (a.done * d.num_rows + row) * a.found_size;
         out[0] = selfspec_index_add(a.indices[row], tokens, count, out + 1);
         if (out[0] < 0) throw std::bad_alloc();
+        for (uint64_t right = uint64_t(out[4] & a.watched); right; right >>= 8) surprises += right & 0xFF;
         match = std::min(out[1], a.num_lengths - 1);
+        if (d.num_rows == 1 && a.done >= a.kept && surprises >= a.most_surprises) return TO_ASK;
         if (a.branches[match] && selfspec_index_has_others(a.indices[row])) return TO_ASK;
         int64_t length = a.lengths[match];
         if (length && lookups >= a.most_lookups) return TO_ASK;
@@ -77,6 +84,7 @@ class Going {
             positions[r] += count, last[r] = picks[count - 1], a.rooms[r] -= count;
             bool was_right = a.given[a.done] && j.counts[r] > 0 && count > j.counts[r];
             streak = was_right && match == a.num_lengths - 1 ? streak + 1 : 0;
+            surprises += a.given[a.done] && j.counts[r] > 0 && !streak;
             drafts = look_up(r, picks, count);
             bool is_known = drafts == 0 || (drafts > 0 && drafts <= j.most && d.num_rows == 1);
             int64_t least = drafts ? drafts : std::min<int64_t>(1, lengths[r]);
