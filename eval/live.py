@@ -1,9 +1,10 @@
 """Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
 
 All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
-and replay has none. Of the interpreter, replay counts in rounds of `adaptive` that draft what the clock had told it.
-The speedup of whole calls, with everything in it, is reported beside them. Stages and the reading of prompts are timed
-by the engine's own clock, which off the CPU measures launches.
+and replay has none. Replay prices rounds by costs that were measured beside every repeat, and counts of the
+interpreter, in rounds of `adaptive` that draft, what the clock had told it. The speedup of whole calls, with everything
+in it, is reported beside them. Stages and the reading of prompts are timed by the engine's own clock, which off the CPU
+measures launches.
 """
 
 from __future__ import annotations
@@ -90,22 +91,21 @@ def time_batch(scene: Scene, batch_size: int, config: LiveConfig, name: str, say
 def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConfig, say: Say) -> list[dict[str, Any]]:
     """Records of some ways, the first of which is plain decoding, timed in turn and replayed."""
     calls = interleave(scene, ways, batch_size, config.repeats, config.warmup_tokens, say)
-    replayed = [_replay(scene, way, calls[way.name], batch_size) for way in ways]
+    say("replaying")
+    replayed = {way.name: [_replay(scene, way, one, batch_size) for one in calls[way.name]] for way in ways}
     first = ways[0].name
-    return [
-        _record(way, calls[way.name], calls[first], done, replayed[0], scene)
-        for way, done in zip(ways, replayed, strict=True)
-    ]
+    return [_record(way, calls[way.name], calls[first], replayed[way.name], replayed[first], scene) for way in ways]
 
 
-def _replay(scene: Scene, way: Way, calls: Sequence[Call], batch_size: int) -> Replayed:
-    """With what the clock had told of the interpreter before the call in the middle, which prices rounds."""
+def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
+    """With the policy's own table, in the time that rounds take by the one measured beside the live call, and with what
+    the clock had told of the interpreter before that."""
     policy, beside = way.make(), (0.0, 0.0)
-    if isinstance(policy, Adaptive) and (pace := calls[len(calls) // 2].pace) is not None:
-        policy.tell_pace(pace)
+    if isinstance(policy, Adaptive) and live.pace is not None:
+        policy.tell_pace(live.pace)
         deciding, around = policy.seconds_beside(batch_size)
         beside = deciding / KEPT_DECIDING, around / KEPT_DECIDING
-    return replay(scene.traces, policy, scene.costs, batch_size, beside=beside)
+    return replay(scene.traces, policy, live.costs or scene.costs, batch_size, beside=beside)
 
 
 def way_of(scene: Scene, policy: str) -> Way:
@@ -138,23 +138,29 @@ def _rounds(done: Replayed) -> float:
 
 
 def _record(
-    way: Way, calls: Sequence[Call], plain: Sequence[Call], done: Replayed, plain_done: Replayed, scene: Scene
+    way: Way,
+    calls: Sequence[Call],
+    plain: Sequence[Call],
+    replays: Sequence[Replayed],
+    plain_replays: Sequence[Replayed],
+    scene: Scene,
 ) -> dict[str, Any]:
-    """What a way came to live, beside plain decoding in the same repeats, and in replay."""
-    live = spread(b.decoding / a.decoding for a, b in zip(calls, plain, strict=True))
+    """What a way came to live, beside plain decoding in the same repeats, and in replay beside plain decoding there."""
+    live = [b.decoding / a.decoding for a, b in zip(calls, plain, strict=True)]
     seconds = spread(each.decoding for each in calls)
-    predicted = _rounds(plain_done) / _rounds(done)
+    predicted = [_rounds(b) / _rounds(a) for a, b in zip(replays, plain_replays, strict=True)]
+    done = sorted(replays, key=lambda each: len(each.rounds))[len(replays) // 2]
     wanted = [list(trace.tokens) for trace in scene.traces]
     return {
         "method": way.name,
         "kind": way.kind,
         "settings": dict(way.settings),
-        "predicted": predicted,
-        "live": live._asdict(),
-        "live_over_predicted": live.median / predicted,
+        "predicted": spread(predicted).median,
+        "live": spread(live)._asdict(),
+        "live_over_predicted": spread(a / b for a, b in zip(live, predicted, strict=True)).median,
         "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain, strict=True))._asdict(),
         "seconds": seconds._asdict(),
-        "predicted_seconds": _rounds(done),
+        "predicted_seconds": spread(map(_rounds, replays)).median,
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
         "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),

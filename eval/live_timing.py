@@ -14,6 +14,7 @@ from selfspec.api import WHOLE_BURST
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
+from selfspec.decoding.measure import measure
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
     pace: Any = None  # what the clock had told earlier policies, of one that minds it
+    costs: Costs | None = None  # of this machine, measured right before the repeat it is of
 
     @property
     def decoding(self) -> float:
@@ -125,14 +127,17 @@ def interleave(
     """Every way's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed.
 
     A policy starts with what the clock told the one before it, as `generate` has it: of the machine, not of the texts.
+    Before every repeat costs are measured anew, briefly: what a part of a round takes beside another differs by a tenth
+    from one minute to the next where others use the memory.
     """
     paces: dict[str, Any] = {}
     for way in ways:
         call(scene, way, batch_size, warmup_tokens, paces)
     calls: dict[str, list[Call]] = {way.name: [] for way in ways}
     for repeat in range(repeats):
+        costs = measure(scene.target.stack, (batch_size,), 1, within=None)
         with quiet():
             for way in rotated(ways, repeat):
-                calls[way.name].append(call(scene, way, batch_size, paces=paces))
+                calls[way.name].append(call(scene, way, batch_size, paces=paces)._replace(costs=costs))
         say(f"repeat {repeat + 1} of {repeats}")
     return calls
