@@ -1,10 +1,9 @@
 """Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
 
 All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
-and replay has none. Replay prices rounds by costs that were measured beside every repeat, and counts of the
-interpreter, in rounds of `adaptive` that draft, what the clock had told it. The speedup of whole calls, with everything
-in it, is reported beside them. Stages and the reading of prompts are timed by the engine's own clock, which off the CPU
-measures launches.
+and replay has none. Replay prices rounds by costs that were measured beside every repeat, and counts what the
+interpreter took there in rounds that draft. The speedup of whole calls, with everything in it, is reported beside them.
+Stages and the reading of prompts are timed by the engine's own clock, which off the CPU measures launches.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from eval.summary import spread
 from eval.timing import Say
 from eval.traces import save
 from selfspec import load as load_model
-from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.pace import KEPT_DECIDING
 from selfspec.control.policies import CHOOSES_EXIT
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import SpecStats
@@ -99,13 +96,11 @@ def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConf
 
 def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
     """With the policy's own table, in the time that rounds take by the one measured beside the live call, and with what
-    the clock had told of the interpreter before that."""
-    policy, beside = way.make(), (0.0, 0.0)
-    if isinstance(policy, Adaptive) and live.pace is not None:
-        policy.tell_pace(live.pace)
-        deciding, around = policy.seconds_beside(batch_size)
-        beside = deciding / KEPT_DECIDING, around / KEPT_DECIDING
-    return replay(scene.traces, policy, live.costs or scene.costs, batch_size, beside=beside)
+    the interpreter took in that call's rounds that drafted."""
+    costs = live.costs or scene.costs
+    deciding, around = live.beside
+    beside = deciding, max(0.0, around - costs.rest(batch_size))
+    return replay(scene.traces, way.make(), costs, batch_size, beside=beside)
 
 
 def way_of(scene: Scene, policy: str) -> Way:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from eval.methods import Endless, Ids
@@ -69,7 +70,7 @@ class Call(NamedTuple):
     rows: int  # rows of drafting rounds, added up
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
-    pace: Any = None  # what the clock had told earlier policies, of one that minds it
+    beside: tuple[float, float] = (0.0, 0.0)  # of its rounds that drafted: seconds of control, and around forwards
     costs: Costs | None = None  # of this machine, measured right before the repeat it is of
 
     @property
@@ -102,13 +103,14 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
     rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
     if paces is not None and isinstance(policy, Adaptive):
         paces[way.name] = policy.state()["pace"]
-    return _call(rounds, wall)._replace(pace=pace)
+    return _call(rounds, wall)
 
 
 def _call(rounds: Sequence[Round], wall: float) -> Call:
     rows = [row for round_ in rounds for row in round_.rows]
     done = sorted((row.completion for row in rows if row.completion is not None), key=lambda c: c.request_id)
     planned = [round_ for round_ in rounds if round_.plan is not None]
+    drafting = [r.seconds for r in planned if r.plan is not None and r.plan.exit_layer is not None]
     return Call(
         wall,
         seconds={stage: sum(getattr(round_.seconds, stage) for round_ in rounds) for stage in STAGES},
@@ -118,6 +120,7 @@ def _call(rounds: Sequence[Round], wall: float) -> Call:
         rows=sum(len(r.rows) for r in planned if r.plan is not None and r.plan.exit_layer is not None),
         stats=sum((completion.stats for completion in done), SpecStats()),
         tokens=[completion.tokens for completion in done],
+        beside=(fmean([s.control for s in drafting]), fmean([s.rest for s in drafting])) if drafting else (0.0, 0.0),
     )
 
 

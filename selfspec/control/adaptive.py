@@ -111,11 +111,6 @@ class Adaptive:
         """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
         self._experience.tell_pace(pace)
 
-    def seconds_beside(self, num_rows: int) -> tuple[float, float]:
-        """Of a round of so many rows that drafts, by the clock: deciding; around forwards beyond a plain round's."""
-        pace = self._experience.pace
-        return pace.deciding_of(num_rows), pace.around_of(num_rows)
-
     def state(self) -> dict[str, Any]:
         """What it has seen, for a later one of the same model to start from."""
         return self._experience.state()

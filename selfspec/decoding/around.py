@@ -9,7 +9,9 @@ from selfspec.decoding.engine import Engine
 from selfspec.target.draft_head import Frequencies
 from selfspec.target.stack import Stack
 
-ROUNDS = 32  # plain ones, of rows of so many tokens
+# Plain rounds, of rows of so many tokens: a call that begins takes as long as dozens of them spend around their
+# forwards, so there are more of fast ones, as in the texts of fast models: up to so many in so many seconds.
+ROUNDS, MOST_ROUNDS, SPAN = 32, 128, 0.04
 PROMPT = 2
 
 
@@ -42,21 +44,22 @@ class Around:
         """Whether rows may become long enough."""
         return self._target.stack.context_limit > PROMPT + ROUNDS
 
-    def seconds(self, tokens: Sequence[int]) -> float:
-        """Around one round of as many rows as there are tokens, which they begin with."""
-        rows = len(tokens)
+    def seconds(self, tokens: Sequence[int], forward: float = SPAN) -> float:
+        """Around one round of as many rows as there are tokens, which they begin with, and of about so many seconds."""
+        rows, longest = len(tokens), self._target.stack.context_limit - PROMPT - 1
+        count = min(MOST_ROUNDS, longest, max(ROUNDS, int(SPAN / max(forward, SPAN / MOST_ROUNDS))))
         engine = self._engines.get(rows)
         if engine is None:
-            room = rows * (PROMPT + ROUNDS + 1)
+            room = rows * (PROMPT + MOST_ROUNDS + 1)
             engine = Engine(self._target, policy="plain", max_batch_size=rows, max_cached_tokens=room)
             engine.frequencies = Frequencies(engine.stack.vocab_size)  # these tokens are nobody's
             self._engines[rows] = engine
         for token in tokens:
-            engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=ROUNDS + 2)
+            engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=count + 2)
         engine.step()
         start = self._now()
-        rounds = [engine.step().seconds for _ in range(ROUNDS)]
+        rounds = [engine.step().seconds for _ in range(count)]
         taken = self._now() - start
         last = engine.step()  # in which the rows end; perhaps it was decoded in the same call as those before
         forwards = [*rounds, last.seconds] if last.is_ahead else rounds
-        return max(0.0, taken - sum([one.verify + one.head + one.pick for one in forwards])) / ROUNDS
+        return max(0.0, taken - sum([one.verify + one.head + one.pick for one in forwards])) / count

@@ -164,10 +164,13 @@ class _Clock:
         for laps in warm or [single]:
             self.keep(piece, rows, 1, laps["verify"][0] if warm else layers)
             self.keep("head", 1, rows, laps["head"][0])
+            if context == self.base:
+                self.keep("plain head", rows, 1, laps["head"][0])
 
     def around(self, rows: int) -> None:
         """What is spent around the forwards of plain rounds."""
-        self.keep("around", rows, 1, self.engines.seconds(self.given(rows, 0).tolist()))
+        forward = self.readings.typical("plain")[rows][1]
+        self.keep("around", rows, 1, self.engines.seconds(self.given(rows, 0).tolist(), forward))
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
         """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""

@@ -135,8 +135,9 @@ def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_
 
 
 def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(scene, monkeypatch):
-    """By the table that policies decide with, drafts never pay; by the others they do, twice as much every time."""
-    seen, price = [], made_up_costs(4)
+    """By the table that policies decide with, drafts never pay; by the others they do, the more the later."""
+    seen, price, spent = [], made_up_costs(4), [0.0]
+    monkeypatch.setattr(live_timing, "fmean", lambda taken: spent[0])
     monkeypatch.setattr(
         live_timing, "measure", lambda *given, **options: seen.append(given) or faster(price, len(seen))
     )
@@ -147,6 +148,11 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(sc
     by = [done.plain_seconds / done.seconds for done in expected]
     assert plain["predicted"] == 1 and by == sorted(by) and by[2] > 1.05 * by[0]
     assert drafting["predicted"] == pytest.approx(by[1], 1e-6)
+    spent[0] = price.plain_round(2)  # of the interpreter, twice, in every round that drafts
+    again = compare(scene, ways, 2, LiveConfig(repeats=1, warmup_tokens=1), ignore)[1]
+    longer = again["predicted_seconds"] - replay(scene.traces, ways[1].make(), faster(price, 4), 2).seconds
+    drafts = sum(round_.plan.exit_layer is not None for round_ in expected[0].rounds)
+    assert longer == pytest.approx(drafts * (2 * spent[0] - price.rest(2)), 1e-6)
 
 
 def faster(costs, times):
