@@ -27,6 +27,7 @@ from eval.summary import spread
 from eval.timing import Say
 from eval.traces import save
 from selfspec import load as load_model
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.policies import CHOOSES_EXIT
 from selfspec.decoding.measure import measure
@@ -95,12 +96,14 @@ def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConf
 
 
 def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
-    """With the policy's own table, in the time that rounds take by the one measured beside the live call, and with what
-    the interpreter took in that call's rounds that drafted."""
-    costs = live.costs or scene.costs
+    """By a policy that knows what the live one did when it began, in the time that rounds take by the costs measured
+    beside that call, and with what the interpreter took in its rounds that drafted."""
+    policy, costs = way.make(), live.costs or scene.costs
+    if isinstance(policy, Adaptive) and live.pace is not None:
+        policy.tell_pace(live.pace)
     deciding, around = live.beside
     beside = deciding, max(0.0, around - costs.rest(batch_size))
-    return replay(scene.traces, way.make(), costs, batch_size, beside=beside)
+    return replay(scene.traces, policy, costs, batch_size, beside=beside)
 
 
 def way_of(scene: Scene, policy: str) -> Way:

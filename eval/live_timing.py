@@ -71,6 +71,7 @@ class Call(NamedTuple):
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
     beside: tuple[float, float] = (0.0, 0.0)  # of its rounds that drafted: seconds of control, and around forwards
+    pace: Any = None  # what the clock had told earlier policies, of one that minds it
     costs: Costs | None = None  # of this machine, measured right before the repeat it is of
 
     @property
@@ -103,7 +104,7 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
     rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
     if paces is not None and isinstance(policy, Adaptive):
         paces[way.name] = policy.state()["pace"]
-    return _call(rounds, wall)
+    return _call(rounds, wall)._replace(pace=pace)
 
 
 def _call(rounds: Sequence[Round], wall: float) -> Call:

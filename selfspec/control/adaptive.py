@@ -314,7 +314,7 @@ class Adaptive:
         tells = block.cold < self._plain_run <= block.rounds
         if plan is self._idle and not self._times.has_clock and not tells:  # common where a model should not draft
             self._experience.add_idle()
-            self._looks.pass_idle(seconds.verify)
+            self._looks.pass_idle(seconds.verify + seconds.head)
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._times.decide_now()

@@ -84,6 +84,10 @@ class Follower:
         tree = TokenTree(tokens, tuple(range(len(tokens))))
         return Plan(LOOKUP, (len(tokens),), trees=(tree,), speedup=known.promised * worth.plain_seconds)
 
+    def forget_quiet(self) -> None:
+        """Something was decided: early passes may check other guesses."""
+        self._quiet.clear()
+
     def is_quiet(self, row: RowState, match: int, checks: Checks) -> bool:
         """Whether nothing comes of such a match of the row that is followed, as long as what was weighed is kept."""
         if self._lengths.is_surprised(row.guessed):

@@ -46,8 +46,9 @@ class Free:
         return self._finder.recycles and num_rows <= FEW
 
     def price(self, num_rows: int, deciding: float) -> None:
-        """Take on what deciding takes in a round of so many rows, in seconds."""
+        """Something is decided anew; take on what deciding takes in a round of so many rows, in seconds."""
         self._reading.price(num_rows, deciding)
+        self._follower.forget_quiet()
 
     def forget_round(self) -> None:
         """A round begins, and may be planned by others."""

@@ -21,6 +21,7 @@ WEIGHING = 0.02  # of the time of plain rounds
 # each of its drafts, but for those that grow by themselves, tells of about a plain round that could have been saved.
 # So many at least, and as many as plain rounds fit into what weighing takes, with the call that it ends.
 LEAST_SURPRISES = 2
+OLD = 1024  # rounds beyond those for which it is kept, after which it is weighed whatever came
 WEIGH_SECONDS, ENDING = 3e-4, 1e-3  # of the interpreter, on cold caches
 SAME = 0.05  # of tokens per second, by which what is usual may change without that
 SHORTEST = (0, 1, *MATCH_EDGES)  # match of every bin; the first has none
@@ -61,7 +62,7 @@ class Lengths:
         self._for: tuple[tuple[int, int], bool] | None = None  # a row, and whether layers draft
         self._usual = 0.0
         self._left, self._kept = 0, FIRST_KEPT  # rounds, the one that began among them; and for how many it is kept
-        self._drafted, self._told = 0, 0  # rounds by lookup since, and those of them that count as surprises
+        self._has_drafted, self._told = False, 0  # since, and rounds by lookup that count as surprises
         self._most = 0  # surprises before it is weighed again
 
     def is_due(self, row: RowState, usual: float, beside_layers: bool, plain_seconds: float) -> bool:
@@ -74,11 +75,13 @@ class Lengths:
         told, known = (row.whole, beside_layers), self._for
         is_same = known is not None and known[1] == beside_layers and abs(usual - self._usual) <= SAME * self._usual
         is_other = known is None or known[0] != row.whole
-        self._left -= 1
         self._for = told
-        if is_same and not (is_other and self._drafted) and not self.is_surprised(row.guessed):
+        if is_other:
+            self._left = min(self._left, FIRST_KEPT)
+        if is_same and not (is_other and self._has_drafted) and not self.is_surprised(row.guessed):
+            self._left -= 1
             return False
-        if is_other and self._drafted:
+        if is_other and self._has_drafted:
             self._kept = FIRST_KEPT  # of its text nothing is known
         self._usual = usual
         self._left = max(self._kept, int(WEIGH_SECONDS / (WEIGHING * plain_seconds)))
@@ -88,12 +91,12 @@ class Lengths:
     def keep(self, known: Sequence[Weighed]) -> None:
         """What is drafted, after a match as in `SHORTEST` each."""
         self._known = [*known]
-        self._kept = KEPT if self._drafted else min(2 * self._kept, MOST_KEPT)
-        self._drafted = self._told = 0
+        self._kept = KEPT if self._has_drafted else min(2 * self._kept, MOST_KEPT)
+        self._has_drafted, self._told = False, 0
 
     def note(self) -> None:
         """Something is drafted."""
-        self._drafted += 1
+        self._has_drafted = True
 
     def note_told(self) -> None:
         """What came of that tells of its length."""
@@ -118,8 +121,8 @@ class Lengths:
         return self._told + sum(missed)
 
     def is_surprised(self, guessed: Sequence[int]) -> bool:
-        """Whether there were enough, and rounds, for drafts to be weighed."""
-        return self._left <= 0 and self.surprises(guessed) >= self._most
+        """Whether the round that comes is one to weigh drafts in."""
+        return self._left <= 1 and (self.surprises(guessed) >= self._most or self._left <= -OLD)
 
     @property
     def most_surprises(self) -> int:

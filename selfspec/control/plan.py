@@ -248,9 +248,9 @@ class Steady(NamedTuple):
 
     @property
     def watched(self) -> tuple[bool, ...]:
-        """Of every bin of matches, whether `most_surprises` counts tokens after such."""
+        """Of every bin of matches, whether `most_surprises` counts tokens after such: those with length 0."""
         last = len(self.lengths) - 1
-        return tuple([self.lengths[min(first, last)] <= 0 for first in (1, *MATCH_EDGES)])
+        return tuple([self.lengths[min(first, last)] == 0 for first in (1, *MATCH_EDGES)])
 
 
 @dataclass(slots=True)
@@ -314,7 +314,8 @@ class Policy(Protocol):
     asked about so many rounds after the one it planned last, while the rows are the same: they are plain, and before it
     is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `steady`, a `Steady`,
     may have rounds decoded before it is asked about them, which hold if it plans them so; and of the rounds ahead, it
-    is asked after all about one before which a row has a match that is not 0 in `Steady.lengths`. One that has
+    is asked after all about one before which a row has a match that is not 0 in `Steady.lengths`, or had surprises
+    enough. One that has
     `tell_vocabulary` is handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part
     of one; one that has `tell_copies`, whether there are copies of the layers in 4 bits to draft by.
     """

@@ -16,7 +16,7 @@ FIRST_REPLAN, MOST_FIRST, FIRST_SHARE = 2, 6, 0.2
 EARLY_DECIDING_SHARE = 0.02  # the same of decisions that come early, each after twice as many rounds as the one before
 MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
 IDLE_ROUNDS = 512  # the same while nothing is drafted
-CLOCK_EVERY, SELDOM, SETTLED = 32, 128, 128  # and between looks at the clock then; after so many of those, fewer
+CLOCK_EVERY, SELDOM, SETTLED = 32, 128, 128  # and between looks at the clock then; and after so many such rounds
 AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
 
 

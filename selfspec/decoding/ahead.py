@@ -22,6 +22,7 @@ from selfspec.target.compiled_round import most_rounds
 from selfspec.target.draft_head import Part
 from selfspec.target.round_room import Done, Further
 
+NEVER = Steady().most_surprises
 BURST = 1 / 30  # seconds after which no further round begins: what is streamed still seems to flow
 
 
@@ -146,8 +147,8 @@ class Ahead:
             return Further(num_rounds, burst, ends)
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
         lengths, grown = (tuple([min(n, longest) for n in told]) for told in (steady.lengths, steady.grown))
-        surprises = max(0, steady.most_surprises - steady.surprises(rows[0].guessed))
-        most = min(steady.most_lookups, num_rounds), surprises, steady.kept
+        surprises = max(0, min(steady.most_surprises, NEVER) - steady.surprises(rows[0].guessed))
+        most = min(steady.most_lookups, num_rounds), surprises, min(steady.kept, num_rounds)
         told = lengths, steady.branches, grown, steady.streak, *most, steady.watched, rows[0].match
         return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 

@@ -103,7 +103,7 @@ class Asking:
 
     def pass_plain(self, seconds: Seconds) -> None:
         """Count a round that it was not asked about."""
-        self._seconds += seconds.verify
+        self._seconds += seconds.verify + seconds.head
 
     def _watch(self) -> None:
         """In the rounds ahead, rows are watched for matches after which their plan would be another one."""

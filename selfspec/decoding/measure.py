@@ -164,8 +164,6 @@ class _Clock:
         for laps in warm or [single]:
             self.keep(piece, rows, 1, laps["verify"][0] if warm else layers)
             self.keep("head", 1, rows, laps["head"][0])
-            if context == self.base:
-                self.keep("plain head", rows, 1, laps["head"][0])
 
     def around(self, rows: int) -> None:
         """What is spent around the forwards of plain rounds."""

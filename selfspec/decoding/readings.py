@@ -61,15 +61,7 @@ class Readings:
             for rows, of_rows in self.typical("ragged").items()
             for num_tokens, seconds in of_rows.items()
         }
-        costs = replace(costs, ragged=Table.of(factors)) if factors else costs
-        return replace(costs, plain=self._plain(costs))
-
-    def _plain(self, costs: Costs) -> Table:
-        """Of plain rounds, with what their head takes beyond that of a draft's tokens, which early layers leave more of
-        in the caches than all of them do."""
-        heads = self.typical("plain head")
-        more = {r: max(0.0, heads[r][1] - costs.head(r)) if r in heads else 0.0 for r in costs.plain.points}
-        return Table.of({rows: costs.plain(rows) + more[rows] for rows in more})
+        return replace(costs, ragged=Table.of(factors)) if factors else costs
 
     def _rest(self) -> Table:
         """What is spent around a plain round's forward, by rows."""

@@ -66,7 +66,9 @@ class CompiledLookup(Lookup):
         self._free()
         self._read = 0
         self._make()
-        self._is_anew = True  # most of its tokens were counted before: a few are left out, and none counts twice
+        self._is_anew = (
+            True  # most of its tokens were counted: a few are left out, of tally and `guessed`, and none counts twice
+        )
 
     @property
     def num_bytes(self) -> int:

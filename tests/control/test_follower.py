@@ -130,6 +130,26 @@ def test_tokens_that_lookup_would_have_guessed_are_something_to_learn_where_it_d
     assert drafts == (usual == PLAIN) and weighing.asked == ([0] if drafts else [0, 80])
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 2, 3, 5, 7, 14]), st.integers(0, 9)), min_size=1, max_size=60),
+    st.booleans(),
+    st.floats(0.3, 1.5),
+)
+def test_calls_and_the_policy_agree_on_what_is_a_surprise_and_when_it_is_weighed(rounds, beside, share):
+    """Also where layers are to draft for once in the place of lookup, and in the last round that was kept."""
+    followed, guessed = follower(drafts=("lookup",)), (3, 0, 1, 0, 0, 40)
+    usual = share * plan_of(follower(drafts=("lookup",)), usual=0.0).speedup / worth_of(1).plain_seconds
+    for match, right in rounds:
+        plan = plan_of(followed, match, usual=usual, beside=beside, guessed=guessed)
+        if plan is not None:
+            learn(followed, plan, min(right, plan.draft_lengths[0]))
+        steady = lengths_of(followed, beside)
+        is_woken = steady.kept == 0 and steady.surprises(guessed) >= steady.most_surprises
+        row = RowState(0, 50, 1000, found(0, guessed=guessed))
+        assert followed._lengths.is_surprised(guessed) == is_woken
+        assert followed.is_quiet(row, 0, lambda chances: 0) != is_woken
+
+
 @pytest.mark.parametrize("has_drafted", [False, True])
 def test_what_is_known_holds_for_another_row_unless_lookup_drafted_in_the_last_one(has_drafted, monkeypatch):
     weighing = Weighing(monkeypatch, drafts=("lookup",))

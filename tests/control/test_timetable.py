@@ -14,6 +14,7 @@ from selfspec.control.looks import CALLING, EARLY_SHARE, LAST, OFF_SHARE, SHADOW
 from selfspec.control.plan import Seconds
 from selfspec.control.table import Table
 from selfspec.control.timetable import (
+    CLOCK_EVERY,
     DECIDING,
     DECIDING_SHARE,
     EARLY,
@@ -23,6 +24,8 @@ from selfspec.control.timetable import (
     MOST_FIRST,
     RAREST,
     REPLAN,
+    SELDOM,
+    SETTLED,
     Timetable,
 )
 from tests.eval.replays import made_up_costs
@@ -72,6 +75,28 @@ def test_first_decisions_of_a_small_model_that_nothing_is_known_of_lie_ever_fart
     assert found[0] == EARLY_REPLAN[False] and found[:3] == sorted(found[:3]) and found[1] == 2 * found[0]
 
 
+@pytest.mark.parametrize("drafted_at", [0, CLOCK_EVERY, SETTLED])
+def test_plain_rounds_look_at_the_clock_and_are_asked_about_ever_more_rarely(drafted_at):
+    """And none is passed over that looks at the clock, or decides."""
+    times, clock, asked = Timetable(), [], []
+    while times.round < 900:
+        times.begin()
+        if times.round == 1 or times.is_due:
+            times.decide_after(333)
+        if times.round == drafted_at:
+            times.note_draft()
+        asked.append(times.round)
+        if times.has_clock:
+            clock.append(times.round)
+        else:
+            times.look_ahead(1000)
+            times.pass_ahead(times.ahead)
+    since = drafted_at + SETTLED
+    often, seldom = (set(range(every, 900, every)) for every in (CLOCK_EVERY, SELDOM))
+    assert {n for n in often if n < since} | {n for n in seldom if n < 900} <= {*clock} and len(clock) < 15
+    assert {1, 334, 667} <= {*asked} and len(asked) < 40
+
+
 def looks_of(looking=3e-5):
     costs = replace(made_up_costs(LAYERS), short=Table.of({1: looking / 4, 64: looking}))
     return Looks(costs, has_prior=True)
@@ -97,6 +122,19 @@ def test_no_look_comes_before_the_round_that_was_foreseen_however_long_rounds_ta
         looks.pass_round(1, False, Seconds(verify=took * held_up, shadow=looking if was_due else 0.0))
         if not was_due and left:
             assert not looks.are_due and looks.rounds_left >= left - 1
+
+
+@pytest.mark.parametrize("slower", [0.0, 1e-3, 9.0])
+def test_a_look_in_a_plain_round_takes_what_that_takes_longer_too(slower):
+    """As far as it may be blamed for that, and not what heads take in any round."""
+    looks, plain = looks_of(), Seconds(verify=3e-3, head=1e-3)
+    for _ in range(40):
+        looks.pass_idle(plain.verify + plain.head)
+    before = looks._credit
+    looks.pass_round(None, False, Seconds(verify=3e-3 + slower, head=1e-3, shadow=3e-5))
+    calling = CALLING / (STEP - 1)  # of rounds of 4 ms: those of two come in as much time as many of small models
+    taken = 3e-5 + DECIDING + calling + min(slower, 4e-3) - OFF_SHARE * 4e-3
+    assert before - looks._credit == pytest.approx(taken, abs=1e-5)
 
 
 @given(st.floats(1.1e-3, 2e-3), st.floats(0.8, 1.5))

@@ -18,7 +18,6 @@ from selfspec.decoding import measure as module
 from selfspec.decoding import timed
 from selfspec.decoding.around import MOST_ROUNDS, Around
 from selfspec.decoding.measure import exits_to_time, measure
-from selfspec.decoding.readings import Readings
 from tests.models import build, tiny
 
 
@@ -175,25 +174,3 @@ def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
     assert module.doubtful(dataclasses.replace(costs, early={1: dear}))
     fast = Table.of({exit_layer: 0.2 * exit_layer * costs.plain(1) for exit_layer in costs.early[1].points})
     assert not module.doubtful(dataclasses.replace(costs, early={1: fast}))
-
-
-@pytest.mark.parametrize("colder", [0.0, 4e-3, -4e-3])
-def test_a_plain_rounds_head_counts_as_it_is_after_all_layers(colder):
-    """Where it takes longer there than a draft's tokens take; heads of drafts are left as they are."""
-    readings = Readings()
-    for piece, rows, size, seconds in [
-        ("plain", 1, 1, 0.1),
-        ("long", 1, 1, 0.1),
-        ("plain head", 1, 1, 0.01 + colder),
-        ("head", 1, 1, 0.01),
-        ("head", 1, 5, 0.012),
-        ("first", 1, 1, 0.02),
-        ("early", 1, 1, 0.02),
-        ("late", 1, 1, 0.08),
-        ("pick", 1, 1, 0.001),
-        ("short", 1, 8, 0.001),
-    ]:
-        readings.keep(piece, rows, size, seconds)
-    costs = readings.costs(5, 1, 0)
-    assert costs.plain(1) + costs.head(1) == pytest.approx(0.11 + max(0.0, colder))
-    assert costs.head(1) == 0.01 and costs.early_pass(1, 1) == pytest.approx(0.02)
