@@ -222,8 +222,9 @@ class Adaptive:
         found = self._by_lookup(rows)
         if found is not None:
             return found
+        looks = self._looks.are_due and not self._try_again(len(rows))
         exit_layer = self._decider.decision.exit_layer
-        shadow = self._shadow(exit_layer, len(rows)) if self._looks.are_due else None
+        shadow = self._shadow(exit_layer, len(rows)) if looks else None
         if exit_layer is None:
             return self._without_drafts(len(rows), shadow)
         plan = self._by_layers(rows, shadow, 0 if self._free is None else self._checks(self._free.chances))
@@ -340,7 +341,7 @@ class Adaptive:
         self._trying = TRY_ROUNDS if decider.decide(self._processes) else 0
         decision = decider.decision
         if decision.exit_layer is not None:
-            self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
+            self._expect(num_rows)
             longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
             times.decide_while_drafting(num_rows, before is None, decision.is_known, longest_round)
             block = block_of(num_rows).rounds
@@ -350,6 +351,22 @@ class Adaptive:
             if self._trying:
                 self._block = block
                 times.decide_after(block + TRY_ROUNDS)
+
+    def _try_again(self, num_rows: int) -> bool:
+        """Whether drafts are tried where their layer would be looked at; looks pay for that."""
+        decider = self._decider
+        if self._looks.are_awaited or not decider.try_again(self._processes):
+            return False
+        self._looks.pay(decider.lost_by_trying)
+        self._made, self._trying = None, TRY_ROUNDS
+        self._times.decide_after(TRY_ROUNDS)
+        self._expect(num_rows)
+        return True
+
+    def _expect(self, num_rows: int) -> None:
+        """What was decided is what rounds are held against."""
+        decision = self._decider.decision
+        self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
 
     def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
         """At all layers that could pay; only called when earlier rounds have paid for it."""

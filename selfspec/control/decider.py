@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
-from selfspec.control.decision import Decision, decide, favour_of
+from selfspec.control.decision import HANDICAP, Decision, decide, favour_of
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
 from selfspec.control.parts import Parts, Vocabulary
@@ -15,6 +15,9 @@ from selfspec.control.worth import Worth
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
 # before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
 TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
+# Where earlier calls held them against the clock, they are where they promise this much; and so they are in the place
+# of every look at layers: all rows tell of the exit then, and their tokens count.
+NEARLY = 0.95
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 
 
@@ -98,12 +101,34 @@ class Decider:
         self.decision = decide(self.decision, *how, TRY)
         return True
 
+    def try_again(self, is_whole: bool) -> bool:
+        """Try a batch's drafts that promise nearly as much as plain rounds, for `TRY_ROUNDS`; whether they do.
+
+        Args:
+            is_whole: see `decide`.
+        """
+        if self.num_rows == 1 or self.worth is None or self.decision.exit_layer is not None:
+            return False
+        if self.decision.speedup < NEARLY or not self._exit_layers:
+            return False
+        parts = self._parts.now(is_whole)
+        how = self.worth, parts, self._exit_layers, self._experience, self._favour
+        self.decision = decide(self.decision, *how, NEARLY)
+        return self.decision.exit_layer is not None
+
+    @property
+    def lost_by_trying(self) -> float:
+        """Seconds that such a try is expected to take longer than plain rounds for the same tokens."""
+        assert self.worth is not None
+        return TRY_ROUNDS * self.worth.plain_seconds * max(0.0, 1 / self.decision.speedup - 1)
+
     def _is_worth_a_try(self) -> bool:
         """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""
-        if not TRY <= self.decision.speedup < SURE or self.num_rows == 1:
-            return False
         known = self._experience.pace.kinds.has_compared(BY_LAYERS, self.num_rows)
-        return not known and self.num_rows.bit_length() not in self._tried
+        least, most = (NEARLY, HANDICAP) if known else (TRY, SURE)
+        if not least <= self.decision.speedup < most or self.num_rows == 1:
+            return False
+        return self.num_rows.bit_length() not in self._tried
 
     def usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""

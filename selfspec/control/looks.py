@@ -95,6 +95,10 @@ class Looks:
         """Whether a look that is due after so many rounds is left to later rows."""
         return self._room - num_rounds <= LAST and self._round + num_rounds < self._due + WAITS
 
+    def pay(self, seconds: float) -> None:
+        """Something else comes in the place of a look, and takes so long beside what calls and decisions take."""
+        self._pass(OFF_SHARE, 0.0, seconds + CALLING + DECIDING, 0)
+
     def pass_idle(self, seconds: float, num_rounds: int = 1) -> None:
         """Lay by a share of what the forwards of plain rounds took, which could be many."""
         self._pass(OFF_SHARE, seconds, 0.0, num_rounds)

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
+from selfspec.control.decider import NEARLY, TRY_ROUNDS
+from selfspec.control.decision import HANDICAP, Decision
 from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, OF_ONE_ROW, PLAIN, Kinds, rounds_apart
+from selfspec.control.looks import CALLING
 from selfspec.control.pace import DECIDING_ROUNDS, KEPT_DECIDING, Pace
 from selfspec.control.plan import RowOutcome, RowState, Seconds
+from selfspec.control.timetable import DECIDING
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
 
@@ -286,6 +290,44 @@ def test_it_tries_them_once_and_at_little_cost_where_the_table_is_right():
     speedup, drafting = in_batch(0.35, costs, costs)
     assert speedup > 0.99 and 0 < drafting < 0.02
     assert in_batch(0.3, costs, costs, rows=1)[1] == 0, "a single row's table is taken at its word"
+
+
+def earlier(acceptance, costs, rows=4):
+    """What is kept of a policy that has seen such texts, and has tried drafts."""
+    policy = Adaptive(costs, drafts=("exit",))
+    replay(traces(acceptance, count=8, tokens=256), policy, costs, rows)
+    state = json.loads(json.dumps(policy.state()))
+    assert policy._experience.pace.kinds.has_compared(BY_LAYERS, rows)
+    return state
+
+
+@pytest.mark.parametrize("acceptance", [0.45, 0.9])
+def test_a_batch_tries_drafts_in_the_place_of_looks_where_earlier_texts_promised_nearly_enough(acceptance):
+    costs = colder(made_up_costs(LAYERS), 1.3)
+    policy = Adaptive(costs, earlier(0.45, costs), drafts=("exit",))
+    run = replay(traces(acceptance, count=8, tokens=256), policy, costs, 4)
+    drafting = [round_.plan.exit_layer is not None for round_ in run.rounds]
+    first = drafting.index(True)
+    tried = [round_.plan for round_ in run.rounds[first : first + TRY_ROUNDS]]
+    assert all(plan.exit_layer and NEARLY <= plan.speedup < HANDICAP and plan.shadow is None for plan in tried)
+    speedup, share = run.plain_seconds / run.seconds, sum(drafting) / len(drafting)
+    assert (speedup > 1.5 and share > 0.4) if acceptance == 0.9 else (speedup > 1 and share < 0.2)
+
+
+@pytest.mark.parametrize(("speedup", "rows", "tries"), [(0.96, 4, True), (0.94, 4, False), (0.96, 1, False)])
+def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
+    policy = Adaptive(made_up_costs(LAYERS), drafts=("exit",))
+    policy.plan([RowState(i, 60, 4000) for i in range(rows)])
+    decider, looks = policy._decider, policy._looks
+    decider.decision = Decision(rows / decider.worth.plain_seconds, speedup)
+    with pytest.MonkeyPatch.context() as patch:
+        drafts = Decision(1.0, speedup, 2, rate=1.0)
+        patch.setattr("selfspec.control.decider.decide", lambda *given: drafts if given[-1] == NEARLY else 1 / 0)
+        before, looks.are_awaited = looks._credit, False
+        assert policy._try_again(rows) == tries
+    lost = TRY_ROUNDS * decider.worth.plain_seconds * (1 / speedup - 1)
+    assert before - looks._credit == pytest.approx((lost + CALLING + DECIDING) * tries)
+    assert policy._trying == TRY_ROUNDS * tries
 
 
 def test_what_early_passes_take_beside_the_table_is_where_a_later_text_begins():
