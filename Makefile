@@ -24,7 +24,7 @@ help:  ## show this list
 venv: $(STAMP)  ## make .venv with the tested versions of everything
 
 demo: $(STAMP)  ## generate with the embedded model: coloured drafts, and plain decoding beside it
-	$(VENV)/bin/selfspec generate --model demo --show-drafts --compare --max-new-tokens 64 "$$(cat configs/generate/demo_prompt.txt)"
+	$(VENV)/bin/selfspec generate --model demo --show-drafts --compare --max-new-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"
 
 test: lint  ## lint, types, then every test that needs neither network nor GPU nor patience
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)

@@ -26,7 +26,8 @@ from selfspec.target.exit_heads import FILE as EXIT_HEADS_FILE
 from selfspec.target.exit_heads import ExitHeads
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
-STAGES = tuple(field.name for field in fields(Seconds) if not field.name.startswith("_"))
+PARTS = {"decided"}  # of other stages
+STAGES = tuple(field.name for field in fields(Seconds) if not (field.name in PARTS or field.name.startswith("_")))
 
 
 @dataclass(frozen=True, slots=True)
