@@ -10,8 +10,9 @@ from selfspec.target.draft_head import Frequencies
 from selfspec.target.stack import Stack
 
 # Plain rounds, of rows of so many tokens: a call that begins takes as long as dozens of them spend around their
-# forwards, so there are more of fast ones, as in the texts of fast models: up to so many in so many seconds.
-ROUNDS, MOST_ROUNDS, SPAN, BURST = 32, 128, 0.04, 1.0  # the last: seconds that a call may take here
+# forwards, so there are more of fast ones, as in the texts of fast models: up to so many in so many seconds, which is
+# less than a burst. With a longer burst the call would begin before the clock is read.
+ROUNDS, MOST_ROUNDS, SPAN = 32, 128, 0.03
 PROMPT = 2
 
 
@@ -51,7 +52,7 @@ class Around:
         engine = self._engines.get(rows)
         if engine is None:
             room = rows * (PROMPT + MOST_ROUNDS + 1)
-            engine = Engine(self._target, policy="plain", max_batch_size=rows, max_cached_tokens=room, burst=BURST)
+            engine = Engine(self._target, policy="plain", max_batch_size=rows, max_cached_tokens=room)
             engine.frequencies = Frequencies(engine.stack.vocab_size)  # these tokens are nobody's
             self._engines[rows] = engine
         for token in tokens:

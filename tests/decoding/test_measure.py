@@ -64,6 +64,8 @@ def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_lea
         for rows in (1, 3, 1):
             assert least <= around.seconds(list(range(rows))) <= most
             assert least / 4 <= around.seconds(list(range(rows)), 1e-6) <= most / (1 if now is perf_counter else 3.9)
+        if now is perf_counter:
+            assert min(around.seconds([3]), around.seconds([3], 1e-6)) > 1e-6, "no call was timed"
         assert stack.frequencies._num_new == 0, "tokens of a measurement are counted as a text's"
         for rows, engine in around._engines.items():
             assert not engine.has_work
