@@ -76,12 +76,16 @@ def time_batch(scene: Scene, batch_size: int, config: LiveConfig, name: str, say
     ways = [way_of(scene, policy) for policy in (PLAIN, ADAPTIVE)] + best + [way_of(scene, p) for p in others]
     say(f"{name}, batch size {batch_size}: {', '.join(way.name for way in ways)}")
     methods = compare(scene, ways, batch_size, config, say)
+    own = next(method for method in methods if method["kind"] == ADAPTIVE)
     timed = [method for method in methods if method["kind"] == FIXED]
+    best_fixed = max(timed, key=lambda method: method["live"]["median"])
+    by_repeat = zip(own["live_by_repeat"], best_fixed["live_by_repeat"], strict=True)
     return {
         "batch_size": batch_size,
         "num_prompts": len(scene.prompts),
         "adaptive": ADAPTIVE,
-        "best_fixed": max(timed, key=lambda method: method["live"]["median"])["method"],
+        "best_fixed": best_fixed["method"],
+        "adaptive_over_best_fixed": spread(a / b for a, b in by_repeat)._asdict(),
         "methods": methods,
     }
 
@@ -155,6 +159,7 @@ def _record(
         "settings": dict(way.settings),
         "predicted": spread(predicted).median,
         "live": spread(live)._asdict(),
+        "live_by_repeat": live,
         "live_over_predicted": spread(a / b for a, b in zip(live, predicted, strict=True)).median,
         "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain, strict=True))._asdict(),
         "seconds": seconds._asdict(),

@@ -8,7 +8,7 @@ from typing import Any
 from eval.live_timing import STAGES
 from eval.table import table
 
-COLUMNS = ("predicted", "live", "lowest..highest", "live/predicted", "whole call")
+COLUMNS = ("predicted", "live (95 % sure)", "live/predicted", "whole call")
 
 
 def render(record: dict[str, Any]) -> str:
@@ -41,6 +41,7 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
 
 def _speeds(batches: Sequence[dict[str, Any]], which: str) -> str:
     names = ["settings"] if which == "best_fixed" else []
+    beside = [] if names else ["over best fixed"]
     body = []
     for batch in batches:
         own, plain = _method(batch, batch[which]), _method(batch, "plain")
@@ -48,17 +49,20 @@ def _speeds(batches: Sequence[dict[str, Any]], which: str) -> str:
         speeds = [f"{each['tokens_per_second']:.1f}" for each in (plain, own)]
         differ = "/".join(str(each["differing_prompts"]) for each in (plain, own))
         rows = [str(batch["batch_size"]), str(batch["num_prompts"])]
-        body.append([*rows, *settings, *speeds, *_speedup(own), differ])
-    columns = ["rows", "prompts", *names, "plain tokens/s", "tokens/s", *COLUMNS, "differing (plain/own)"]
+        over = [_surely(batch["adaptive_over_best_fixed"]) for _ in beside]
+        body.append([*rows, *settings, *speeds, *_speedup(own), *over, differ])
+    columns = ["rows", "prompts", *names, "plain tokens/s", "tokens/s", *COLUMNS, *beside, "differing (plain/own)"]
     return table(columns, body)
 
 
+def _surely(ratio: dict[str, Any]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['sure_low']:.3f}..{ratio['sure_high']:.3f})"
+
+
 def _speedup(method: dict[str, Any]) -> list[str]:
-    live = method["live"]
     return [
         f"{method['predicted']:.3f}",
-        f"{live['median']:.3f}",
-        f"{live['low']:.3f}..{live['high']:.3f}",
+        _surely(method["live"]),
         f"{method['live_over_predicted']:.3f}",
         f"{method['whole_call']['median']:.3f}",
     ]
@@ -117,9 +121,8 @@ def _synthetic(record: dict[str, Any]) -> Iterator[str]:
     columns = ["scale", where, "rows", *COLUMNS, "plain rounds", "differing"]
     yield f"Synthetic targets: adaptive's speedup as acceptance is forced from 1 to nearly 0\n\n{table(columns, body)}"
     low = record["lowest"]
-    live = low["live"]
     yield (
-        f"Lowest: {live['median']:.3f} ({live['low']:.3f}..{live['high']:.3f}) at acceptance {low['acceptance']:.3f}, "
+        f"Lowest: {_surely(low['live'])} at acceptance {low['acceptance']:.3f}, "
         f"{low['batch_size']} rows; whole call there {low['whole_call']['median']:.3f}"
     )
 

@@ -91,14 +91,14 @@ def plot_knee(lengths: Mapping[str, Mapping[int, float]], path: Path, knee: int 
 
 
 def plot_live(tasks: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Live speedup by batch size, of adaptive and of the best fixed setting, a panel per task; bars: all repeats."""
+    """Live speedup by batch size, of adaptive and of the best fixed setting, a panel per task; bars: 95 % sure."""
     with figure(path, len(tasks), (1.2 + 4.2 * len(tasks), 3.4), sharey=True) as panels:
         for task, axes in zip(tasks, panels, strict=True):
             sizes = [batch["batch_size"] for batch in task["batches"]]
             for name, colour, mark in ((DEFAULT_POLICY, LOUD, "o"), ("best_fixed", QUIET, "s")):
                 live = [next(m for m in b["methods"] if m["method"] == b[name])["live"] for b in task["batches"]]
                 middle = [spread["median"] for spread in live]
-                around = [[s["median"] - s["low"] for s in live], [s["high"] - s["median"] for s in live]]
+                around = [[s["median"] - s["sure_low"] for s in live], [s["sure_high"] - s["median"] for s in live]]
                 shape = {"color": colour, "markersize": 4, "capsize": 2, "elinewidth": 1}
                 axes.errorbar(sizes, middle, around, fmt=mark + "-", label=name.replace("_", " "), **shape)
             axes.axhline(1, color=PLAIN, linestyle="--", linewidth=1.2, label="plain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,9 +12,11 @@ from eval.methods import Answer
 from eval.timing import Sample
 from selfspec.decoding.stats import SpecStats
 
+SURE = 0.95  # of intervals around medians
+
 
 class Spread(NamedTuple):
-    """A median, the quartiles and the range around it, and of how many values."""
+    """A median, the quartiles and the range around it, of how many values; and between which bounds it lies surely."""
 
     median: float
     low: float
@@ -21,13 +24,30 @@ class Spread(NamedTuple):
     upper_quartile: float
     high: float
     num_values: int
+    sure_low: float
+    sure_high: float
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median, inclusive quartiles and range of at least one value."""
+    """Median, inclusive quartiles, range, and confidence interval of the median, of at least one value."""
     ordered = sorted(values)
     quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    return Spread(quartiles[1], ordered[0], quartiles[0], quartiles[2], ordered[-1], len(ordered))
+    skipped = _outside(len(ordered))
+    between = ordered[skipped], ordered[-1 - skipped]
+    return Spread(quartiles[1], ordered[0], quartiles[0], quartiles[2], ordered[-1], len(ordered), *between)
+
+
+def _outside(count: int) -> int:
+    """How many of so many ordered values lie below an interval that holds their median, as often as `SURE` or oftener.
+
+    Whatever they are distributed like, each lies below the true median with probability 1/2. Of fewer than six values
+    even the whole range is less sure than that.
+    """
+    below, chance = 0, 0.5**count  # that no more than so many lie there
+    while chance <= (1 - SURE) / 2:
+        below += 1
+        chance += math.comb(count, below) * 0.5**count
+    return max(0, below - 1)
 
 
 def of_method(samples: Iterable[Sample], name: str) -> list[Sample]:

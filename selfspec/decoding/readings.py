@@ -9,7 +9,9 @@ from selfspec.control.costs import Copies, Costs
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table
 
-LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts
+# The share of a piece's readings that lie below the one that counts: for tables that decisions are made by, see
+# `Readings.typical`; and to foretell what long calls take, in which all sorts of rounds come.
+LOW, MIDDLE = 1 / 8, 1 / 2
 TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
 REST = 3e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
 ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many rounds come in a call
@@ -19,9 +21,14 @@ MOST_SHORT = 1.25  # times that the parts of a forward are taken to fall short o
 
 
 class Readings:
-    """Seconds of pieces, as often as they were read."""
+    """Seconds of pieces, as often as they were read.
 
-    def __init__(self) -> None:
+    Args:
+        below: the share of a piece's readings that lie below the one that counts.
+    """
+
+    def __init__(self, below: float = LOW) -> None:
+        self._below = below
         self._taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
@@ -80,7 +87,7 @@ class Readings:
         return Copies(first, later, Table.of(self.typical("copied head")[1])) if first else None
 
     def typical(self, piece: str) -> dict[int, dict[int, float]]:
-        """rows -> size -> seconds of a piece, near the lowest of its readings.
+        """rows -> size -> seconds of a piece, by default near the lowest of its readings.
 
         Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones,
         so that medians would set the pieces against each other. Readings of a clock that went backwards do not count.
@@ -89,7 +96,7 @@ class Readings:
         for (name, rows, size), seconds in self._taken.items():
             if name == piece:
                 real = sorted(s for s in seconds if s >= TICK) or [TICK]
-                found.setdefault(rows, {})[size] = real[int(len(real) * LOW)]
+                found.setdefault(rows, {})[size] = real[int(len(real) * self._below)]
         return found
 
 

@@ -18,6 +18,7 @@ from selfspec.decoding import measure as module
 from selfspec.decoding import timed
 from selfspec.decoding.around import MOST_ROUNDS, Around
 from selfspec.decoding.measure import exits_to_time, measure
+from selfspec.decoding.readings import LOW, MIDDLE, Readings
 from tests.models import build, tiny
 
 
@@ -176,3 +177,19 @@ def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
     assert module.doubtful(dataclasses.replace(costs, early={1: dear}))
     fast = Table.of({exit_layer: 0.2 * exit_layer * costs.plain(1) for exit_layer in costs.early[1].points})
     assert not module.doubtful(dataclasses.replace(costs, early={1: fast}))
+
+
+@pytest.mark.parametrize(("below", "seconds"), [(LOW, 2.0), (MIDDLE, 5.0)])
+def test_a_reading_counts_by_how_many_lie_below_it(below, seconds):
+    readings = Readings(below)
+    for taken in (9.0, 2.0, 4.0, 1.0, 3.0, 5.0, 8.0, 6.0, -1.0):  # the last of a clock that went backwards
+        readings.keep("plain", 1, 1, taken)
+    assert readings.typical("plain") == {1: {1: seconds}}
+
+
+def test_costs_are_of_the_readings_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "Readings", lambda below: asked.append(below) or Readings(below))
+    measure(tiny("llama").stack, repeats=1)
+    measure(tiny("llama").stack, repeats=1, within=None, below=MIDDLE)
+    assert set(asked[:1]) == {LOW} and asked[-1] == MIDDLE

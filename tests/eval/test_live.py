@@ -77,6 +77,9 @@ def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config,
         assert batch["adaptive"] == "adaptive"
         timed = [method for method in methods.values() if method["kind"] == "fixed"]
         assert batch["best_fixed"] == max(timed, key=lambda m: m["live"]["median"])["method"]
+        best = methods[batch["best_fixed"]]
+        ratios = [a / b for a, b in zip(methods["adaptive"]["live_by_repeat"], best["live_by_repeat"], strict=True)]
+        assert batch["adaptive_over_best_fixed"]["median"] == pytest.approx(sum(ratios) / 2, 1e-4)
         for method in timed:
             assert method["settings"]["exit_layer"] in (1, 2) and method["settings"]["num_draft_tokens"] in (1, 3)
             assert method["rounds_by_exit_layer"].keys() == {str(method["settings"]["exit_layer"])}
@@ -238,7 +241,7 @@ def test_the_synthetic_targets_have_a_table_of_their_own_and_need_no_task(tmp_pa
 
 
 def test_the_plot_names_its_lines_and_is_the_same_twice(tmp_path):
-    spread = {"median": 1.5, "low": 1.2, "high": 1.6}
+    spread = {"median": 1.5, "sure_low": 1.2, "sure_high": 1.6}
     methods = [{"method": name, "live": spread} for name in ("adaptive", "fixed (E=1, D=2)")]
     named = {"adaptive": "adaptive", "best_fixed": "fixed (E=1, D=2)", "methods": methods}
     tasks = [{"name": n, "batches": [{"batch_size": b, **named} for b in (1, 8)]} for n in ("code", "stories")]

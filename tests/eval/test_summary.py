@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from math import log
+from statistics import fmean
+
 import pytest
 
 from eval.methods import Answer
@@ -14,9 +18,22 @@ def sample(method, repeat, item, seconds, tokens=(1, 2, 3, 4)):
 
 
 def test_a_spread_is_median_quartiles_and_range():
-    assert spread([5, 1, 2, 4, 3]) == (3, 1, 2, 4, 5, 5)
-    assert spread([1, 2]) == (1.5, 1, 1.25, 1.75, 2, 2)
-    assert spread([7.0]) == (7, 7, 7, 7, 7, 1)
+    assert spread([5, 1, 2, 4, 3]) == (3, 1, 2, 4, 5, 5, 1, 5)
+    assert spread([1, 2]) == (1.5, 1, 1.25, 1.75, 2, 2, 1, 2)
+    assert spread([7.0]) == (7, 7, 7, 7, 7, 1, 7, 7)
+
+
+def test_a_median_is_surely_between_values_that_it_lies_outside_of_no_oftener_than_once_in_twenty():
+    # P(all nine, or eight of nine, on one side) = 2 * (1 + 9) / 512 = .039; with two of nine it would be .18.
+    found = spread(range(1, 10))
+    assert (found.sure_low, found.sure_high) == (2, 8)
+    found = spread(range(1, 16))  # 2 * (1 + 15 + 105 + 455) / 32768 = .035
+    assert (found.sure_low, found.sure_high) == (4, 12)
+    found = spread(range(1, 6))  # 2 / 32 = .063: not even the range
+    assert (found.sure_low, found.sure_high) == (1, 5)
+    draws = random.Random(0)
+    caught = [spread(draws.expovariate(1) for _ in range(9)) for _ in range(1000)]
+    assert 0.94 < fmean(each.sure_low <= log(2) <= each.sure_high for each in caught) < 0.98
 
 
 def test_speed_is_all_tokens_over_the_sum_of_median_seconds_per_prompt():
@@ -30,7 +47,7 @@ def test_ratios_are_paired_within_a_repeat_so_that_drift_cancels():
     slow = [2.0, 20.0, 3.0]  # the machine was slow in the second repeat, for both
     samples = [sample("base", r, 0, s) for r, s in enumerate(slow)]
     samples += [sample("a", r, 0, s / 2) for r, s in enumerate(slow)]
-    assert paired_ratio(samples, "a", "base") == (2, 2, 2, 2, 2, 3)
+    assert paired_ratio(samples, "a", "base") == (2, 2, 2, 2, 2, 3, 2, 2)
     assert paired_ratio(samples, "base", "a").median == 0.5
 
 
