@@ -18,12 +18,13 @@ class RoundCosts:
         self.plain = costs.plain_round(1)
         self.per_context = layers * costs.context  # plain
         self.base = np.array([[costs.round(e, [d]) for d in range(longest + 1)] for e in range(1, layers)])
-        self.slope = np.array(
-            [[((d + 1) * e + layers - e) * costs.context for d in range(longest + 1)] for e in range(1, layers)]
-        )
+        # How often a layer reads what is cached for a single token, by exit layer and drafted tokens.
+        exits, drafted = np.arange(1, layers)[:, None], np.arange(longest + 1)
+        self.verified = 1 + costs.context_width * drafted
+        self.slope = costs.context * ((drafted + 1) * exits + (layers - exits) * self.verified)
+        self.copied_slope = costs.context * (drafted * exits + layers * self.verified)
         self.half = deepest_copy(layers) if costs.copies is not None else 0  # copies are of no more layers than these
-        # By whether one token is drafted beside the others. They cost as much more in longer contexts: the last token
-        # is not fed to them, and all layers verify.
+        # By whether one token is drafted beside the others. The last token is not fed to copies, and all layers verify.
         self.copied, self.copied_second = (
             np.array(
                 [
@@ -38,41 +39,44 @@ class RoundCosts:
             [[costs.round(e, [d], CONTEXT, [1]) for d in range(longest + 1)] for e in range(1, layers)]
         )
         wider = [costs.wide_pass(e, 1, 2) / costs.early_pass(e, 1) - 1 for e in range(1, layers)]  # the last pass
-        self.second_slope = self.slope + np.arange(1, layers)[:, None] * np.array(wider)[:, None] * costs.context
+        one_more = costs.context * costs.context_width  # of a layer that verifies
+        last_pass = exits * np.array(wider)[:, None] * costs.context
+        self.second_slope = self.slope + last_pass + (layers - exits) * one_more
+        self.copied_second_slope = self.copied_slope + layers * one_more
         self.cascades = cascades(costs, longest)
-        self.cascade_slope = np.arange(1, layers)[:, None] * costs.context + self.per_context  # of two passes at least
+        self.cascade_slope = costs.context * (2 * exits + (layers - exits) * self.verified)  # of two passes at least
 
     def plain_at(self, context: float) -> float:
         return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
 
     def at(self, context: float) -> NDArray[np.float64]:
         """`[L - 1 + half, longest + 1]`: seconds of rounds at this many cached tokens, by layers and then by copies."""
-        return self._with_copies(self.base + self.slope * max(0.0, context - CONTEXT), self.copied, context)
+        beyond = max(0.0, context - CONTEXT)
+        return self._with_copies(self.base + self.slope * beyond, self.copied, self.copied_slope * beyond)
 
     def of(self, exit_layer: int, copies: bool) -> tuple[list[float], list[float]]:
         """Seconds of rounds by drafted tokens at `CONTEXT` cached tokens, and how they grow with each more."""
-        base = self.copied if copies else self.base
-        return base[exit_layer - 1].tolist(), self.slope[exit_layer - 1].tolist()
+        base, slope = (self.copied, self.copied_slope) if copies else (self.base, self.slope)
+        return base[exit_layer - 1].tolist(), slope[exit_layer - 1].tolist()
 
     def with_second_at(self, context: float) -> NDArray[np.float64]:
         """`[L - 1 + half, longest + 1]`: the same with one token drafted beside the others."""
-        rounds = self.with_second + self.second_slope * max(0.0, context - CONTEXT)
-        return self._with_copies(rounds, self.copied_second, context)
+        beyond = max(0.0, context - CONTEXT)
+        rounds = self.with_second + self.second_slope * beyond
+        return self._with_copies(rounds, self.copied_second, self.copied_second_slope * beyond)
 
     def cascades_at(self, context: float, guesses: int) -> NDArray[np.float64]:
         """`[L - 1, longest + 1]`: the same by layers where so many free guesses are what they would write."""
         return self.cascades[:, :, guesses] + self.cascade_slope * max(0.0, context - CONTEXT)
 
     def _with_copies(
-        self, rounds: NDArray[np.float64], copied: NDArray[np.float64], context: float
+        self, rounds: NDArray[np.float64], copied: NDArray[np.float64], beyond: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        if not self.half:
-            return rounds
-        return np.concatenate((rounds, copied + self.slope[: self.half] * max(0.0, context - CONTEXT)))
+        return np.concatenate((rounds, copied + beyond[: self.half])) if self.half else rounds
 
     def by_lookup_at(self, context: float) -> NDArray[np.float64]:
         """`[longest + 1]`: seconds of rounds that draft by lookup."""
-        return self.by_lookup + self.per_context * max(0.0, context - CONTEXT)
+        return self.by_lookup + self.per_context * self.verified * max(0.0, context - CONTEXT)
 
 
 def cascades(costs: Costs, longest: int) -> NDArray[np.float64]:

@@ -53,6 +53,9 @@ class Costs:
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
         context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
             together, as far as the longest of them goes.
+        context_rows: how many times as long that takes for a row among so many, whose keys leave the caches sooner;
+            None: as long.
+        context_width: by what share of it that takes longer for every further token of a row in the pass.
         wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
         ragged: how many times as long as `late` has it the layers of a verification take in which few rows have many
             tokens and the others one, by rows; None where nobody measured it. It is 1 where tokens are packed end to
@@ -69,6 +72,8 @@ class Costs:
     rest: Table
     short: Table
     context: float = 0.0
+    context_rows: Table | None = None
+    context_width: float = 0.0
     first: Mapping[int, Table] = field(default_factory=dict)
     wide: Table | None = None
     ragged: Table | None = None
@@ -88,7 +93,7 @@ class Costs:
             first: as the first pass of a round.
             copies: by copies in 4 bits.
         """
-        extra = exit_layer * num_rows * self.context * max(0.0, context - CONTEXT)
+        extra = exit_layer * self.reading(num_rows, context)
         passes = self.copies if copies and self.copies is not None else self
         if first and passes.first:
             return self._between(passes.first, num_rows, exit_layer, f"first {copies}") + extra
@@ -104,9 +109,20 @@ class Costs:
 
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """The layers from `exit_layer` on over `num_tokens` tokens in all."""
-        extra = num_rows * self.context * max(0.0, context - CONTEXT)
-        one = self._between(self.late, num_rows, num_tokens / num_rows, "late")
-        return (self.num_layers - exit_layer) * (one + extra)
+        width = num_tokens / num_rows
+        one = self._between(self.late, num_rows, width, "late")
+        return (self.num_layers - exit_layer) * (one + self.reading(num_rows, context, width))
+
+    def reading(self, num_rows: int, context: float, width: float = 1.0) -> float:
+        """One layer's extra seconds for the cached tokens beyond `CONTEXT` of the longest row.
+
+        Args:
+            width: tokens per row in the pass.
+        """
+        beyond = max(0.0, context - CONTEXT) * num_rows * self.context
+        if beyond and self.context_rows is not None:
+            beyond *= self.context_rows(num_rows)
+        return beyond * (1 + self.context_width * (width - 1))
 
     def stages(
         self,
@@ -133,7 +149,7 @@ class Costs:
         draft = head = pick = 0.0
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
             draft = 0.0 if exit_layer is None else rows * LOOKUP_SECONDS
-            verify = self.plain(rows) + self.num_layers * rows * self.context * max(0.0, context - CONTEXT)
+            verify = self.plain(rows) + self.num_layers * self.reading(rows, context)
         elif exit_layer == LOOKUP:
             draft, verify = rows * LOOKUP_SECONDS, self.verify(LOOKUP, rows, tokens, context)
         elif copies and self.copies is not None and not widths:
@@ -244,7 +260,11 @@ class Costs:
             **{name: getattr(self, name).as_dict() for name in ("plain", "head", "pick", "rest", "short")},
             **{name: _plain(getattr(self, name)) for name in ("first", "early", "late")},
             "context": self.context,
-            **{n: None if (t := getattr(self, n)) is None else t.as_dict() for n in ("wide", "ragged", "copies")},
+            "context_width": self.context_width,
+            **{
+                name: None if (table := getattr(self, name)) is None else table.as_dict()
+                for name in ("context_rows", "wide", "ragged", "copies")
+            },
         }
 
     @classmethod
@@ -256,12 +276,14 @@ class Costs:
             many = {name: _by_rows(tables[name]) for name in ("first", "early", "late")}
             if not all(1 in tables for name, tables in many.items() if tables or name != "first"):
                 raise ValueError("tables of a single row are missing")
-            context = float(given["context"])
-            if not 0 <= context < float("inf"):
-                raise ValueError(f"context must be finite and not negative, got {context}")
-            some = {n: None if given.get(n) is None else Table.read(given[n]) for n in ("wide", "ragged")}
+            single = {"context": float(given["context"]), "context_width": float(given.get("context_width", 0.0))}
+            for name, value in single.items():
+                if not 0 <= value < float("inf"):
+                    raise ValueError(f"{name} must be finite and not negative, got {value}")
+            names = ("context_rows", "wide", "ragged")
+            some = {name: None if given.get(name) is None else Table.read(given[name]) for name in names}
             copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])
-            return cls(int(given["num_layers"]), **ones, **many, context=context, **some, copies=copies)  # type: ignore[arg-type]
+            return cls(int(given["num_layers"]), **ones, **many, **single, **some, copies=copies)  # type: ignore[arg-type]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 

@@ -62,15 +62,16 @@ class Pieces:
         rounds[1] = [costs.pick(n) for n in tokens]
         step[2], rounds[2] = early, passes * early + first - early
         step[3], rounds[3] = exits, passes * exits
-        rounds[4] = verifying
+        rounds[4] = verifying * (1 + costs.context_width * np.arange(MOST + 1))
         step[5:7, :, 0] = [[(costs.copies or costs if copies else costs).head(rows)], [costs.pick(rows)]]
         rounds[5:7] = step[5:7] * np.arange(MOST + 1)
         rounds[7] = 1
         return table.reshape(8, -1)
 
     @cached_property
-    def lookups(self) -> tuple[Floats, Floats, Floats]:
-        """Of rounds by lookup, by drafted tokens in all: what does not change, and picks; and both on the grid."""
+    def lookups(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Of rounds by lookup, by drafted tokens in all: what does not change, picks, and how often all layers read
+        what is cached; and the first two on the grid."""
         rows, costs = self._num_rows, self._costs
         tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
         ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
@@ -79,7 +80,7 @@ class Pieces:
         grid = np.stack((layers + rest, np.array([costs.pick(n) for n in tokens])))
         drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
-        return fixed, picks, grid
+        return fixed, picks, 1 + costs.context_width * drafted, grid
 
 
 def coefficients(pick: float, passes: float, share: float, more: float, deciding: float) -> Floats:
@@ -88,7 +89,7 @@ def coefficients(pick: float, passes: float, share: float, more: float, deciding
     Args:
         pick: how much longer picks take than in the table of costs, and `passes`: early passes.
         share: of the vocabulary that is drafted over.
-        more: seconds that every layer takes longer for the tokens in its cache.
+        more: seconds that every layer takes longer for the tokens in its cache, in a pass of one token per row.
         deciding: seconds of every round that drafts.
     """
     return np.array((1.0, pick, passes, passes * more, more, share, share * pick, deciding))

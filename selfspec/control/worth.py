@@ -47,7 +47,7 @@ class Worth:
 
     def move(self, context: float) -> None:
         """Take on that the longest row has `context` tokens: every layer of a pass then reads as much more."""
-        self._more = self.num_rows * self._costs.context * max(0.0, context - CONTEXT)  # seconds a layer
+        self._more = self._costs.reading(self.num_rows, context)  # seconds a layer
         self._price()
 
     def price(
@@ -165,8 +165,8 @@ class Worth:
         """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
         known = self._lookups
         if known is None:
-            fixed, picks, _ = self._pieces.lookups
-            seconds = fixed + self._pick * picks + (self._costs.num_layers * self._more + self._deciding)
+            fixed, picks, reads, _ = self._pieces.lookups
+            seconds = fixed + self._pick * picks + self._costs.num_layers * self._more * reads + self._deciding
             known = self._lookups = [self.plain_seconds, *(self._slower * seconds).tolist()]
         return known
 
@@ -174,7 +174,7 @@ class Worth:
     def least_lookup(self) -> float:
         """Seconds of a token drafted by lookup where one is cheapest."""
         if self._least_lookup is None:
-            grid = self._pieces.lookups[2]
+            grid = self._pieces.lookups[-1]
             each = (grid[0] + self._pick * grid[1]).tolist()
             steps = zip(each, each[1:], LOOKUP_GRID, LOOKUP_GRID[1:], strict=False)
             self._least_lookup = self._slower * min((b - a) / (m - n) for a, b, n, m in steps) / self.num_rows

@@ -28,7 +28,8 @@ BATCH_WIDTHS, MOST = (1, 2, 4, 8, 18, 32), 256  # of several rows: tokens per ro
 BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
 SHADOW_POSITIONS = (1, 4, 8, 32)
-LONG_CONTEXT = 1024
+LONG_CONTEXT, LONG_WIDTH = 512, 8  # tokens cached, and per row of a verification beside them
+LONGER = 128  # tokens by which rows of a batch become longer
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
@@ -103,7 +104,8 @@ class _Clock:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        self.timed = TimedRounds(stack, max(batch_sizes), self.base + max(widest, 2 * max(BESIDE) + 2), self.long + 1)
+        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER)
+        self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(below)
         self.engines = Around(stack, self.now)
@@ -130,7 +132,7 @@ class _Clock:
             for rows in self.batch_sizes if self.has_calls else ():
                 self.around(rows)  # which is many rounds itself
         beyond = self.long - self.base
-        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
+        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0, LONGER)
 
     def probes(self) -> Iterator[Callable[[], None]]:
         layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
@@ -152,6 +154,10 @@ class _Clock:
             beside = THIN_BESIDE if self.thin else BESIDE
             yield from (partial(self.beside, max(beside), more) for more in beside)
         yield partial(self.plain, 1, self.long, "long")
+        if LONG_WIDTH in self.widths:
+            yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
+        for rows in self.batch_sizes[1:] if self.base + LONGER < self.long else ():
+            yield partial(self.plain, rows, self.base + LONGER, "longer")
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
@@ -178,9 +184,9 @@ class _Clock:
         forward = self.readings.typical("plain")[rows][1]
         self.keep("around", rows, 1, self.engines.seconds(self.given(rows, 0).tolist(), forward))
 
-    def round(self, rows: int, exit_layer: int, width: int, piece: str) -> None:
+    def round(self, rows: int, exit_layer: int, width: int, piece: str, context: int | None = None) -> None:
         """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
-        single, *warm = self.laps(rows, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True))
+        single, *warm = self.laps(rows, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True), context)
         for laps in warm or [single]:
             (first, *later), late = laps["draft"], laps["verify"][0]
             if piece == "early":
@@ -189,7 +195,7 @@ class _Clock:
             else:
                 self.keep(piece, rows, width, late)
             if width == 1:  # a whole forward in two parts: one more reading of what is short of them
-                self.keep("plain", rows, 1, first + late)
+                self.keep("halves", rows, 1, first + late)
             for stage in ("head", "pick"):
                 *drafting, judging = laps[stage]
                 for one in drafting:

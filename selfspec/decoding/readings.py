@@ -18,6 +18,7 @@ ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many 
 
 
 MOST_SHORT = 1.25  # times that the parts of a forward are taken to fall short of it
+MOST_COLDER = 4.0  # times as long as a single row's that reading the keys of a batch's rows is taken to take
 
 
 class Readings:
@@ -35,17 +36,18 @@ class Readings:
         """Add a reading. `size` is what a piece's table is by: an exit layer, tokens, or tokens per row."""
         self._taken.setdefault((piece, rows, size), []).append(seconds)
 
-    def costs(self, layers: int, middle: int, beyond: int) -> Costs:
+    def costs(self, layers: int, middle: int, beyond: int, longer: int) -> Costs:
         """Tables of all pieces.
 
         Args:
             layers: of the model.
             middle: the exit layer from which verifications were read.
-            beyond: tokens by which the context of "long" forwards is longer than the others'; 0: it says nothing.
+            beyond: tokens by which the context of "long" passes is longer than the others'; 0: it says nothing.
+            longer: the same of "longer" ones, of several rows.
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
-        plain, far = self.typical("plain"), self.typical("long")[1][1]
-        context = max(0.0, far - plain[1][1]) / beyond / layers if beyond else 0.0
+        plain = self._plain()
+        context, by_rows, by_width = self._reading(layers, middle, beyond, longer) if beyond else (0.0, None, 0.0)
         costs = Costs(
             layers,
             plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
@@ -57,6 +59,8 @@ class Readings:
             rest=self._rest(),
             short=Table.of(self.typical("short")[1]),
             context=context,
+            context_rows=by_rows,
+            context_width=by_width,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
         )
@@ -69,6 +73,27 @@ class Readings:
             for num_tokens, seconds in of_rows.items()
         }
         return replace(costs, ragged=Table.of(factors)) if factors else costs
+
+    def _reading(self, layers: int, middle: int, beyond: int, longer: int) -> tuple[float, Table | None, float]:
+        """`Costs.context`, `context_rows` and `context_width`."""
+        plain, late = self._plain(), self.typical("late")[1]
+        context = max(0.0, self.typical("long")[1][1] - plain[1][1]) / beyond / layers
+        if context < TICK / layers:
+            return 0.0, None, 0.0
+        wide, by_width = self.typical("long late").get(1, {}), 0.0
+        for width, seconds in wide.items():
+            of_one = (seconds - late[width]) / beyond / (layers - middle)
+            by_width = min(max(0.0, (of_one / context - 1) / (width - 1)), 1.0)
+        by_rows = {
+            rows: min(max(1.0, (of_rows[1] - plain[rows][1]) / longer / layers / rows / context), MOST_COLDER)
+            for rows, of_rows in self.typical("longer").items()
+        }
+        return context, Table.of({1: 1.0, **by_rows}) if by_rows else None, by_width
+
+    def _plain(self) -> dict[int, dict[int, float]]:
+        """A whole forward takes no longer than one in two parts."""
+        plain, halves = self.typical("plain"), self.typical("halves")
+        return {rows: {1: min([of_one[1], *halves.get(rows, {}).values()])} for rows, of_one in plain.items()}
 
     def _rest(self) -> Table:
         """What is spent around a plain round's forward, by rows."""

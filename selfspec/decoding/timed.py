@@ -61,7 +61,7 @@ class TimedRounds:
         self._stack, self.picker = stack, Picker(stack)
         self._room = room + 8 * FURTHER
         self._cache, self._pages = _rows(stack, num_rows, self._room)
-        self._far = _rows(stack, 1, far_room + FURTHER)
+        self._far = _rows(stack, 1, far_room + 8 * FURTHER)
         self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
     def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:

@@ -22,7 +22,7 @@ from selfspec.control.table import Table
 from selfspec.control.timetable import FIRST_REPLAN
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import CAPS, Worth
-from tests.eval.replays import made_up_costs, trace_of
+from tests.eval.replays import made_up_costs, trace_of, with_dear_contexts
 
 LAYERS = 8
 
@@ -226,7 +226,7 @@ def test_of_layers_that_promise_as_much_the_one_near_a_quarter_of_the_depth_is_l
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), st.integers(1, 900))
 def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, rows, context):
-    costs = made_up_costs(LAYERS)
+    costs = with_dear_contexts(made_up_costs(LAYERS))
     worth = Worth(costs, rows, context)
     limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
     assert worth.limits()[layer - 1] == pytest.approx(limit)
@@ -325,7 +325,7 @@ def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_sa
 
 @given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), st.integers(1, 900))
 def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows, context):
-    costs = made_up_costs(LAYERS)
+    costs = with_dear_contexts(made_up_costs(LAYERS))
     costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()})
     worth = Worth(costs, rows)
     worth.move(context)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.pieces import Pieces
+from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table
 
 seconds = st.floats(0, 1, allow_nan=False)
@@ -168,6 +169,17 @@ def test_a_longer_context_costs_every_layer_alike():
         assert longer == pytest.approx(8 * 2 * 100 * 1e-3)
 
 
+def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
+    costs = replace(some_costs(context=1e-3), context_rows=Table((1, 3), (1.0, 2.0)), context_width=0.25)
+    assert costs.reading(1, CONTEXT + 100) == pytest.approx(0.1) and costs.reading(1, CONTEXT - 1) == 0
+    assert costs.reading(2, CONTEXT + 100) == pytest.approx(2 * 0.1 * 1.5)
+    assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(2 * 0.1 * 1.5 * 1.5)
+    longer = costs.round(3, (2, 2), CONTEXT + 100) - costs.round(3, (2, 2))  # three passes of 3 layers, one of 5 of 3
+    assert longer == pytest.approx((3 * 3 + 5 * 1.5) * 2 * 0.1 * 1.5)
+    longer = costs.round(LOOKUP, (2, 0), CONTEXT + 100) - costs.round(LOOKUP, (2, 0))  # two tokens per row in the mean
+    assert longer == pytest.approx(8 * 1.25 * 2 * 0.1 * 1.5)
+
+
 def test_shadow_picks_cost_a_shortlist_or_the_whole_head():
     costs = some_costs()
     assert costs.shadow(0, 4) == costs.seed(0, 4) == 0
@@ -202,11 +214,13 @@ def test_costs_survive_a_file(one, other, context):
     a, b = Table.of(one), Table.of(other)
     first = {1: b, 3: a} if context else {}
     costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context, first=first)
+    costs = replace(costs, context_rows=a if context else None, context_width=1e3 * context)
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
 def test_older_tables_without_a_first_pass_are_read():
-    older = {name: value for name, value in some_costs().as_dict().items() if name != "first"}
+    new = ("first", "context_rows", "context_width")
+    older = {name: value for name, value in some_costs().as_dict().items() if name not in new}
     assert Costs.from_dict(older) == some_costs()
 
 
@@ -232,6 +246,8 @@ BAD = {
     "rows that are a list": _broken(late=[{"1": 1.0}]),
     "context NaN": _broken(context=float("nan")),
     "context negative": _broken(context=-1e-9),
+    "context by rows is a number": _broken(context_rows=2.0),
+    "context by width infinite": _broken(context_width=float("inf")),
     "layers": _broken(num_layers="many"),
     "infinitely many layers": _broken(num_layers=float("inf")),
 }

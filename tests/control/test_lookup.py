@@ -20,7 +20,7 @@ from selfspec.control.policies import make_policy
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
 from tests.control.test_adaptive import LAYERS, traces
-from tests.eval.replays import made_up_costs, trace_of
+from tests.eval.replays import made_up_costs, trace_of, with_dear_contexts
 
 VOCAB = 1 << 20  # of the traces; a text of tokens as random as that says nothing twice
 
@@ -122,7 +122,7 @@ def test_the_lengths_chosen_are_the_best_of_all(rows, step):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("context", [10, 700])
 def test_worth_and_costs_agree_on_rounds_by_lookup(rows, context):
-    costs = made_up_costs(LAYERS)
+    costs = with_dear_contexts(made_up_costs(LAYERS))
     worth = Worth(costs, rows)
     worth.move(context)
     prices = worth.lookups()

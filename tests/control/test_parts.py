@@ -15,7 +15,7 @@ from selfspec.control.plan import DEFAULT_DRAFTS, RowOutcome, RowState, Seconds
 from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
-from tests.eval.replays import made_up_costs
+from tests.eval.replays import made_up_costs, with_dear_contexts
 
 LAYERS, VOCAB = 8, 131072
 DEAR = 5e-3  # seconds of a head, where a layer takes one millisecond
@@ -242,7 +242,7 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_worth_and_costs_agree_on_rounds_that_copies_draft_in(rows, share):
-    costs = with_copies(made_up_costs(LAYERS), 3.0)
+    costs = with_dear_contexts(with_copies(made_up_costs(LAYERS), 3.0))
     worth, how = Worth(costs, rows, 300), {"copies": True, "draft_share": share}
     worth.draft_by(share, True)
     for drafted in (1, 5, MOST):

@@ -193,3 +193,30 @@ def test_costs_are_of_the_readings_asked_for(monkeypatch):
     measure(tiny("llama").stack, repeats=1)
     measure(tiny("llama").stack, repeats=1, within=None, below=MIDDLE)
     assert set(asked[:1]) == {LOW} and asked[-1] == MIDDLE
+
+
+def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
+    readings = Readings()
+    # Four layers, verification from the first on; contexts longer by 100 tokens, of several rows by 50.
+    told = {
+        ("plain", 1, 1): 4.0,
+        ("long", 1, 1): 4.8,  # .002 a layer and token
+        ("late", 1, 8): 9.0,
+        ("long late", 1, 8): 12.0,  # .01, of 8 tokens: five times that of one
+        ("plain", 2, 1): 6.0,
+        ("longer", 2, 1): 7.2,  # .003 a layer, row and token
+        ("plain", 9, 1): 7.0,
+        ("longer", 9, 1): 7.0,  # never less than of a single row
+        ("halves", 9, 1): 7.1,
+        ("late", 1, 1): 3.0,
+        ("early", 1, 1): 1.0,
+        **{(piece, 1, 1): 0.1 for piece in ("head", "pick", "short")},
+    }
+    for (piece, rows, size), seconds in told.items():
+        readings.keep(piece, rows, size, seconds)
+    costs = readings.costs(4, 1, 100, 50)
+    assert costs.context == pytest.approx(0.002) and costs.context_width == pytest.approx(4 / 7)
+    assert costs.context_rows is not None
+    assert [costs.context_rows(rows) for rows in (1, 2, 9)] == pytest.approx([1.0, 1.25, 1.25])  # made ascending
+    without = readings.costs(4, 1, 0, 50)
+    assert (without.context, without.context_rows, without.context_width) == (0.0, None, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import isclose
 from typing import NamedTuple
 
@@ -31,6 +32,11 @@ def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
     plain = Table.of({r: num_layers * layer(r) for r in rows})
     few = Table.of({1: 1e-5, 64: 5e-5})
     return Costs(num_layers, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-6)
+
+
+def with_dear_contexts(costs):
+    """A machine on which many rows, and many tokens of a row, take long to read what is cached."""
+    return replace(costs, context=2e-5, context_rows=Table((1, 4), (1.0, 2.0)), context_width=0.4)
 
 
 def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
