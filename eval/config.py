@@ -158,7 +158,7 @@ class LiveConfig:
     draft_lengths: tuple[int, ...] = knob((1, 2, 3, 4, 6, 8), "Draft lengths D to try with every exit layer.")
     finalists: int = knob(2, "Fixed settings, the best in replay, that are timed; the fastest is the best fixed one.")
     policies: tuple[str, ...] = knob((), "Further policies to time, beside plain, adaptive and fixed.")
-    repeats: int = knob(5, "How often every method decodes all prompts.")
+    repeats: int = knob(7, "How often every method decodes all prompts.")
     warmup_tokens: int = knob(16, "Tokens per prompt that every method writes untimed at every batch size.")
     cost_repeats: int = knob(15, "How often every piece of a round is timed, for the costs.")
     synthetic: bool = knob(True, "Also time adaptive on synthetic targets whose acceptance falls from 1 to nearly 0.")

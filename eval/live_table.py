@@ -8,7 +8,7 @@ from typing import Any
 from eval.live_timing import STAGES
 from eval.table import table
 
-COLUMNS = ("predicted", "live (95 % sure)", "live/predicted", "whole call")
+COLUMNS = ("predicted", "live (95 % sure from 6 repeats)", "live/predicted", "whole call")
 
 
 def render(record: dict[str, Any]) -> str:

@@ -16,13 +16,16 @@ class RoundCosts:
     def __init__(self, costs: Costs, longest: int) -> None:
         layers = costs.num_layers
         self.plain = costs.plain_round(1)
-        self.per_context = layers * costs.context  # plain
+        self.per_context = layers * costs.reading(1, CONTEXT + 1)  # plain
         self.base = np.array([[costs.round(e, [d]) for d in range(longest + 1)] for e in range(1, layers)])
-        # How often a layer reads what is cached for a single token, by exit layer and drafted tokens.
+        # Seconds per cached token that a layer takes longer in a pass of one token, and for every further one.
+        one = costs.reading(1, CONTEXT + 1)
+        further = costs.reading(1, CONTEXT + 1, 2) - one
         exits, drafted = np.arange(1, layers)[:, None], np.arange(longest + 1)
-        self.verified = 1 + costs.context_width * drafted
-        self.slope = costs.context * ((drafted + 1) * exits + (layers - exits) * self.verified)
-        self.copied_slope = costs.context * (drafted * exits + layers * self.verified)
+        verified = one + further * drafted
+        self.slope = one * (drafted + 1) * exits + (layers - exits) * verified
+        self.copied_slope = one * drafted * exits + layers * verified
+        self.lookup_slope = layers * verified
         self.half = deepest_copy(layers) if costs.copies is not None else 0  # copies are of no more layers than these
         # By whether one token is drafted beside the others. The last token is not fed to copies, and all layers verify.
         self.copied, self.copied_second = (
@@ -38,13 +41,10 @@ class RoundCosts:
         self.with_second = np.array(
             [[costs.round(e, [d], CONTEXT, [1]) for d in range(longest + 1)] for e in range(1, layers)]
         )
-        wider = [costs.wide_pass(e, 1, 2) / costs.early_pass(e, 1) - 1 for e in range(1, layers)]  # the last pass
-        one_more = costs.context * costs.context_width  # of a layer that verifies
-        last_pass = exits * np.array(wider)[:, None] * costs.context
-        self.second_slope = self.slope + last_pass + (layers - exits) * one_more
-        self.copied_second_slope = self.copied_slope + layers * one_more
+        self.second_slope = self.slope + layers * further  # of the last pass, and of verification
+        self.copied_second_slope = self.copied_slope + layers * further
         self.cascades = cascades(costs, longest)
-        self.cascade_slope = costs.context * (2 * exits + (layers - exits) * self.verified)  # of two passes at least
+        self.cascade_slope = one * 2 * exits + (layers - exits) * verified  # of two passes at least
 
     def plain_at(self, context: float) -> float:
         return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
@@ -76,7 +76,7 @@ class RoundCosts:
 
     def by_lookup_at(self, context: float) -> NDArray[np.float64]:
         """`[longest + 1]`: seconds of rounds that draft by lookup."""
-        return self.by_lookup + self.per_context * self.verified * max(0.0, context - CONTEXT)
+        return self.by_lookup + self.lookup_slope * max(0.0, context - CONTEXT)
 
 
 def cascades(costs: Costs, longest: int) -> NDArray[np.float64]:

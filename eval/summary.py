@@ -12,7 +12,7 @@ from eval.methods import Answer
 from eval.timing import Sample
 from selfspec.decoding.stats import SpecStats
 
-SURE = 0.95  # of intervals around medians
+OUTSIDE = 40  # one in so many on either side of an interval: it is 95 % sure
 
 
 class Spread(NamedTuple):
@@ -38,15 +38,15 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def _outside(count: int) -> int:
-    """How many of so many ordered values lie below an interval that holds their median, as often as `SURE` or oftener.
+    """How many of so many ordered values lie below an interval that is 95 % sure to hold the true median, or surer.
 
-    Whatever they are distributed like, each lies below the true median with probability 1/2. Of fewer than six values
-    even the whole range is less sure than that.
+    Whatever they are distributed like, each lies below that with probability 1/2. Of fewer than six values even the
+    whole range is less sure.
     """
-    below, chance = 0, 0.5**count  # that no more than so many lie there
-    while chance <= (1 - SURE) / 2:
+    below, ways = 0, 1  # of 2**count: that no more than so many lie there
+    while OUTSIDE * ways <= 2**count:
         below += 1
-        chance += math.comb(count, below) * 0.5**count
+        ways += math.comb(count, below)
     return max(0, below - 1)
 
 

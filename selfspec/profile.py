@@ -194,7 +194,11 @@ def _joined(known: Costs, more: Costs) -> Costs:
         ours, theirs = known.copies, more.copies
         passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
         copies = Copies(*passes, both("head", ours, theirs))
-    return replace(joined, ragged=ragged, copies=copies)
+    context_rows = known.context_rows
+    if more.context_rows is not None:
+        alone = Table.of({1: known.context})
+        context_rows = both("context_rows", replace(known, context_rows=known.context_rows or alone), more)
+    return replace(joined, ragged=ragged, copies=copies, context_rows=context_rows)
 
 
 def _joined_rest(known: Table, more: Table) -> Table:

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -359,6 +360,16 @@ def test_what_was_measured_before_stays_when_rows_are_added(cache, stack, fake):
     costs = profile.costs_of(stack, 8)
     assert fake == [(4, 8)] and costs.plain.points == (1, 2, 4, 8)
     assert costs.early == thorough.early and costs.head == thorough.head and costs.context == thorough.context
+
+
+@pytest.mark.parametrize(("had", "points"), [(None, (1, 4, 8)), (Table((1, 2), (1.0, 1.5)), (1, 2, 4, 8))])
+def test_what_reading_contexts_takes_more_rows_is_joined_too(had, points):
+    known = replace(some_costs(7.0, rows=(1, 2)), context_rows=had)  # whose context is 1
+    more = replace(some_costs(7.0, rows=(1, 4, 8)), context_rows=Table((1, 4, 8), (1.2, 2.0, 3.0)))
+    joined = profile._joined(known, more)
+    assert joined.context == 1.0 and joined.context_rows is not None and joined.context_rows.points == points
+    assert joined.context_rows(1) == 1.0 and joined.context_rows(8) == 3.0
+    assert profile._joined(more, known).context_rows(8) == 3.0
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])

@@ -53,9 +53,9 @@ class Costs:
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
         context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
             together, as far as the longest of them goes.
-        context_rows: how many times as long that takes for a row among so many, whose keys leave the caches sooner;
-            None: as long.
-        context_width: by what share of it that takes longer for every further token of a row in the pass.
+        context_rows: the same for each of several rows, whose keys leave the caches sooner, by their number; beyond the
+            last as there. None: as for a single one.
+        context_width: what a layer takes longer, per row and such token, for every further token of a row in the pass.
         wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
         ragged: how many times as long as `late` has it the layers of a verification take in which few rows have many
             tokens and the others one, by rows; None where nobody measured it. It is 1 where tokens are packed end to
@@ -105,7 +105,8 @@ class Costs:
             one, wider = self.wide(num_rows), self.wide(num_tokens)
         else:
             one, wider = (self._between(self.late, num_rows, n / num_rows, "late") for n in (num_rows, num_tokens))
-        return self.early_pass(exit_layer, num_rows, context) * wider / max(one, 1e-12)
+        reading = exit_layer * self.reading(num_rows, context, num_tokens / num_rows)
+        return self.early_pass(exit_layer, num_rows) * wider / max(one, 1e-12) + reading
 
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """The layers from `exit_layer` on over `num_tokens` tokens in all."""
@@ -119,10 +120,12 @@ class Costs:
         Args:
             width: tokens per row in the pass.
         """
-        beyond = max(0.0, context - CONTEXT) * num_rows * self.context
-        if beyond and self.context_rows is not None:
-            beyond *= self.context_rows(num_rows)
-        return beyond * (1 + self.context_width * (width - 1))
+        if context <= CONTEXT:
+            return 0.0
+        of_rows, each = self.context_rows, self.context
+        if of_rows is not None:
+            each = of_rows(min(num_rows, of_rows.points[-1]))
+        return (context - CONTEXT) * num_rows * (each + self.context_width * (width - 1))
 
     def stages(
         self,
@@ -186,8 +189,9 @@ class Costs:
         """The same of a single row whose passes but the last are of so many tokens."""
         draft = head = pick = 0.0
         for step, width in enumerate([*widths, 1 + beside]):
-            narrow = self.early_pass(exit_layer, 1, context, step == 0)
+            narrow = self.early_pass(exit_layer, 1, first=step == 0)
             draft += narrow * self.wide_pass(exit_layer, 1, width) / max(self.early_pass(exit_layer, 1), 1e-12)
+            draft += exit_layer * self.reading(1, context, width)
             if step < len(widths):
                 head, pick = head + self.head(width), pick + self.pick(width)
         return draft, head, pick

@@ -32,7 +32,7 @@ class Pieces:
         return costs.remembered(("pieces", num_rows), lambda: cls(costs, num_rows))
 
     def table(self, copies: bool) -> Floats:
-        """`[8, (L - 1) * WIDTH]`: of each coefficient, for every exit layer, seconds in `WIDTH` columns.
+        """`[9, (L - 1) * WIDTH]`: of each coefficient, for every exit layer, seconds in `WIDTH` columns.
 
         `STEP`: one more drafted token per row, without its verification. `ROUNDS` and on: whole rounds, by drafted
         tokens per row.
@@ -56,22 +56,23 @@ class Pieces:
         one_layer = np.array([costs.verify(costs.num_layers - 1, rows, n) for n in tokens])
         verifying = exits * 0 + costs.num_layers if copies else costs.num_layers - exits
         passes = np.arange(MOST + 1) + (not copies)  # by drafted tokens
-        table = np.zeros((8, len(exits), WIDTH))
+        table = np.zeros((9, len(exits), WIDTH))
         step, rounds = table[:, :, STEP : STEP + 1], table[:, :, ROUNDS:]
         rounds[0] = verifying * one_layer + np.array([costs.head(n) for n in tokens]) + costs.rest(rows)
         rounds[1] = [costs.pick(n) for n in tokens]
         step[2], rounds[2] = early, passes * early + first - early
         step[3], rounds[3] = exits, passes * exits
-        rounds[4] = verifying * (1 + costs.context_width * np.arange(MOST + 1))
+        rounds[4] = verifying
         step[5:7, :, 0] = [[(costs.copies or costs if copies else costs).head(rows)], [costs.pick(rows)]]
         rounds[5:7] = step[5:7] * np.arange(MOST + 1)
         rounds[7] = 1
-        return table.reshape(8, -1)
+        rounds[8] = verifying * np.arange(MOST + 1)
+        return table.reshape(9, -1)
 
     @cached_property
     def lookups(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Of rounds by lookup, by drafted tokens in all: what does not change, picks, and how often all layers read
-        what is cached; and the first two on the grid."""
+        """Of rounds by lookup, by drafted tokens in all: what does not change, picks, and drafted tokens per row; and
+        the first two on the grid."""
         rows, costs = self._num_rows, self._costs
         tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
         ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
@@ -80,16 +81,17 @@ class Pieces:
         grid = np.stack((layers + rest, np.array([costs.pick(n) for n in tokens])))
         drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
-        return fixed, picks, 1 + costs.context_width * drafted, grid
+        return fixed, picks, drafted, grid
 
 
-def coefficients(pick: float, passes: float, share: float, more: float, deciding: float) -> Floats:
-    """`[8]`, what the rows of `Pieces.table` are multiplied by.
+def coefficients(pick: float, passes: float, share: float, more: float, further: float, deciding: float) -> Floats:
+    """`[9]`, what the rows of `Pieces.table` are multiplied by.
 
     Args:
         pick: how much longer picks take than in the table of costs, and `passes`: early passes.
         share: of the vocabulary that is drafted over.
         more: seconds that every layer takes longer for the tokens in its cache, in a pass of one token per row.
+        further: and for every further token of all rows in a pass.
         deciding: seconds of every round that drafts.
     """
-    return np.array((1.0, pick, passes, passes * more, more, share, share * pick, deciding))
+    return np.array((1.0, pick, passes, passes * more, more, share, share * pick, deciding, further))

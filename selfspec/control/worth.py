@@ -47,7 +47,11 @@ class Worth:
 
     def move(self, context: float) -> None:
         """Take on that the longest row has `context` tokens: every layer of a pass then reads as much more."""
-        self._more = self._costs.reading(self.num_rows, context)  # seconds a layer
+        self._context = context
+        # Seconds a layer, in a pass of one token per row, and for each further one of all rows.
+        self._more = self._costs.reading(self.num_rows, context)
+        self._further = self._costs.reading(self.num_rows, context, 2) - self._more
+        self._wider.clear()
         self._price()
 
     def price(
@@ -92,7 +96,7 @@ class Worth:
         if ways not in self._known:
             seconds = np.empty((len(ways), (self._costs.num_layers - 1) * WIDTH))
             for line, (share, copies) in zip(seconds, ways, strict=True):
-                by = coefficients(self._pick, self._passes[copies], share, self._more, self._deciding)
+                by = coefficients(self._pick, self._passes[copies], share, self._more, self._further, self._deciding)
                 np.dot(by, self._pieces.table(copies), out=line)
             begins = np.arange(ROUNDS, seconds.size, WIDTH).reshape(len(ways), -1, 1)
             priced = seconds.reshape(len(ways), -1, WIDTH)
@@ -165,8 +169,9 @@ class Worth:
         """Seconds of rounds that draft 0, 1, 2, .. tokens by lookup in all, for the whole model to verify."""
         known = self._lookups
         if known is None:
-            fixed, picks, reads, _ = self._pieces.lookups
-            seconds = fixed + self._pick * picks + self._costs.num_layers * self._more * reads + self._deciding
+            fixed, picks, drafted, _ = self._pieces.lookups
+            reading = self._costs.num_layers * (self._more + self._further * drafted)
+            seconds = fixed + self._pick * picks + reading + self._deciding
             known = self._lookups = [self.plain_seconds, *(self._slower * seconds).tolist()]
         return known
 
@@ -177,7 +182,8 @@ class Worth:
             grid = self._pieces.lookups[-1]
             each = (grid[0] + self._pick * grid[1]).tolist()
             steps = zip(each, each[1:], LOOKUP_GRID, LOOKUP_GRID[1:], strict=False)
-            self._least_lookup = self._slower * min((b - a) / (m - n) for a, b, n, m in steps) / self.num_rows
+            least = min((b - a) / (m - n) for a, b, n, m in steps) + self._costs.num_layers * self._further
+            self._least_lookup = self._slower * least / self.num_rows
         return self._least_lookup
 
     def rounds(self, exit_layer: int) -> list[float]:
@@ -203,7 +209,7 @@ class Worth:
         wider = self.one_more(exit_layer, drafted) - self._of(exit_layer)[STEP] / rows  # verification, for each
         if self._way[1]:  # copies need not read what is verified
             return 0.0, wider
-        narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n) for n in (0, 1, 5))
+        narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n, self._context) for n in (0, 1, 5))
         each = self._passes[False] * (many - some) / 4
         return self._passes[False] * (some - narrow) - each, each + wider
 
@@ -234,11 +240,12 @@ class Worth:
     def _widths(self, exit_layer: int) -> list[float]:
         """Seconds that 1, 2, .. `MOST_GUESSES` guesses add to an early pass of a single row."""
         costs, wider = self._costs, []
-        narrow, rows = costs.early_pass(exit_layer, 1), self.num_rows
+        narrow, rows = costs.early_pass(exit_layer, 1, self._context), self.num_rows
         for n in range(1, MOST_GUESSES + 1):
             picking = costs.head(1 + n) - costs.head(rows) + self._pick * (costs.pick(1 + n) - costs.pick(rows))
             wider.append(
-                self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n) - narrow) + self._way[0] * picking
+                self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n, self._context) - narrow)
+                + self._way[0] * picking
             )
         return wider
 

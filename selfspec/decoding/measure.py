@@ -104,7 +104,7 @@ class _Clock:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER)
+        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER + 1)
         self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(below)

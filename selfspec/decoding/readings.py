@@ -18,7 +18,6 @@ ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many 
 
 
 MOST_SHORT = 1.25  # times that the parts of a forward are taken to fall short of it
-MOST_COLDER = 4.0  # times as long as a single row's that reading the keys of a batch's rows is taken to take
 
 
 class Readings:
@@ -75,23 +74,20 @@ class Readings:
         return replace(costs, ragged=Table.of(factors)) if factors else costs
 
     def _reading(self, layers: int, middle: int, beyond: int, longer: int) -> tuple[float, Table | None, float]:
-        """`Costs.context`, `context_rows` and `context_width`."""
-        plain, late = self._plain(), self.typical("late")[1]
+        """`Costs.context`, `context_rows` and `context_width`, each of readings of its own."""
+        plain, late, by_width = self.typical("plain"), self.typical("late")[1], 0.0
         context = max(0.0, self.typical("long")[1][1] - plain[1][1]) / beyond / layers
-        if context < TICK / layers:
-            return 0.0, None, 0.0
-        wide, by_width = self.typical("long late").get(1, {}), 0.0
-        for width, seconds in wide.items():
-            of_one = (seconds - late[width]) / beyond / (layers - middle)
-            by_width = min(max(0.0, (of_one / context - 1) / (width - 1)), 1.0)
+        for width, seconds in self.typical("long late").get(1, {}).items():
+            of_all = (seconds - late[width]) / beyond / (layers - middle)
+            by_width = max(0.0, of_all - context) / (width - 1)
         by_rows = {
-            rows: min(max(1.0, (of_rows[1] - plain[rows][1]) / longer / layers / rows / context), MOST_COLDER)
+            rows: max(0.0, of_rows[1] - plain[rows][1]) / longer / layers / rows
             for rows, of_rows in self.typical("longer").items()
         }
-        return context, Table.of({1: 1.0, **by_rows}) if by_rows else None, by_width
+        return context, Table.of({1: context, **by_rows}) if by_rows else None, by_width
 
     def _plain(self) -> dict[int, dict[int, float]]:
-        """A whole forward takes no longer than one in two parts."""
+        """rows -> {1: seconds} of a whole forward, which takes no longer than one in two parts."""
         plain, halves = self.typical("plain"), self.typical("halves")
         return {rows: {1: min([of_one[1], *halves.get(rows, {}).values()])} for rows, of_one in plain.items()}
 
@@ -121,7 +117,7 @@ class Readings:
         for (name, rows, size), seconds in self._taken.items():
             if name == piece:
                 real = sorted(s for s in seconds if s >= TICK) or [TICK]
-                found.setdefault(rows, {})[size] = real[int(len(real) * self._below)]
+                found.setdefault(rows, {})[size] = real[min(int(len(real) * self._below), (len(real) - 1) // 2)]
         return found
 
 

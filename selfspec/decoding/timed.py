@@ -66,7 +66,8 @@ class TimedRounds:
 
     def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:
         """Stage -> its seconds, one by one, of a round; and of the last half of so many further ones of its call."""
-        cache, pages = (self._cache, self._pages) if context < self._room else self._far
+        is_far = context + 1 + max(plan.draft_lengths) + 8 * FURTHER > self._room
+        cache, pages = self._far if is_far else (self._cache, self._pages)
         rows, stopper = [], cast(Any, _Stopper(min(cache.page_size, self._stack.context_limit)))
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             content = [0] * max(0, context - RAGGED * (i % 8)) + [token]

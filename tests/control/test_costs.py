@@ -170,14 +170,23 @@ def test_a_longer_context_costs_every_layer_alike():
 
 
 def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
-    costs = replace(some_costs(context=1e-3), context_rows=Table((1, 3), (1.0, 2.0)), context_width=0.25)
+    costs = replace(some_costs(context=1e-3), context_rows=Table((1, 3), (1e-3, 2e-3)), context_width=5e-4)
     assert costs.reading(1, CONTEXT + 100) == pytest.approx(0.1) and costs.reading(1, CONTEXT - 1) == 0
-    assert costs.reading(2, CONTEXT + 100) == pytest.approx(2 * 0.1 * 1.5)
-    assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(2 * 0.1 * 1.5 * 1.5)
-    longer = costs.round(3, (2, 2), CONTEXT + 100) - costs.round(3, (2, 2))  # three passes of 3 layers, one of 5 of 3
-    assert longer == pytest.approx((3 * 3 + 5 * 1.5) * 2 * 0.1 * 1.5)
-    longer = costs.round(LOOKUP, (2, 0), CONTEXT + 100) - costs.round(LOOKUP, (2, 0))  # two tokens per row in the mean
-    assert longer == pytest.approx(8 * 1.25 * 2 * 0.1 * 1.5)
+    assert costs.reading(2, CONTEXT + 100) == pytest.approx(2 * 0.15)
+    assert costs.reading(7, CONTEXT + 100) == pytest.approx(7 * 0.2)  # as the last that was measured
+    assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(2 * 0.25)
+
+    def longer(*how):
+        return costs.round(*how[:2], CONTEXT + 100, *how[2:]) - costs.round(*how[:2], CONTEXT, *how[2:])
+
+    assert longer(3, (2, 2)) == pytest.approx(
+        (3 * 3 * 0.15 + 5 * 0.25) * 2
+    )  # three passes of 3 layers, and 5 of 3 tokens
+    assert longer(LOOKUP, (2, 0)) == pytest.approx(8 * 0.2 * 2)  # two tokens per row in the mean
+    beside = longer(3, (2,), (1,))  # two passes of a token, one of two, and 5 layers over four
+    assert beside == pytest.approx(3 * (2 * 0.1 + 0.15) + 5 * 0.25)
+    cascade = costs.stages(3, (3,), CONTEXT + 100, widths=(3,))["draft"] - costs.stages(3, (3,), widths=(3,))["draft"]
+    assert cascade == pytest.approx(3 * (0.2 + 0.1))  # of three tokens, and the last one
 
 
 def test_shadow_picks_cost_a_shortlist_or_the_whole_head():
@@ -214,7 +223,7 @@ def test_costs_survive_a_file(one, other, context):
     a, b = Table.of(one), Table.of(other)
     first = {1: b, 3: a} if context else {}
     costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context, first=first)
-    costs = replace(costs, context_rows=a if context else None, context_width=1e3 * context)
+    costs = replace(costs, context_rows=a if context else None, context_width=context)
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 

@@ -56,7 +56,7 @@ def costs_for(draw, num_layers):
     plain = Table((1,), (draw(st.floats(0.1, 3.0)) * num_layers,))
     few = table((1, 8), 0.1)
     reading = dict(
-        zip(("context", "context_width"), draw(st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.05, 0.5)])), strict=True)
+        zip(("context", "context_width"), draw(st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.05, 0.02)])), strict=True)
     )
     copies = draw(st.sampled_from([None, Copies(early, {1: table(range(1, num_layers), 0.5)}, table((1,), 0.1))]))
     return Costs(num_layers, plain, early, layer, table((1, 4, 19), 0.2), few, few, few, **reading, copies=copies)

@@ -31,6 +31,7 @@ def test_a_median_is_surely_between_values_that_it_lies_outside_of_no_oftener_th
     assert (found.sure_low, found.sure_high) == (4, 12)
     found = spread(range(1, 6))  # 2 / 32 = .063: not even the range
     assert (found.sure_low, found.sure_high) == (1, 5)
+    assert spread([2.0] * 1100).sure_low == 2
     draws = random.Random(0)
     caught = [spread(draws.expovariate(1) for _ in range(9)) for _ in range(1000)]
     assert 0.94 < fmean(each.sure_low <= log(2) <= each.sure_high for each in caught) < 0.98
