@@ -320,7 +320,9 @@ class Adaptive:
         if plan.exit_layer is None and plan.shadow is not None:
             self._times.decide_now()
         is_tried = self._trying > 0 and plan.exit_layer is not None
-        self._trying -= is_tried
+        if is_tried:
+            self._trying -= 1
+            self._decider.note_tried()
         looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and not 0 < self._plain_run <= block.cold)
         looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
@@ -333,12 +335,13 @@ class Adaptive:
             self._free.price(num_rows, deciding)
         self._batch, self._made, self._promising = num_rows, None, None
         times.decide_after(IDLE_ROUNDS)
-        self._looks.begin(worth.plain_seconds * max([row.room for row in rows]), worth.plain_seconds)
+        seconds_left = worth.plain_seconds * max([row.room for row in rows])
+        self._looks.begin(seconds_left, worth.plain_seconds)
         if not self._allowed or self._looks.are_awaited:
             decider.be_plain()
             return
         before = decider.decision.exit_layer
-        self._trying = TRY_ROUNDS if decider.decide(self._processes) else 0
+        self._trying = TRY_ROUNDS if decider.decide(self._processes, seconds_left) else 0
         decision = decider.decision
         if decision.exit_layer is not None:
             self._expect(num_rows)

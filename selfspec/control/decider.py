@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
@@ -18,6 +19,9 @@ TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
 # Where earlier calls held them against the clock, they are where they promise this much; and so they are in the place
 # of every look at layers: all rows tell of the exit then, and their tokens count.
 NEARLY = 0.95
+# If they are as much better than promised as may be hoped, that has to make up for the try, which takes so many seconds
+# of two decisions and of calls that end for them, beside its rounds.
+TRYING = 2e-3
 CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
 
 
@@ -35,7 +39,7 @@ class Decider:
 
     def __init__(self, costs: Costs, experience: Experience, exit_layers: Sequence[int]) -> None:
         self._costs, self._experience, self._exit_layers = costs, experience, exit_layers
-        self._favour = favour_of(costs.num_layers)
+        self._favour = favour_of(costs.num_layers) - 1
         self._has_copies = False
         self._vocabulary: Vocabulary | None = None
         self._parts = Parts(costs)  # ways of drafting
@@ -83,23 +87,32 @@ class Decider:
         assert self.worth is not None
         self.decision = Decision(self.num_rows / self.worth.plain_seconds)
 
-    def decide(self, is_whole: bool) -> bool:
+    def decide(self, is_whole: bool, seconds_left: float = math.inf) -> bool:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops.
 
         Args:
             is_whole: whether drafts must be by the layers themselves, over the whole vocabulary.
+            seconds_left: that the rows will take, if they are decoded plainly.
 
         Returns:
             Whether that is only tried, for `TRY_ROUNDS`.
         """
-        assert self.worth is not None
-        how = self.worth, self._parts.now(is_whole), self._exit_layers, self._experience, self._favour
-        self.decision = decide(self.decision, *how)
-        if not self._is_worth_a_try():
+        self.decision = self._decided(is_whole)
+        if not self._is_worth_a_try(seconds_left):
             return False
-        self._tried.add(self.num_rows.bit_length())
-        self.decision = decide(self.decision, *how, TRY)
+        self.decision = self._decided(is_whole, TRY)
         return True
+
+    def _decided(self, is_whole: bool, least: float | None = None) -> Decision:
+        """See `control.decision.decide`."""
+        assert self.worth is not None
+        favour = 1 + self._favour / self.num_rows  # many rows soon tell which layers are right
+        parts = self._parts.now(is_whole)
+        return decide(self.decision, self.worth, parts, self._exit_layers, self._experience, favour, least)
+
+    def note_tried(self) -> None:
+        """Such a try began: rows that joined meanwhile did not end it before it told anything."""
+        self._tried.add(self.num_rows.bit_length())
 
     def try_again(self, is_whole: bool) -> bool:
         """Try a batch's drafts that promise nearly as much as plain rounds, for `TRY_ROUNDS`; whether they do.
@@ -111,9 +124,7 @@ class Decider:
             return False
         if self.decision.speedup < NEARLY or not self._exit_layers:
             return False
-        parts = self._parts.now(is_whole)
-        how = self.worth, parts, self._exit_layers, self._experience, self._favour
-        self.decision = decide(self.decision, *how, NEARLY)
+        self.decision = self._decided(is_whole, NEARLY)
         return self.decision.exit_layer is not None
 
     @property
@@ -122,13 +133,13 @@ class Decider:
         assert self.worth is not None
         return TRY_ROUNDS * self.worth.plain_seconds * max(0.0, 1 / self.decision.speedup - 1)
 
-    def _is_worth_a_try(self) -> bool:
+    def _is_worth_a_try(self, seconds_left: float) -> bool:
         """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""
-        known = self._experience.pace.kinds.has_compared(BY_LAYERS, self.num_rows)
+        known, speedup = self._experience.pace.kinds.has_compared(BY_LAYERS, self.num_rows), self.decision.speedup
         least, most = (NEARLY, HANDICAP) if known else (TRY, SURE)
-        if not least <= self.decision.speedup < most or self.num_rows == 1:
+        if not least <= speedup < most or self.num_rows == 1 or self.num_rows.bit_length() in self._tried:
             return False
-        return self.num_rows.bit_length() not in self._tried
+        return (speedup / least - 1) * seconds_left >= self.lost_by_trying + TRYING
 
     def usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""

@@ -7,7 +7,6 @@ called for a dozen of them in a row.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from selfspec.control.agreement import Agreement
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
 from selfspec.control.pace import Pace
-from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, RowOutcome, Seconds
+from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds, confidence_bins
 from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
@@ -122,29 +121,13 @@ class Experience:
             for one in recorded:
                 self._count_round(one)
 
-    def _is_known(self, exit_layer: int) -> bool:
-        """Whether so much is known of a layer that what copies come to is rather said of them."""
-        return self._tracker.num_lasting(exit_layer) >= KNOWN
-
     def _count_round(self, recorded: _Recorded) -> None:
         plan, outcomes, seconds, num_idle, looked = recorded
-        emitted, exit_layer, rows = 0, plan.exit_layer, max(1, len(outcomes))
-        for outcome in outcomes:
-            emitted += outcome.num_emitted
-            if exit_layer and outcome.second is not None and self._second_rates is not None:
-                self._second_rates.add(exit_layer, outcome.confidences[outcome.num_accepted], outcome.second)
-            if exit_layer and outcome.num_judged:
-                # What no draft could have picked says nothing of the layer: it is in the part's coverage.
-                judged, accepted = outcome.num_judged - outcome.is_left_out, outcome.num_accepted
-                hits = [True] * min(accepted, judged) + [False] * (judged - accepted)
-                bins = [bisect_right(CONFIDENCE_EDGES, one) for one in outcome.confidences[:judged]]
-                is_known = plan.draft_bits is not None and self._is_known(exit_layer)
-                if is_known and plan.stop is not None:
-                    calibration = plan.stop.calibration
-                    chances = sum([calibration[one] for one in bins])
-                    self._agreement.add(exit_layer, min(accepted, judged), chances / self._covered)
-                if not is_known or self._agreement.is_good:
-                    self._tracker.add_binned(exit_layer, hits, bins)
+        exit_layer, rows = plan.exit_layer, max(1, len(outcomes))
+        emitted = len(outcomes) + sum([outcome.num_accepted + bool(outcome.second) for outcome in outcomes])
+        if exit_layer:
+            self._count_drafts(plan, exit_layer, outcomes)
+        for outcome in outcomes if plan.shadow is not None else ():
             if outcome.shadow is not None:
                 self._tracker.add_shadow(outcome.shadow)
         self._tracker.pass_time(emitted / rows + num_idle)
@@ -166,3 +149,26 @@ class Experience:
             if exit_layer == LOOKUP and rows > 1 and self._costs.ragged is not None:
                 expected["verify"] *= max(1.0, self._costs.ragged(rows))
             self._pace.look(exit_layer, rows, expected, seconds, copies)
+
+    def _count_drafts(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome]) -> None:
+        """Every drafted token that was judged is a hit of the layer or a miss, and every second choice beside one."""
+        hits: list[bool] = []
+        confidences: list[float] = []
+        for outcome in outcomes:
+            accepted = outcome.num_accepted
+            # What no draft could have picked says nothing of the layer: it is in the part's coverage.
+            judged = min(accepted + (not outcome.is_left_out), outcome.num_drafted)
+            hits += [True] * accepted
+            if judged > accepted:
+                hits.append(False)
+            confidences += outcome.confidences[:judged]
+            if outcome.second is not None and self._second_rates is not None:
+                self._second_rates.add(exit_layer, outcome.confidences[accepted], outcome.second)
+        bins = confidence_bins(confidences)
+        is_known = plan.draft_bits is not None and self._tracker.num_lasting(exit_layer) >= KNOWN
+        if is_known and plan.stop is not None and hits:  # so much that misses are rather the copies'
+            calibration = plan.stop.calibration
+            chances = sum([calibration[one] for one in bins])
+            self._agreement.add(exit_layer, sum(hits), chances / self._covered)
+        if not is_known or self._agreement.is_good:
+            self._tracker.add_binned(exit_layer, hits, bins)

@@ -105,7 +105,7 @@ class Timetable:
         """
         if begins:
             self._began = self.round
-        rarer = 1 if num_rows == 1 else 2 + num_rows // 8  # rounds of a batch tell more, and tell it to all rows
+        rarer = 1 if num_rows == 1 else 2  # where something is decided, it is for all rows
         usual, paid = REPLAN * rarer, _rounds_to_pay(DECIDING_SHARE, seconds)
         is_early = self.round < self._began + EARLY
         early = self._early_replan * rarer

@@ -301,7 +301,7 @@ def earlier(acceptance, costs, rows=4):
     return state
 
 
-@pytest.mark.parametrize("acceptance", [0.45, 0.9])
+@pytest.mark.parametrize("acceptance", [0.3, 0.9])
 def test_a_batch_tries_drafts_in_the_place_of_looks_where_earlier_texts_promised_nearly_enough(acceptance):
     costs = colder(made_up_costs(LAYERS), 1.3)
     policy = Adaptive(costs, earlier(0.45, costs), drafts=("exit",))
@@ -340,3 +340,30 @@ def test_what_early_passes_take_beside_the_table_is_where_a_later_text_begins():
     for other in ([1.0], [1.0, 0.1], [3.0, 1.0], [1.0, math.nan], ["x", 1.0], None, 2.0):
         assert Pace(ANY_TABLE, {**state, "passes": other}).passes == [1.0, 1.0]
     assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).passes == [1.0, 1.0]
+
+
+def test_a_try_that_rows_interrupt_by_joining_is_made_after_all():
+    """Prompts are read a few at a time: a batch grows past the size that its first try was meant for."""
+    policy = Adaptive(colder(made_up_costs(LAYERS), 1.3), earlier(0.45, colder(made_up_costs(LAYERS), 1.3)))
+    decider = policy._decider
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decider, "_is_worth_a_try", lambda left: decider.num_rows.bit_length() not in decider._tried)
+        tried = []
+        for size in [9, 12, 15, *[15] * 40]:  # sizes of one bit length
+            rows = [RowState(i, 60, 4000) for i in range(size)]
+            plan = policy.plan(rows)
+            lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
+            tried.append(plan.exit_layer is not None and policy._trying > 0)
+            policy.observe(plan, [RowOutcome(i, n, 0, (0.5,) * n) for i, n in enumerate(lengths)], Seconds())
+    assert sum(tried) == TRY_ROUNDS
+
+
+@pytest.mark.parametrize(("tokens", "tries"), [(20, False), (4000, True)])
+def test_a_batch_that_is_soon_done_tries_nothing(tokens, tries):
+    costs = colder(made_up_costs(LAYERS), 1.3)
+    policy = Adaptive(costs, earlier(0.45, costs), drafts=("exit",))
+    policy.plan([RowState(i, 60, tokens) for i in range(4)])
+    decider = policy._decider
+    decider.decision, decider._tried = Decision(4 / decider.worth.plain_seconds, NEARLY + 0.01), set()
+    left = tokens * decider.worth.plain_seconds
+    assert decider._is_worth_a_try(left) == tries

@@ -193,8 +193,9 @@ def test_more_rows_draft_by_layers_only_and_nothing_is_looked_up_for_them():
         for _ in range(5):
             plan = policy.plan([RowState(i, 50, 100, found(12)) for i in range(rows)])
             assert policy.reads_lookup == reads and (plan.exit_layer == LOOKUP) <= reads
-            lengths = enumerate(plan.draft_lengths)
-            outcomes = [RowOutcome(i, n, n, (0.9,) * n, looked=Looked(12, 9, 9)) for i, n in lengths]
+            right = [n if plan.exit_layer == LOOKUP else n // 2 for n in plan.draft_lengths]
+            each = enumerate(zip(plan.draft_lengths, right, strict=True))
+            outcomes = [RowOutcome(i, n, some, (0.9,) * n, looked=Looked(12, 9, 9)) for i, (n, some) in each]
             policy.observe(plan, outcomes, Seconds())
 
 
