@@ -31,7 +31,7 @@ from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 17  # of the files; another number makes every older file stale
+SCHEMA = 18  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
@@ -189,6 +189,8 @@ def _joined(known: Costs, more: Costs) -> Costs:
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
     rest = _joined_rest(known.rest, more.rest)
     joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
+    if known.plain_head is not None and more.plain_head is not None:
+        joined = replace(joined, plain_head=both("plain_head"))
     copies = known.copies or more.copies
     if known.copies is not None and more.copies is not None:
         ours, theirs = known.copies, more.copies

@@ -372,6 +372,14 @@ def test_what_reading_contexts_takes_more_rows_is_joined_too(had, points):
     assert profile._joined(more, known).context_rows(8) == 3.0
 
 
+def test_heads_of_plain_rounds_are_joined_where_both_were_measured():
+    known = replace(some_costs(7.0, rows=(1, 2)), plain_head=Table((1, 2), (1.0, 1.5)))
+    more = replace(some_costs(7.0, rows=(1, 4)), plain_head=Table((1, 4), (1.1, 2.0)))
+    joined = profile._joined(known, more).plain_head
+    assert joined == Table((1, 2, 4), (1.0, 1.5, 2.0))
+    assert profile._joined(known, replace(more, plain_head=None)).plain_head == known.plain_head
+
+
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])
 def test_a_batch_size_is_a_whole_number(bad):
     with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):

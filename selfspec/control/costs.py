@@ -48,6 +48,8 @@ class Costs:
             other than later ones.
         late: rows -> one layer of a verification, by tokens per row.
         head: final norm and vocabulary product, by tokens.
+        plain_head: the same after a whole forward, which leaves less of it in the caches than early passes do, by rows;
+            None: as any other.
         pick: picking tokens and copying them to the host, by tokens.
         rest: everything else of a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
@@ -78,6 +80,7 @@ class Costs:
     wide: Table | None = None
     ragged: Table | None = None
     copies: Copies | None = None
+    plain_head: Table | None = None
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
@@ -150,7 +153,9 @@ class Costs:
         """
         rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
         draft = head = pick = 0.0
+        judging = self.head
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
+            judging = self.plain_head or self.head
             draft = 0.0 if exit_layer is None else rows * LOOKUP_SECONDS
             verify = self.plain(rows) + self.num_layers * self.reading(rows, context)
         elif exit_layer == LOOKUP:
@@ -165,7 +170,7 @@ class Costs:
                 else self._by_layers(exit_layer, lengths, context, beside)
             )
             verify = self.verify(exit_layer, rows, tokens, context)
-        head, pick = draft_share * head + self.head(tokens), draft_share * pick + self.pick(tokens)
+        head, pick = draft_share * head + judging(tokens), draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def _by_layers(
@@ -240,7 +245,7 @@ class Costs:
         copies = self.copies
         if copies is not None:
             copies = replace(copies, head=copies.head.scaled(head(1) / max(self.head(1), 1e-12)))
-        return replace(self, head=head, copies=copies)
+        return replace(self, head=head, copies=copies, plain_head=None)
 
     def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, kind: str) -> float:
         """Linear in the number of rows between the two measured ones around it."""
@@ -267,7 +272,7 @@ class Costs:
             "context_width": self.context_width,
             **{
                 name: None if (table := getattr(self, name)) is None else table.as_dict()
-                for name in ("context_rows", "wide", "ragged", "copies")
+                for name in ("context_rows", "wide", "ragged", "copies", "plain_head")
             },
         }
 
@@ -284,7 +289,7 @@ class Costs:
             for name, value in single.items():
                 if not 0 <= value < float("inf"):
                     raise ValueError(f"{name} must be finite and not negative, got {value}")
-            names = ("context_rows", "wide", "ragged")
+            names = ("context_rows", "wide", "ragged", "plain_head")
             some = {name: None if given.get(name) is None else Table.read(given[name]) for name in names}
             copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])
             return cls(int(given["num_layers"]), **ones, **many, **single, **some, copies=copies)  # type: ignore[arg-type]

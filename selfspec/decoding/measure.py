@@ -177,7 +177,9 @@ class _Clock:
             self.keep("single", rows, 1, layers)
         for laps in warm or [single]:
             self.keep(piece, rows, 1, laps["verify"][0] if warm else layers)
-            self.keep("head", 1, rows, laps["head"][0])
+            self.keep("plain head", 1, rows, laps["head"][0])
+            if self.steps == 1:  # no draft shows any other
+                self.keep("head", 1, rows, laps["head"][0])
 
     def around(self, rows: int) -> None:
         """What is spent around the forwards of plain rounds."""

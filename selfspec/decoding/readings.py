@@ -62,6 +62,7 @@ class Readings:
             context_width=by_width,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
+            plain_head=Table.of(heads[1]) if (heads := self.typical("plain head")) else None,
         )
         costs = _as_wholes(costs, middle)
         # A ragged round is the only one of its call, and finds caches as single plain rounds do.

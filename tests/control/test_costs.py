@@ -156,6 +156,15 @@ def test_more_of_anything_never_costs_less(rows, length, exit_layer, context):
     assert one <= costs.round(exit_layer, (length,) * rows, context + 100)
 
 
+def test_the_head_after_a_whole_forward_has_a_price_of_its_own():
+    costs, other = some_costs(), replace(some_costs(), plain_head=line(2.5, 0.05))
+    assert other.plain_round(3) == pytest.approx(costs.plain_round(3) + 2.0)
+    assert other.round(LOOKUP, (0, 0)) == pytest.approx(costs.round(LOOKUP, (0, 0)) + 2.0)
+    for exit_layer, copies in ((LOOKUP, False), (2, False), (2, True)):
+        assert other.round(exit_layer, (2, 1), copies=copies) == costs.round(exit_layer, (2, 1), copies=copies)
+    assert other.with_head(1.0) == costs.with_head(1.0)
+
+
 def test_a_rounds_first_pass_has_a_price_of_its_own():
     costs = replace(some_costs(), first={1: line(1.7, 1.0)})
     assert costs.round(2, (2,)) == pytest.approx(some_costs().round(2, (2,)) + 0.7)
@@ -223,12 +232,14 @@ def test_costs_survive_a_file(one, other, context):
     a, b = Table.of(one), Table.of(other)
     first = {1: b, 3: a} if context else {}
     costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context, first=first)
-    costs = replace(costs, context_rows=a if context else None, context_width=context)
+    costs = replace(
+        costs, context_rows=a if context else None, context_width=context, plain_head=b if context else None
+    )
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
 def test_older_tables_without_a_first_pass_are_read():
-    new = ("first", "context_rows", "context_width")
+    new = ("first", "context_rows", "context_width", "plain_head")
     older = {name: value for name, value in some_costs().as_dict().items() if name not in new}
     assert Costs.from_dict(older) == some_costs()
 
@@ -256,6 +267,7 @@ BAD = {
     "context NaN": _broken(context=float("nan")),
     "context negative": _broken(context=-1e-9),
     "context by rows is a number": _broken(context_rows=2.0),
+    "head of plain rounds is a number": _broken(plain_head=2.0),
     "context by width infinite": _broken(context_width=float("inf")),
     "layers": _broken(num_layers="many"),
     "infinitely many layers": _broken(num_layers=float("inf")),

@@ -210,6 +210,7 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
         ("halves", 1, 1): 3.9,  # which is the table's whole forward, and says nothing of what is cached
         ("late", 1, 1): 3.0,
         ("early", 1, 1): 1.0,
+        ("plain head", 1, 1): 0.2,
         **{(piece, 1, 1): 0.1 for piece in ("head", "pick", "short")},
     }
     for (piece, rows, size), seconds in told.items():
@@ -218,5 +219,6 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
     assert costs.context == pytest.approx(0.002) and costs.context_width == pytest.approx(0.008 / 7)
     assert costs.context_rows is not None and costs.plain(1) == 3.9
     assert [costs.context_rows(rows) for rows in (1, 2, 9)] == pytest.approx([0.0055 / 3] * 3)
+    assert costs.plain_head is not None and (costs.plain_head(1), costs.head(1)) == (0.2, 0.1)
     without = readings.costs(4, 1, 0, 50)
     assert (without.context, without.context_rows, without.context_width) == (0.0, None, 0.0)
