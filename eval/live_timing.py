@@ -17,7 +17,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.measure import measure
 from selfspec.decoding.pick import Sampling
-from selfspec.decoding.readings import MIDDLE
+from selfspec.decoding.readings import mean
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
@@ -133,14 +133,14 @@ def interleave(
 
     A policy starts with what the clock told the one before it, as `generate` has it: of the machine, not of the texts.
     Before every repeat costs are measured anew, briefly: what a part of a round takes beside another differs by a tenth
-    from one minute to the next where others use the memory. Their medians count, since calls meet others, too.
+    from one minute to the next where others use the memory. Their means count, since calls meet others, too.
     """
     paces: dict[str, Any] = {}
     for way in ways:
         call(scene, way, batch_size, warmup_tokens, paces)
     calls: dict[str, list[Call]] = {way.name: [] for way in ways}
     for repeat in range(repeats):
-        costs = measure(scene.target.stack, (batch_size,), 1, within=None, below=MIDDLE)
+        costs = measure(scene.target.stack, (batch_size,), 1, within=None, counts=mean)
         with quiet():
             for way in rotated(ways, repeat):
                 calls[way.name].append(call(scene, way, batch_size, paces=paces)._replace(costs=costs))

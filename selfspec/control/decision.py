@@ -76,40 +76,64 @@ def decide(
     chosen = choice(MARGIN)
     if chosen.rates[chosen.exit_layer - 1].max() < enough and experience.agreement.is_known and len(parts) > 1:
         chosen = choice(1.0)  # where the layers themselves do not pay, copies that are known need no margin over them
-    part, exit_layer, rates, drafted, covered = chosen
-    line = exit_layer - 1
-    by_bound = rates[line].tolist()
-    rate = max(by_bound)
+    rate = float(chosen.rates[chosen.exit_layer - 1].max())
     trusted = trust * rate / slower
     speedup = trusted * worth.plain_seconds / num_rows
     if speedup < least:
         return Decision(num_rows / worth.plain_seconds, speedup)
-    right_then, share_then = right[line].tolist(), share[line].tolist()
-    if covered != 1:
-        right_then = [chance * covered for chance in right_then]
-    length = float(drafted[line, by_bound.index(rate)])
-    acceptance = sum([chance * often for chance, often in zip(right_then, share_then, strict=True)])
-    value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
-    calibration = tuple(right_then)
+    line = chosen.exit_layer - 1
+    often_right = [chance * chosen.covered for chance in right[line].tolist()]
+    return _drafting(chosen, often_right, share[line].tolist(), worth, experience)._replace(
+        usual=trusted, speedup=speedup
+    )
+
+
+def _drafting(
+    chosen: Choice, right: Sequence[float], share: Sequence[float], worth: Worth, experience: Experience
+) -> Decision:
+    """How the chosen layer drafts.
+
+    Args:
+        right, share: by confidence bin, how often its tokens are right, and how often it occurs.
+    """
+    part, exit_layer, rates, drafted, covered = chosen
+    by_bound = rates[exit_layer - 1].tolist()
+    rate = max(by_bound)
+    length = float(drafted[exit_layer - 1, by_bound.index(rate)])
+    acceptance = sum([chance * often for chance, often in zip(right, share, strict=True)])
+    value, calibration = rate / max(acceptance, 1e-6), tuple(right)  # of a second, in chances of being right so far
     least_likely, most = value * worth.one_more(exit_layer, length), MOST
     if least_likely > acceptance ** (TOO_SOON * length):
         least_likely, most = min(least_likely, value * worth.each(exit_layer, length)), max(1, math.ceil(length))
-    stop = SurvivalStop(calibration, least_likely)
-    second_choices = None
-    if experience.second_rates is not None:
-        second = experience.second_rates.of(exit_layer)
-        fixed, each = worth.beside(exit_layer, length)
-        # Of a first token; later ones are come to less often.
-        likeliest = max([(1 - chance) * other for chance, other in zip(calibration, second, strict=True)])
-        if likeliest > each * rate:
-            second_choices = SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / num_rows)
     # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
     seen = int(experience.tracker.num_lasting(exit_layer))
-    most, is_known = min(most, max(UNKNOWN, seen)), seen > UNKNOWN
-    rounds = worth.rounds(exit_layer)
     return Decision(
-        trusted, speedup, exit_layer, part, length, rate, rounds, stop, second_choices, most, is_known, covered
+        exit_layer=exit_layer,
+        part=part,
+        length=length,
+        rate=rate,
+        rounds=worth.rounds(exit_layer),
+        stop=SurvivalStop(calibration, least_likely),
+        second_choices=_second_choices(exit_layer, calibration, length, rate, worth, experience),
+        most=min(most, max(UNKNOWN, seen)),
+        is_known=seen > UNKNOWN,
+        covered=covered,
     )
+
+
+def _second_choices(
+    exit_layer: int, calibration: tuple[float, ...], length: float, rate: float, worth: Worth, experience: Experience
+) -> SecondChoices | None:
+    """Which of them are drafted beside a draft of about `length` tokens; None where none is worth its time."""
+    if experience.second_rates is None:
+        return None
+    second = experience.second_rates.of(exit_layer)
+    fixed, each = worth.beside(exit_layer, length)
+    # Of a first token; later ones are come to less often.
+    likeliest = max([(1 - chance) * other for chance, other in zip(calibration, second, strict=True)])
+    if likeliest <= each * rate:
+        return None
+    return SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / worth.num_rows)
 
 
 def favour_of(num_layers: int) -> Floats:

@@ -15,7 +15,7 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, TokenTree
 from selfspec.decoding.around import Around
 from selfspec.decoding.pick import Sampling
-from selfspec.decoding.readings import LOW, Readings
+from selfspec.decoding.readings import Readings, low
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.decoding.timed import FURTHER, TimedRounds
 from selfspec.target.stack import Stack
@@ -49,7 +49,7 @@ def measure(
     widths: Sequence[int] = WIDTHS,
     within: float | None = QUICK_SECONDS,
     say: Callable[[str], None] = lambda text: None,
-    below: float = LOW,
+    counts: Callable[[Sequence[float]], float] = low,
 ) -> Costs:
     """Time every piece of a round.
 
@@ -58,7 +58,7 @@ def measure(
         within: seconds after which no further repeat is begun (each point is timed at least once, and a slow model
             is measured at fewer of them); None: no limit.
         say: told what is being measured.
-        below: see `Readings`.
+        counts: see `Readings`.
 
     Raises:
         ValueError: a model of one layer, which has no early pass.
@@ -67,12 +67,12 @@ def measure(
         raise ValueError(f"a model of {stack.num_layers} layer has no layer to leave early at, so no costs to measure")
     sizes = sorted({1, *batch_sizes})
     with torch.inference_mode():
-        costs = _Clock(stack, sizes, widths, say, below).costs(repeats, within)
+        costs = _Clock(stack, sizes, widths, say, counts).costs(repeats, within)
         if stack.agreed(doubtful(costs)):
             # Somebody else had the processor just then; a profile is kept, so it is worth a second try.
             say("these figures do not fit together; measuring again")
             longer = None if within is None else 2 * within
-            costs = _Clock(stack, sizes, widths, say, below).costs(max(3, repeats), longer)
+            costs = _Clock(stack, sizes, widths, say, counts).costs(max(3, repeats), longer)
         return stack.agreed(costs)
 
 
@@ -95,7 +95,7 @@ class _Clock:
         batch_sizes: Sequence[int],
         widths: Sequence[int],
         say: Callable[[str], None],
-        below: float = LOW,
+        counts: Callable[[Sequence[float]], float] = low,
     ) -> None:
         self.stack, self.batch_sizes, self.say = stack, batch_sizes, say
         self.middle = max(1, stack.num_layers // 4)
@@ -107,7 +107,7 @@ class _Clock:
         room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER + 1)
         self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
-        self.readings = Readings(below)
+        self.readings = Readings(counts)
         self.engines = Around(stack, self.now)
         self.keeps = self.thin = self.is_fast = False
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from selfspec.control.costs import Copies, Costs
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table
 
-# The share of a piece's readings that lie below the one that counts: for tables that decisions are made by, see
-# `Readings.typical`; and to foretell what long calls take, in which all sorts of rounds come.
-LOW, MIDDLE = 1 / 8, 1 / 2
+LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts, if their mean does not
+MOST_OF_MEDIAN = 4.0  # times the median that a reading counts for in a mean: more is an interruption
 TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
 REST = 3e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
 ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many rounds come in a call
@@ -20,15 +19,30 @@ ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many 
 MOST_SHORT = 1.25  # times that the parts of a forward are taken to fall short of it
 
 
+def low(readings: Sequence[float]) -> float:
+    """Near the lowest of some, which ascend: for tables that decisions are made by.
+
+    Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones, so
+    that medians would set the pieces against each other.
+    """
+    return readings[min(int(len(readings) * LOW), (len(readings) - 1) // 2)]
+
+
+def mean(readings: Sequence[float]) -> float:
+    """To foretell what long calls take, in which all sorts of rounds come."""
+    most = MOST_OF_MEDIAN * readings[(len(readings) - 1) // 2]
+    return sum([min(one, most) for one in readings]) / len(readings)
+
+
 class Readings:
     """Seconds of pieces, as often as they were read.
 
     Args:
-        below: the share of a piece's readings that lie below the one that counts.
+        counts: what counts of a piece's readings, which ascend: `low` or `mean`.
     """
 
-    def __init__(self, below: float = LOW) -> None:
-        self._below = below
+    def __init__(self, counts: Callable[[Sequence[float]], float] = low) -> None:
+        self._counts = counts
         self._taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
@@ -109,16 +123,12 @@ class Readings:
         return Copies(first, later, Table.of(self.typical("copied head")[1])) if first else None
 
     def typical(self, piece: str) -> dict[int, dict[int, float]]:
-        """rows -> size -> seconds of a piece, by default near the lowest of its readings.
-
-        Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones,
-        so that medians would set the pieces against each other. Readings of a clock that went backwards do not count.
-        """
+        """rows -> size -> seconds of a piece. Readings of a clock that went backwards do not count."""
         found: dict[int, dict[int, float]] = {}
         for (name, rows, size), seconds in self._taken.items():
             if name == piece:
                 real = sorted(s for s in seconds if s >= TICK) or [TICK]
-                found.setdefault(rows, {})[size] = real[min(int(len(real) * self._below), (len(real) - 1) // 2)]
+                found.setdefault(rows, {})[size] = self._counts(real)
         return found
 
 

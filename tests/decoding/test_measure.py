@@ -18,7 +18,7 @@ from selfspec.decoding import measure as module
 from selfspec.decoding import timed
 from selfspec.decoding.around import MOST_ROUNDS, Around
 from selfspec.decoding.measure import exits_to_time, measure
-from selfspec.decoding.readings import LOW, MIDDLE, Readings
+from selfspec.decoding.readings import MOST_OF_MEDIAN, Readings, low, mean
 from tests.models import build, tiny
 
 
@@ -179,20 +179,20 @@ def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
     assert not module.doubtful(dataclasses.replace(costs, early={1: fast}))
 
 
-@pytest.mark.parametrize(("below", "seconds"), [(LOW, 2.0), (MIDDLE, 4.0)])
-def test_a_reading_counts_by_how_many_lie_below_it(below, seconds):
-    readings = Readings(below)
-    for taken in (9.0, 2.0, 4.0, 1.0, 3.0, 5.0, 8.0, 6.0, -1.0):  # the last of a clock that went backwards
+@pytest.mark.parametrize(("counts", "seconds"), [(low, 2.0), (mean, (29.0 + 4 * MOST_OF_MEDIAN) / 8)])
+def test_what_counts_of_readings_is_near_the_lowest_or_their_mean_without_interruptions(counts, seconds):
+    readings = Readings(counts)
+    for taken in (90.0, 2.0, 4.0, 1.0, 3.0, 5.0, 8.0, 6.0, -1.0):  # the last of a clock that went backwards
         readings.keep("plain", 1, 1, taken)
-    assert readings.typical("plain") == {1: {1: seconds}}
+    assert readings.typical("plain") == {1: {1: pytest.approx(seconds)}}
 
 
 def test_costs_are_of_the_readings_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "Readings", lambda below: asked.append(below) or Readings(below))
+    monkeypatch.setattr(module, "Readings", lambda counts: asked.append(counts) or Readings(counts))
     measure(tiny("llama").stack, repeats=1)
-    measure(tiny("llama").stack, repeats=1, within=None, below=MIDDLE)
-    assert set(asked[:1]) == {LOW} and asked[-1] == MIDDLE
+    measure(tiny("llama").stack, repeats=1, within=None, counts=mean)
+    assert set(asked[:1]) == {low} and asked[-1] == mean
 
 
 def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
