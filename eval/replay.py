@@ -18,18 +18,10 @@ from eval.drafts import cascade, draft, draft_by_lookup, draft_lengths, draft_tr
 from eval.sources import split_policy
 from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
-from selfspec.control.plan import (
-    LOOKUP,
-    SEED_POSITIONS,
-    Looked,
-    Plan,
-    Policy,
-    RowOutcome,
-    RowState,
-    Seconds,
-    Shadow,
-)
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, SEED_POSITIONS, Plan, Policy
 from selfspec.control.policies import make_policy
+from selfspec.control.rows import Looked, RowOutcome, RowState, Shadow
 from selfspec.decoding.asking import Asking
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled

@@ -22,20 +22,12 @@ from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
 from selfspec.control.free import Free
 from selfspec.control.kinds import block_of, rounds_apart
+from selfspec.control.laps import Seconds
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import (
-    DEFAULT_DRAFTS,
-    SEED_POSITIONS,
-    Plan,
-    RowOutcome,
-    RowState,
-    Seconds,
-    Shadow,
-    ShadowPlan,
-    Steady,
-)
+from selfspec.control.plan import DEFAULT_DRAFTS, SEED_POSITIONS, Plan, ShadowPlan, Steady
+from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 

@@ -10,7 +10,7 @@ from selfspec.control.decision import HANDICAP, Decision, decide, favour_of
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
 from selfspec.control.parts import Parts, Vocabulary
-from selfspec.control.plan import RowOutcome, RowState
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock

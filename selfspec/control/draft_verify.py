@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan
+from selfspec.control.rows import RowOutcome, RowState
 
 
 @dataclass(slots=True)

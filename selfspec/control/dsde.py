@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan
+from selfspec.control.rows import RowOutcome, RowState
 
 DELTA = 0.85  # weight of a token's divergence against that of the token after it
 SHORT, LONG = 10, 30  # tokens in the two windows

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, Shadow, ShadowPlan
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan, ShadowPlan
+from selfspec.control.rows import RowOutcome, RowState, Shadow
 
 OMEGA = 0.95  # what a round leaves of the older counts
 MOST = 18  # drafted tokens

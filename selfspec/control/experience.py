@@ -13,8 +13,10 @@ from typing import Any
 from selfspec.control.agreement import Agreement
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
+from selfspec.control.laps import Seconds
 from selfspec.control.pace import Pace
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, Seconds, confidence_bins
+from selfspec.control.plan import LOOKUP, Plan, confidence_bins
+from selfspec.control.rows import RowOutcome
 from selfspec.control.seconds import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust

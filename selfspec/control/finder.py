@@ -14,8 +14,9 @@ from selfspec.control.fading import Passed
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.lengths import TO_ASK
 from selfspec.control.matches import MOST_FOUND, Matches, choose
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, RowOutcome, RowState, Steady, TokenTree
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.reading import FEW
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.trust import Trust
 from selfspec.control.worth import Worth
 

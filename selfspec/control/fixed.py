@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, Steady
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan, Steady
+from selfspec.control.rows import RowOutcome, RowState
 
 ALWAYS = Steady(1 << 30)
 

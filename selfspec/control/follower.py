@@ -13,8 +13,9 @@ from selfspec.control.finder import Finder, strength_of
 from selfspec.control.growth import LEAST
 from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths, Weighed, growing
 from selfspec.control.matches import LONG, MOST_FOUND, choose
-from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, RowState, Steady, TokenTree
+from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.reading import may_interrupt
+from selfspec.control.rows import Looked, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 CIRCLES = (1.0,) * MOST_FOUND  # how likely a draft is right as far as each token, in text that repeats itself

@@ -8,8 +8,9 @@ from selfspec.control.costs import Costs
 from selfspec.control.decider import Decider
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Checks, Follower
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState, Steady
+from selfspec.control.plan import LOOKUP, Plan, Steady
 from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.timetable import AHEAD
 
 

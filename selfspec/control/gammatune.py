@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan
+from selfspec.control.rows import RowOutcome, RowState
 
 ETA = 0.3  # weight of the newest round
 DELTA = 2  # tokens added when all of a draft was accepted

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from selfspec.control.fading import Fading, Passed
-from selfspec.control.plan import Guesses, TokenTree
+from selfspec.control.plan import TokenTree
+from selfspec.control.rows import Guesses
 
 NUM_RANKS = 8  # candidates told apart by their rank
 NUM_KINDS = 3  # and by where they come from: after a token, after a pair, after a shorter match

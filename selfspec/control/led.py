@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from selfspec.control.plan import Plan, Policy, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan, Policy
+from selfspec.control.rows import RowOutcome, RowState
 
 
 class Led:

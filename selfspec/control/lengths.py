@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from selfspec.control.matches import bin_of
-from selfspec.control.plan import MATCH_EDGES, RowState
+from selfspec.control.plan import MATCH_EDGES
+from selfspec.control.rows import RowState
 
 # Rounds, as long as nothing else is decided: at first, and after such in which something was drafted; else for twice as
 # many each time, up to so many. Of models so fast that to weigh would take much of that time, more.

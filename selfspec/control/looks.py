@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import Seconds, ShadowPlan
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import ShadowPlan
 from selfspec.control.timetable import DECIDING
 
 # Of the time, for shadow picks: of one row and of several, at first and later; and while nothing is drafted.

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.smartspec import SmartSpec
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from selfspec.control.fading import Fading, Passed
-from selfspec.control.plan import MATCH_EDGES, Looked, Tally
+from selfspec.control.plan import MATCH_EDGES
+from selfspec.control.rows import Looked, Tally
 
 LONG = MATCH_EDGES[-1]  # from here on
 FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of

@@ -7,7 +7,8 @@ from typing import Any
 
 from selfspec.control.costs import Costs
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP, PLAIN, Kinds
-from selfspec.control.plan import LOOKUP, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP
 
 PICK_STEP, MOST_PICK = 0.34, 200.0  # how fast the price of picks follows the clock, and how far
 PASS_STEP, MOST_PASS = 0.1, 2.0  # the same of early passes, up and down

@@ -1,15 +1,16 @@
-"""`Plan`, what a policy decides for a round; `RowOutcome`, what became of it; and `Policy`, who decides."""
+"""`Plan`, what a policy decides for a round; and `Policy`, who decides."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+
+from selfspec.control.laps import Seconds
+from selfspec.control.rows import RowOutcome, RowState
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
@@ -40,62 +41,6 @@ lets copies of early layers in 4 bits draft in their place."""
 # Keeping what was likely takes more time than it has been seen to save.
 DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree", "cascade")
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
-
-
-class Tally(NamedTuple):
-    """Tokens of a row, and by bin of the match before each: how many came after one, and as what followed it last."""
-
-    num_tokens: int
-    seen: Sequence[int]
-    right: Sequence[int]
-
-
-class Guesses(Protocol):
-    """What is free to guess of how a row goes on; see `selfspec.drafting.sources.Guesser`."""
-
-    @property
-    def match(self) -> int: ...
-    @property
-    def is_own(self) -> bool: ...
-    @property
-    def is_stored(self) -> bool: ...
-    @property
-    def recalls(self) -> bool: ...
-    def take_tally(self) -> Tally: ...
-    @property
-    def guessed(self) -> Sequence[int]: ...
-    @property
-    def last(self) -> tuple[int, int]: ...
-    def chain(self, num_tokens: int) -> Sequence[int]: ...
-    def candidates(self, token: int, previous: int) -> tuple[int, list[int]]: ...
-    def first_candidates(self) -> tuple[int, list[int]]: ...
-
-
-class RowState(NamedTuple):
-    """What a policy may know of a row before a round."""
-
-    request_id: int
-    content_length: int  # prompt and output so far, in tokens
-    room: int  # tokens it may still emit, at least 1
-    guesses: Guesses | None = None  # told to policies that read lookups
-    has_processors: bool = False  # its drafts are then over the whole vocabulary
-    is_sampled: bool = False
-
-    @property
-    def whole(self) -> tuple[int, int]:
-        """Which row, and how long it may become: the same from its first round to its last, and of no other row."""
-        return self.request_id, self.content_length + self.room
-
-    @property
-    def match(self) -> int:
-        """How many of its last tokens a lookup finds earlier."""
-        return 0 if self.guesses is None else self.guesses.match
-
-    @property
-    def guessed(self) -> Sequence[int]:
-        """By bin of the match before them: its tokens that came as a lookup would have guessed, since its tally was
-        taken."""
-        return () if self.guesses is None else self.guesses.guessed
 
 
 class SurvivalStop(NamedTuple):
@@ -181,50 +126,6 @@ class Plan:
         return self.shadow is not None or self.keep_divergence
 
 
-class Shadow(NamedTuple):
-    """Shadow picks of one row: what layers that were not the exit would have picked, against the target's picks."""
-
-    layers: tuple[int, ...]
-    hits: NDArray[np.bool_]  # [layers, judged positions in order]
-    confidences: NDArray[np.float32]  # the same: probability of the shadow pick under that layer
-
-
-class Looked(NamedTuple):
-    """What free guesses, made or not, would have come to in a round."""
-
-    match: int  # of the row before the round, 0 where nothing was found
-    num_compared: int  # tokens that the target picked, the last of them beyond any draft
-    num_right: int  # first tokens of the draft by lookup that they equal
-    is_stored: bool = False  # whether that came from a corpus
-    ranks: tuple[tuple[int, bool, int], ...] = ()  # of tokens that it did not offer: see `control.growth.Ranks`
-
-
-class RowOutcome(NamedTuple):
-    """What became of a row's draft in a round. Second choices are counted in `second` alone."""
-
-    request_id: int
-    num_drafted: int
-    num_accepted: int
-    confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
-    divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
-    shadow: Shadow | None = None
-    looked: Looked | None = None  # told to policies that read lookups
-    second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
-    num_beside: int = 0  # second choices drafted
-    widths: tuple[int, ...] = ()  # of a cascade: tokens of each early pass but the last
-    is_left_out: bool = False  # whether the target's token, where a draft was refused, was none it was picked among
-
-    @property
-    def num_emitted(self) -> int:
-        """Tokens that came, the target's own included, unless the row ended before it."""
-        return self.num_accepted + 1 + bool(self.second)
-
-    @property
-    def num_judged(self) -> int:
-        """Drafted tokens that the target judged: those it accepted, and the first it refused."""
-        return min(self.num_accepted + 1, self.num_drafted)
-
-
 class Steady(NamedTuple):
     """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
     are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds."""
@@ -260,55 +161,6 @@ class Steady(NamedTuple):
         """Of every bin of matches, whether `most_surprises` counts tokens after such: those with length 0."""
         last = len(self.lengths) - 1
         return tuple([self.lengths[min(first, last)] == 0 for first in (1, *MATCH_EDGES)])
-
-
-@dataclass(slots=True)
-class Seconds:
-    """Wall time of a round by stage; on CUDA, without a synchronisation, the time to launch it."""
-
-    prefill: float = 0.0
-    draft: float = 0.0  # early layers
-    verify: float = 0.0  # remaining layers (all layers when nothing is drafted)
-    head: float = 0.0  # final norm and vocabulary product
-    pick: float = 0.0  # processors, filters, noise, argmax, and the copy to the host
-    shadow: float = 0.0  # what other layers would have picked
-    control: float = 0.0  # plans and statistics
-    rest: float = 0.0  # acceptance, stops, text; what is spent around a round in one compiled call
-    decided: float = 0.0  # of control, what the policy took, once it was told of the round
-    _last: float = field(default_factory=perf_counter, repr=False)
-
-    def lap(self, stage: str) -> None:
-        """All time since the last lap went to this stage."""
-        now = self.now()
-        self.add(stage, now - self._last)
-        self._last = now
-
-    def laps(self, parts: Sequence[tuple[str, float]], elsewhere: float = 0.0) -> None:
-        """It went to these, one after another; what they leave of it, and what went elsewhere, to the first."""
-        now = self.now()
-        left = now - self._last - elsewhere - sum([seconds for _, seconds in parts])
-        for stage, seconds in parts:
-            self.add(stage, seconds + left)
-            left = 0.0
-        self._last = now
-
-    def add_stages(self, draft: float, verify: float, head: float, pick: float) -> None:
-        """So much more of these."""
-        self.draft += draft
-        self.verify += verify
-        self.head += head
-        self.pick += pick
-
-    def add(self, stage: str, seconds: float) -> None:
-        setattr(self, stage, getattr(self, stage) + seconds)
-
-    def now(self) -> float:
-        return perf_counter()
-
-    @property
-    def total(self) -> float:
-        stages = (self.prefill, self.draft, self.verify, self.head, self.pick, self.shadow, self.control, self.rest)
-        return sum(stages)
 
 
 class Policy(Protocol):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.control.lengths import WEIGH_SECONDS
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState
+from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 FEW = 2  # rows that are looked up whatever is known of ragged verifications, and have branches beside what is found

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan
+from selfspec.control.rows import RowOutcome, RowState
 
 HANDICAP = 1.1  # drafting must promise this much more than plain decoding
 INTERVAL = 20  # rounds between decisions

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan
+from selfspec.control.rows import RowOutcome, RowState
 
 SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s: SCALE * s ** POWER, the paper's fit on its own models
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
+from selfspec.control.rows import Shadow
 
 Floats = NDArray[np.float64]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.plan import Plan, RowOutcome, RowState, Seconds, ShadowPlan
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan, ShadowPlan
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.tracker import Tracker
 
 

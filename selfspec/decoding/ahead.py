@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from selfspec.control.plan import LOOKUP, Plan, Seconds, Steady
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan, Steady
 from selfspec.decoding.choose import STAGES
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict

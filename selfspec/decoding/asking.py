@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from selfspec.control.plan import LOOKUP, Plan, Policy, RowOutcome, RowState, Seconds, Steady
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan, Policy, Steady
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.decoding.checks import check_plan, check_room, check_steady
 from selfspec.errors import whole
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import CONFIDENCE_EDGES, Plan, Seconds, SurvivalStop, confidence_bin
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import CONFIDENCE_EDGES, Plan, SurvivalStop, confidence_bin
 from selfspec.control.seconds import likely_seconds
 from selfspec.decoding.pick import Sampling, Subset
 from selfspec.decoding.picker import Picker, told_of

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from selfspec.control.plan import LOOKUP, Looked, Plan, Policy, RowOutcome, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan, Policy
+from selfspec.control.rows import Looked, RowOutcome
 from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.asking import NOT_STEADY, Asking

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import LOOKUP, Plan, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan
 from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_likely, with_shadows
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.choose import Chooser

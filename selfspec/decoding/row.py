@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from selfspec.control.plan import Looked, RowState
+from selfspec.control.rows import Looked, RowState
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper

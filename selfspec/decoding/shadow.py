@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Shadow
+from selfspec.control.rows import Shadow
 from selfspec.decoding.pick import Sampling, filtered
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel

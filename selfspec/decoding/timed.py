@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from selfspec.control.plan import Plan, Seconds, Steady
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import Plan, Steady
 from selfspec.decoding.ahead import Ahead, Coming
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.request import Request

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from selfspec.control.plan import Looked, RowOutcome, Shadow
+from selfspec.control.rows import Looked, RowOutcome, Shadow
 from selfspec.drafting.recycle import Ints
 from selfspec.target.cache import Tree
 

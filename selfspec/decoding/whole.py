@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, Seconds
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan
 from selfspec.decoding.ahead import Ahead, Coming
 from selfspec.decoding.choose import stops_of
 from selfspec.decoding.picker import Picker, told_of

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS, Tally
+from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS
+from selfspec.control.rows import Tally
 from selfspec.drafting.exit import Draft
 from selfspec.target.cache import Tree, tensor_of
 

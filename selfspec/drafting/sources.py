@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.plan import Tally
+from selfspec.control.rows import Tally
 from selfspec.drafting.compiled_lookup import lookup_of
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.lookup import Guess, num_right

@@ -15,9 +15,11 @@ from eval.replay import replay
 from selfspec.control import decider
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import UNKNOWN, decide, favour_of
+from selfspec.control.laps import Seconds
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DEFAULT_DRAFTS, NUM_BINS, Plan, RowOutcome, RowState, Seconds, Shadow, SurvivalStop
+from selfspec.control.plan import DEFAULT_DRAFTS, NUM_BINS, Plan, SurvivalStop
+from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.table import Table
 from selfspec.control.timetable import FIRST_REPLAN
 from selfspec.control.tracker import Tracker

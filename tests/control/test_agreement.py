@@ -8,7 +8,8 @@ import pytest
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.agreement import AS_GOOD, BELIEVED, KNOWN, Agreement
 from selfspec.control.fading import Passed
-from selfspec.control.plan import RowOutcome, RowState, Seconds, Shadow
+from selfspec.control.laps import Seconds
+from selfspec.control.rows import RowOutcome, RowState, Shadow
 from tests.control.test_adaptive import LAYERS
 from tests.control.test_parts import with_copies
 from tests.eval.replays import made_up_costs

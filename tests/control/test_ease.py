@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from selfspec.control.ease import CLEAR, EVERY, HALF_LIFE, Ease
 from selfspec.control.fading import Passed
 from selfspec.control.finder import Finder
-from selfspec.control.plan import Looked, Plan, RowOutcome, RowState
+from selfspec.control.plan import Plan
+from selfspec.control.rows import Looked, RowOutcome, RowState
 from tests.control.rounds import found
 from tests.control.test_finder import taught, worth_of
 

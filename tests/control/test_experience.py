@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.control.experience import MOST_RECORDED, Experience
-from selfspec.control.plan import NUM_BINS, Plan, RowOutcome, Seconds, Shadow, SurvivalStop
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.control.rows import RowOutcome, Shadow
 from tests.eval.replays import made_up_costs
 
 LAYERS = 8

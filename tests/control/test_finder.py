@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.finder import Finder
-from selfspec.control.plan import (
-    DRAFTS,
-    LOOKUP,
-    Looked,
-    Plan,
-    RowOutcome,
-    RowState,
-)
+from selfspec.control.plan import DRAFTS, LOOKUP, Plan
+from selfspec.control.rows import Looked, RowOutcome, RowState
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees

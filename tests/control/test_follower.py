@@ -14,8 +14,9 @@ from selfspec.control.finder import Finder
 from selfspec.control.follower import Follower
 from selfspec.control.lengths import LEAST_SURPRISES, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
 from selfspec.control.matches import Matches
-from selfspec.control.plan import NUM_MATCH_BINS, Looked, Plan, RowOutcome, RowState, Steady, Tally
+from selfspec.control.plan import NUM_MATCH_BINS, Plan, Steady
 from selfspec.control.reading import may_interrupt
+from selfspec.control.rows import Looked, RowOutcome, RowState, Tally
 from selfspec.control.worth import Worth
 from tests.control.rounds import NOTHING, found
 from tests.control.test_adaptive import LAYERS

@@ -16,9 +16,10 @@ from selfspec.control.costs import Table
 from selfspec.control.decider import NEARLY, TRY_ROUNDS
 from selfspec.control.decision import HANDICAP, Decision
 from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, OF_ONE_ROW, PLAIN, Kinds, rounds_apart
+from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING
 from selfspec.control.pace import DECIDING_ROUNDS, KEPT_DECIDING, Pace
-from selfspec.control.plan import RowOutcome, RowState, Seconds
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.timetable import DECIDING
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs

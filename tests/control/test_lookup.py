@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.laps import Seconds
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.matches import MOST_FOUND, Matches, bin_of, choose
 from selfspec.control.pieces import LOOKUP_GRID, MOST_PACKED
-from selfspec.control.plan import LOOKUP, Looked, Plan, RowOutcome, RowState, Seconds
+from selfspec.control.plan import LOOKUP, Plan
 from selfspec.control.policies import make_policy
+from selfspec.control.rows import Looked, RowOutcome, RowState
 from selfspec.control.worth import Worth
 from tests.control.rounds import found
 from tests.control.test_adaptive import LAYERS, traces

@@ -9,9 +9,11 @@ import pytest
 
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Copies
+from selfspec.control.laps import Seconds
 from selfspec.control.parts import WHOLE, Part, Parts, choose
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DEFAULT_DRAFTS, RowOutcome, RowState, Seconds
+from selfspec.control.plan import DEFAULT_DRAFTS
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import Plan, RowState
+from selfspec.control.plan import Plan
 from selfspec.control.policies import make_policy
+from selfspec.control.rows import RowState
 from tests.helpers import Schedule, decode, generate, make_prompts
 from tests.models import tiny
 

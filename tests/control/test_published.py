@@ -14,7 +14,8 @@ from selfspec.control.dsde import DSDE
 from selfspec.control.dynamic_exit import DynamicExit
 from selfspec.control.fs import FiniteState
 from selfspec.control.gammatune import GammaTune, GammaTunePlus
-from selfspec.control.plan import Plan, RowOutcome, Shadow
+from selfspec.control.plan import Plan
+from selfspec.control.rows import RowOutcome, Shadow
 from selfspec.control.smartspec import SmartSpec
 from selfspec.control.synergy import Synergy
 from tests.control.rounds import ask, costs, row, tell

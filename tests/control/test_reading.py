@@ -11,7 +11,7 @@ import pytest
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.lengths import WEIGH_SECONDS
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, RowState, Shadow
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP
 from selfspec.control.reading import (
     ASK_SECONDS,
     END_SECONDS,
@@ -21,6 +21,7 @@ from selfspec.control.reading import (
     Reading,
     could_pay,
 )
+from selfspec.control.rows import RowState, Shadow
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.drafting.lookup import Lookup

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING, EARLY_SHARE, LAST, OFF_SHARE, SHADOW_SHARE, STEP, WAITS, Looks
-from selfspec.control.plan import Seconds
 from selfspec.control.table import Table
 from selfspec.control.timetable import (
     CLOCK_EVERY,

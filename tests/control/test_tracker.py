@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Shadow, confidence_bin
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, confidence_bin
+from selfspec.control.rows import Shadow
 from selfspec.control.tracker import (
     CURVE_MEAN,
     DEPTH,

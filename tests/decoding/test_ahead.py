@@ -14,17 +14,8 @@ import selfspec
 from selfspec import api
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import (
-    DEFAULT_DRAFTS,
-    LOOKUP,
-    NUM_BINS,
-    Plan,
-    SecondChoices,
-    Seconds,
-    Steady,
-    SurvivalStop,
-    TokenTree,
-)
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, NUM_BINS, Plan, SecondChoices, Steady, SurvivalStop, TokenTree
 from selfspec.decoding import ahead
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.engine import Engine

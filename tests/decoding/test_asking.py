@@ -7,7 +7,9 @@ import pytest
 from selfspec.api import Target
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
-from selfspec.control.plan import LOOKUP, Plan, RowOutcome, RowState, Seconds, Steady
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan, Steady
+from selfspec.control.rows import RowOutcome, RowState
 from selfspec.decoding import ahead as ahead_module
 from selfspec.decoding.engine import Engine
 from selfspec.drafting.lookup import Lookup

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.api import Target
-from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, SurvivalStop
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding import rounds
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import Sampling
@@ -121,7 +122,7 @@ def test_time_goes_to_the_stages_it_is_told_of_and_the_rest_to_the_first():
     clock = iter([seconds._last + 1.0])
     before = seconds._last
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.control.plan.perf_counter", lambda: next(clock))
+        patch.setattr("selfspec.control.laps.perf_counter", lambda: next(clock))
         seconds.laps([("draft", 0.25), ("head", 0.125), ("pick", 0.0625)])
     assert (seconds.draft, seconds.head, seconds.pick) == (pytest.approx(0.8125), 0.125, 0.0625)
     assert seconds._last == before + 1.0

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from selfspec.control.matches import bin_of
-from selfspec.control.plan import NUM_MATCH_BINS, Tally
+from selfspec.control.plan import NUM_MATCH_BINS
+from selfspec.control.rows import Tally
 from selfspec.drafting.compiled_lookup import CompiledLookup, lookup_of
 from selfspec.drafting.lookup import Lookup
 from selfspec.kernels import compiled_call

@@ -14,7 +14,8 @@ from eval.replay import replay
 from eval.traces import Trace
 from selfspec.control.costs import Costs
 from selfspec.control.growth import grow
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, Seconds, ShadowPlan, Steady, SurvivalStop
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, ShadowPlan, Steady, SurvivalStop
 from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import RowOutcome
+from selfspec.control.rows import RowOutcome
 from selfspec.decoding.stopping import Stopper
 from selfspec.decoding.verdict import Verdict
 from selfspec.kernels import reference
