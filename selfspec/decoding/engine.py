@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, Protocol
@@ -15,19 +14,16 @@ from selfspec.control.rows import Looked, RowOutcome
 from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.asking import NOT_STEADY, Asking
-from selfspec.decoding.checks import check_request
+from selfspec.decoding.intake import Intake
 from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
-from selfspec.decoding.request import Completion, Request, make_request
+from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
-from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.recycle import Recycled
-from selfspec.errors import CacheFullError
 from selfspec.target.draft_head import Part
 from selfspec.target.stack import Stack
 
@@ -122,12 +118,10 @@ class Engine:
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
-        self._picker, self._recycled = Picker(self.stack), Recycled(self.stack.vocab_size)
-        self.datastore = datastore
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self._picker, self.datastore = Picker(self.stack), datastore
+        self._intake = Intake(target, self.stack, self.cache, datastore)
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
-        self._next_id = 0
         self._ahead = Ahead(burst)
 
     @property
@@ -137,11 +131,11 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._intake)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.rows or self._waiting or self._results)
+        return bool(self.rows or self._intake or self._results)
 
     def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
         """Queue a prompt; returns its request id. Options are those of `Target.generate`.
@@ -150,21 +144,11 @@ class Engine:
             ValueError: the prompt is empty or longer than the context, or an option is out of range.
             CacheFullError: the request could never fit into `max_cached_tokens`.
         """
-        request = prompt if isinstance(prompt, Request) else make_request(prompt, self.target.tokenizer, **options)
-        check_request(request, self.stack, self.target.tokenizer is not None)
-        need, room = self._num_cached_at_end(request), self.cache.num_pages * self.cache.page_size
-        if self.cache.pages_for(need) > self.cache.num_pages:
-            raise CacheFullError(
-                f"a request of {need} tokens (prompt and output) exceeds the engine's {room} cached tokens; "
-                "raise max_cached_tokens or lower max_new_tokens"
-            )
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        self._waiting.append((request_id, request))
-        return request_id
+        return self._intake.submit(prompt, options)
 
     def cancel(self, request_id: int) -> None:
         """End a request; its pages are free from the next step on. Finished or unknown requests are left alone."""
-        if any(row.request_id == request_id for row in self.rows) or any(r == request_id for r, _ in self._waiting):
+        if any(row.request_id == request_id for row in self.rows) or request_id in self._intake:
             self._cancelled.add(request_id)
 
     def step(self) -> Round:
@@ -248,30 +232,11 @@ class Engine:
         while self.has_work:
             yield self.step()
 
-    def _max_new_tokens(self, request: Request) -> int:
-        return min(request.max_new_tokens, self.stack.context_limit - len(request.prompt))
-
-    def _num_cached_at_end(self, request: Request) -> int:
-        return len(request.prompt) + self._max_new_tokens(request) - 1
-
     def _admit(self) -> None:
-        while self._waiting and len(self.rows) < self.max_batch_size:
-            request_id, request = self._waiting[0]
-            pages = self.cache.reserve(self._num_cached_at_end(request))
-            if pages is None:
-                return
-            self._waiting.popleft()
-            self.frequencies.add(request.prompt)
+        for row in self._intake.admitted(self.max_batch_size - len(self.rows)):
+            self.frequencies.add(row.request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
-            row = Row(request_id, request, self._stopper(request), pages, list(request.prompt))
-            row.recycled, row.datastore = self._recycled, self.datastore
             self.rows.append(row)
-
-    def _stopper(self, request: Request) -> Stopper:
-        eos = self.target.eos_token_ids if request.eos is None else request.eos
-        tokenizer: Tokenizer | None = self.target.tokenizer
-        text = None if tokenizer is None else RowText(tokenizer, request.prompt, request.stop)
-        return Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
 
     def _prefill(self) -> None:
         prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
@@ -321,11 +286,9 @@ class Engine:
         for row in self.rows:
             if row.request_id in self._cancelled:
                 self._cancel(row)
-        for request_id, request in self._waiting:
-            if request_id in self._cancelled:
-                self._cancel(Row(request_id, request, self._stopper(request), [], list(request.prompt)))
+        for row in self._intake.withdrawn(self._cancelled):
+            self._cancel(row)
         self.rows = [row for row in self.rows if row.finish_reason is None]
-        self._waiting = deque(pair for pair in self._waiting if pair[0] not in self._cancelled)
         self._cancelled.clear()
         self._ahead.forget()
 
