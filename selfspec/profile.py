@@ -31,7 +31,7 @@ from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 18  # of the files; another number makes every older file stale
+SCHEMA = 19  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope

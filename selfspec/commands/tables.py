@@ -20,6 +20,7 @@ def by_rows(costs: Costs, sizes: Sequence[int]) -> Titled:
     """Whole forwards, early passes and verifications; a column per batch size."""
     table = _table("rows", sizes)
     table.add_row("plain: all layers, a token per row", *(_ms(costs.plain(rows)) for rows in sizes))
+    table.add_row("head: after all layers, a token per row", *(_ms(costs.whole_head(rows, rows)) for rows in sizes))
     for e in exits_of(costs.num_layers):
         name = f"early pass: {e} layer{'s' * (e > 1)}, a token per row"
         table.add_row(name, *(_ms(costs.early_pass(e, rows)) for rows in sizes))

@@ -21,7 +21,7 @@ from selfspec.control.decider import TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
 from selfspec.control.free import Free
-from selfspec.control.kinds import block_of, rounds_apart
+from selfspec.control.kinds import LEAST, block_of, rounds_apart
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import Looks
 from selfspec.control.parts import Vocabulary
@@ -311,10 +311,11 @@ class Adaptive:
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._times.decide_now()
-        is_tried = self._trying > 0 and plan.exit_layer is not None
+        is_tried = self._trying > 0 and bool(plan.exit_layer)
         if is_tried:
             self._trying -= 1
-            self._decider.note_tried()
+            if self._trying <= TRY_ROUNDS - LEAST:
+                self._decider.note_tried()
         looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and not 0 < self._plain_run <= block.cold)
         looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
@@ -322,6 +323,7 @@ class Adaptive:
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         decider, times, num_rows = self._decider, self._times, len(rows)
+        goes_on = self._trying > 0 and num_rows.bit_length() == decider.num_rows.bit_length()
         worth, deciding = decider.price(rows)
         if self._free is not None:
             self._free.price(num_rows, deciding)
@@ -344,8 +346,8 @@ class Adaptive:
             if not self._block and self._experience.pace.kinds.wants_plain(apart):
                 self._block = block
             if self._trying:
-                self._block = block
-                times.decide_after(block + TRY_ROUNDS)
+                self._block = self._block if goes_on else block  # rounds that drafts are held against
+                times.decide_after(self._block + TRY_ROUNDS)
 
     def _try_again(self, num_rows: int) -> bool:
         """Whether drafts are tried where their layer would be looked at; looks pay for that."""

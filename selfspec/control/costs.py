@@ -48,8 +48,8 @@ class Costs:
             other than later ones.
         late: rows -> one layer of a verification, by tokens per row.
         head: final norm and vocabulary product, by tokens.
-        plain_head: the same after a whole forward, which leaves less of it in the caches than early passes do, by rows;
-            None: as any other.
+        plain_head: the same of a token per row after a whole forward, by rows, where no early pass has brought the head
+            into the caches; None: as any other.
         pick: picking tokens and copying them to the host, by tokens.
         rest: everything else of a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
@@ -117,6 +117,11 @@ class Costs:
         one = self._between(self.late, num_rows, width, "late")
         return (self.num_layers - exit_layer) * (one + self.reading(num_rows, context, width))
 
+    def whole_head(self, num_tokens: float, num_rows: int) -> float:
+        """The head over so many tokens of so many rows, after all layers, none of which this head drafted for."""
+        colder = 0.0 if self.plain_head is None else self.plain_head(num_rows) - self.head(num_rows)
+        return self.head(num_tokens) + max(0.0, colder)
+
     def reading(self, num_rows: int, context: float, width: float = 1.0) -> float:
         """One layer's extra seconds for the cached tokens beyond `CONTEXT` of the longest row.
 
@@ -153,9 +158,8 @@ class Costs:
         """
         rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
         draft = head = pick = 0.0
-        judging = self.head
+        judging = self.whole_head(tokens, rows)
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
-            judging = self.plain_head or self.head
             draft = 0.0 if exit_layer is None else rows * LOOKUP_SECONDS
             verify = self.plain(rows) + self.num_layers * self.reading(rows, context)
         elif exit_layer == LOOKUP:
@@ -169,8 +173,8 @@ class Costs:
                 if widths
                 else self._by_layers(exit_layer, lengths, context, beside)
             )
-            verify = self.verify(exit_layer, rows, tokens, context)
-        head, pick = draft_share * head + judging(tokens), draft_share * pick + self.pick(tokens)
+            verify, judging = self.verify(exit_layer, rows, tokens, context), self.head(tokens)
+        head, pick = draft_share * head + judging, draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def _by_layers(

@@ -111,7 +111,7 @@ class Decider:
         return decide(self.decision, self.worth, parts, self._exit_layers, self._experience, favour, least)
 
     def note_tried(self) -> None:
-        """Such a try began: rows that joined meanwhile did not end it before it told anything."""
+        """Such a try has told something: rows that joined meanwhile did not end it before."""
         self._tried.add(self.num_rows.bit_length())
 
     def try_again(self, is_whole: bool) -> bool:
@@ -139,7 +139,7 @@ class Decider:
         least, most = (NEARLY, HANDICAP) if known else (TRY, SURE)
         if not least <= speedup < most or self.num_rows == 1 or self.num_rows.bit_length() in self._tried:
             return False
-        return (speedup / least - 1) * seconds_left >= self.lost_by_trying + TRYING
+        return (1 - least / speedup) * seconds_left >= self.lost_by_trying + TRYING
 
     def usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""

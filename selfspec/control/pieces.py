@@ -58,7 +58,8 @@ class Pieces:
         passes = np.arange(MOST + 1) + (not copies)  # by drafted tokens
         table = np.zeros((9, len(exits), WIDTH))
         step, rounds = table[:, :, STEP : STEP + 1], table[:, :, ROUNDS:]
-        rounds[0] = verifying * one_layer + np.array([costs.head(n) for n in tokens]) + costs.rest(rows)
+        heads = [costs.whole_head(n, rows) if copies else costs.head(n) for n in tokens]
+        rounds[0] = verifying * one_layer + np.array(heads) + costs.rest(rows)
         rounds[1] = [costs.pick(n) for n in tokens]
         step[2], rounds[2] = early, passes * early + first - early
         step[3], rounds[3] = exits, passes * exits
@@ -77,7 +78,7 @@ class Pieces:
         tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
         ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
         layers = max(1.0, ragged) * np.array([costs.verify(0, rows, n) for n in tokens])
-        rest = np.array([costs.head(n) for n in tokens]) + costs.rest(rows) + rows * LOOKUP_SECONDS
+        rest = np.array([costs.whole_head(n, rows) for n in tokens]) + costs.rest(rows) + rows * LOOKUP_SECONDS
         grid = np.stack((layers + rest, np.array([costs.pick(n) for n in tokens])))
         drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)

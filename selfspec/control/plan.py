@@ -15,7 +15,7 @@ from selfspec.control.rows import RowOutcome, RowState
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
-FEW = 24  # confidences: an array of fewer takes longer
+FEW_BINNED = 24  # confidences: an array of fewer takes longer
 MATCH_EDGES = (2, 3, 4, 6, 9)
 """Bounds between the bins of what lookup matched, in tokens: 1, 2, 3, 4-5, 6-8, 9 and more."""
 NUM_MATCH_BINS = len(MATCH_EDGES) + 1
@@ -28,7 +28,7 @@ def confidence_bin(confidence: float) -> int:
 
 def confidence_bins(confidences: Sequence[float]) -> list[int]:
     """Of each."""
-    if len(confidences) < FEW:
+    if len(confidences) < FEW_BINNED:
         return [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences]
     bins: list[int] = np.searchsorted(CONFIDENCE_EDGES, confidences, "right").tolist()
     return bins

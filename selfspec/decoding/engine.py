@@ -118,7 +118,7 @@ class Engine:
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
-        self._picker, self.datastore = Picker(self.stack), datastore
+        self._picker = Picker(self.stack)
         self._intake = Intake(target, self.stack, self.cache, datastore)
         self._cancelled: set[int] = set()
         self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises

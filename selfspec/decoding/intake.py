@@ -72,11 +72,11 @@ class Intake:
             row.recycled, row.datastore = self._recycled, self._datastore
             yield row
 
-    def withdrawn(self, request_ids: Collection[int]) -> list[Row]:
-        """Those of these that wait, as rows without pages; they wait no longer."""
-        gone = [self._row(*pair, []) for pair in self._waiting if pair[0] in request_ids]
-        self._waiting = deque(pair for pair in self._waiting if pair[0] not in request_ids)
-        return gone
+    def withdrawn(self, request_ids: Collection[int]) -> Iterator[Row]:
+        """Those of these that wait, as rows without pages; each waits until it is handed out."""
+        for pair in [pair for pair in self._waiting if pair[0] in request_ids]:
+            self._waiting.remove(pair)
+            yield self._row(*pair, [])
 
     def _row(self, request_id: int, request: Request, pages: list[int]) -> Row:
         eos = self._target.eos_token_ids if request.eos is None else request.eos

@@ -78,7 +78,8 @@ class Readings:
             copies=self._copies(),
             plain_head=Table.of(heads[1]) if (heads := self.typical("plain head")) else None,
         )
-        costs = _as_wholes(costs, middle)
+        if self._counts is low:
+            costs = _as_wholes(costs, middle)
         # A ragged round is the only one of its call, and finds caches as single plain rounds do.
         single = self.typical("single")
         factors = {
@@ -103,7 +104,8 @@ class Readings:
 
     def _plain(self) -> dict[int, dict[int, float]]:
         """rows -> {1: seconds} of a whole forward, which takes no longer than one in two parts."""
-        plain, halves = self.typical("plain"), self.typical("halves")
+        plain = self.typical("plain")
+        halves = self.typical("halves") if self._counts is low else {}
         return {rows: {1: min([of_one[1], *halves.get(rows, {}).values()])} for rows, of_one in plain.items()}
 
     def _rest(self) -> Table:

@@ -21,7 +21,8 @@ from selfspec.target.stack import Stack
 RAGGED = 9  # tokens by which rows of a batch differ in length
 # Rounds after the first of a call of many, of which the last half count: the first ones find caches as the interpreter
 # left them, and take up to twice as long, plain ones most of all.
-FURTHER = 12
+FURTHER, LEAST_FURTHER = 12, 3
+GROWTH = 96  # tokens by which a row grows at most in a call, as far as fewer rounds can help it
 
 
 class _Laps(Seconds):
@@ -63,21 +64,34 @@ class TimedRounds:
         self._room = room + 8 * FURTHER
         self._cache, self._pages = _rows(stack, num_rows, self._room)
         self._far = _rows(stack, 1, far_room + 8 * FURTHER)
+        self._grown: dict[tuple[int, int, Plan], int] = {}
         self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
     def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:
-        """Stage -> its seconds, one by one, of a round; and of the last half of so many further ones of its call."""
+        """Stage -> its seconds, one by one, of a round; and of the last half of so many further ones of its call.
+
+        Rows grow by what is accepted, which takes longer to read: they begin as much shorter as they were too long, by
+        the time that counts, when this was asked last.
+        """
+        further = min(further, max(LEAST_FURTHER, GROWTH // (1 + max(plan.draft_lengths))))
         is_far = context + 1 + max(plan.draft_lengths) + 8 * FURTHER > self._room
         cache, pages = self._far if is_far else (self._cache, self._pages)
+        start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
         rows, stopper = [], cast(Any, _Stopper(min(cache.page_size, self._stack.context_limit)))
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
-            content = [0] * max(0, context - RAGGED * (i % 8)) + [token]
+            content = [0] * max(0, start - RAGGED * (i % 8)) + [token]
             rows.append(Row(i, Request([0]), stopper, pages[i], content))
         laps, ahead = _Laps(self.now), Ahead(burst=1.0)
         ahead.allow(Steady(further), plan, None, False)
-        decode_round(self._stack, cache, rows, plan, laps, picker=self.picker, ahead=ahead if further else None)
-        coming = [_by_stage(one) for one in ahead.coming if _is_whole(one, plan)]
-        return [laps.taken, *coming[len(coming) // 2 :]]
+        how = {"picker": self.picker, "ahead": ahead if further else None}
+        verdicts = decode_round(self._stack, cache, rows, plan, laps, **how)  # type: ignore[arg-type]
+        coming = [one for one in ahead.coming if _is_whole(one, plan)]
+        half = len(coming) // 2
+        if coming:
+            before = [verdicts, *[one.verdicts for one in coming[: half + (len(coming) - half) // 2]]]
+            emitted = sum([len(verdict.block) for each in before for verdict in each])
+            self._grown[num_rows, context, plan] = min(context, emitted // num_rows)
+        return [laps.taken, *[_by_stage(one) for one in coming[half:]]]
 
     def given(self, num_tokens: int, start: int) -> torch.Tensor:
         """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.costs import CONTEXT, Copies, Costs
 from selfspec.control.pieces import Pieces
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table
@@ -160,8 +160,12 @@ def test_the_head_after_a_whole_forward_has_a_price_of_its_own():
     costs, other = some_costs(), replace(some_costs(), plain_head=line(2.5, 0.05))
     assert other.plain_round(3) == pytest.approx(costs.plain_round(3) + 2.0)
     assert other.round(LOOKUP, (0, 0)) == pytest.approx(costs.round(LOOKUP, (0, 0)) + 2.0)
-    for exit_layer, copies in ((LOOKUP, False), (2, False), (2, True)):
-        assert other.round(exit_layer, (2, 1), copies=copies) == costs.round(exit_layer, (2, 1), copies=copies)
+    assert other.round(LOOKUP, (2, 1)) == pytest.approx(costs.round(LOOKUP, (2, 1)) + 2.0)
+    assert other.round(2, (2, 1)) == costs.round(2, (2, 1)), "early passes have brought the head into the caches"
+    of_copies = [replace(each, copies=Copies(each.early, each.early, each.head)) for each in (costs, other)]
+    without, after = (each.round(2, (2, 1), copies=True) for each in of_copies)
+    assert after == pytest.approx(without + 2.0), "copies have a head of their own"
+    assert replace(costs, plain_head=line(0.0, 0.0)).round(None, (0,)) == costs.round(None, (0,))
     assert other.with_head(1.0) == costs.with_head(1.0)
 
 

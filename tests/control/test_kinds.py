@@ -15,7 +15,17 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
 from selfspec.control.decider import NEARLY, TRY_ROUNDS
 from selfspec.control.decision import HANDICAP, Decision
-from selfspec.control.kinds import BLOCK_SHARE, BY_LAYERS, BY_LOOKUP, MOST, OF_ONE_ROW, PLAIN, Kinds, rounds_apart
+from selfspec.control.kinds import (
+    BLOCK_SHARE,
+    BY_LAYERS,
+    BY_LOOKUP,
+    LEAST,
+    MOST,
+    OF_ONE_ROW,
+    PLAIN,
+    Kinds,
+    rounds_apart,
+)
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING
 from selfspec.control.pace import DECIDING_ROUNDS, KEPT_DECIDING, Pace
@@ -343,20 +353,21 @@ def test_what_early_passes_take_beside_the_table_is_where_a_later_text_begins():
     assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).passes == [1.0, 1.0]
 
 
-def test_a_try_that_rows_interrupt_by_joining_is_made_after_all():
+@pytest.mark.parametrize("sizes", [[9, 12, 15, *[15] * 40], [9, 9, 9, 13, 13, 13] * 8], ids=["once", "all the time"])
+def test_a_try_that_rows_interrupt_by_joining_is_made_after_all(sizes):
     """Prompts are read a few at a time: a batch grows past the size that its first try was meant for."""
     policy = Adaptive(colder(made_up_costs(LAYERS), 1.3), earlier(0.45, colder(made_up_costs(LAYERS), 1.3)))
     decider = policy._decider
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decider, "_is_worth_a_try", lambda left: decider.num_rows.bit_length() not in decider._tried)
         tried = []
-        for size in [9, 12, 15, *[15] * 40]:  # sizes of one bit length
+        for size in sizes:  # of one bit length
             rows = [RowState(i, 60, 4000) for i in range(size)]
             plan = policy.plan(rows)
             lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
             tried.append(plan.exit_layer is not None and policy._trying > 0)
             policy.observe(plan, [RowOutcome(i, n, 0, (0.5,) * n) for i, n in enumerate(lengths)], Seconds())
-    assert sum(tried) == TRY_ROUNDS
+    assert LEAST <= sum(tried) <= TRY_ROUNDS + 1
 
 
 @pytest.mark.parametrize(("tokens", "tries"), [(20, False), (4000, True)])

@@ -13,12 +13,15 @@ import torch
 
 from selfspec.api import Target
 from selfspec.control.costs import Costs
+from selfspec.control.plan import Plan
 from selfspec.control.table import Table
 from selfspec.decoding import measure as module
 from selfspec.decoding import timed
 from selfspec.decoding.around import MOST_ROUNDS, Around
 from selfspec.decoding.measure import exits_to_time, measure
 from selfspec.decoding.readings import MOST_OF_MEDIAN, Readings, low, mean
+from selfspec.decoding.rounds import decode_round
+from selfspec.decoding.timed import FURTHER, TimedRounds
 from tests.models import build, tiny
 
 
@@ -222,3 +225,21 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
     assert costs.plain_head is not None and (costs.plain_head(1), costs.head(1)) == (0.2, 0.1)
     without = readings.costs(4, 1, 0, 50)
     assert (without.context, without.context_rows, without.context_width) == (0.0, None, 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_are_as_long_as_they_are_said_to_be_by_the_time_that_counts(rows, monkeypatch):
+    stack = tiny("llama").stack
+    rounds, lengths = TimedRounds(stack, rows, 200, 200), []
+
+    def noted(stack, cache, rows, *given, **named):
+        lengths.append(len(rows[0].content) - 1)
+        return decode_round(stack, cache, rows, *given, **named)
+
+    monkeypatch.setattr("selfspec.decoding.timed.decode_round", noted)
+    with torch.inference_mode():
+        for further in (FURTHER, FURTHER, 0):
+            laps = rounds.laps(rows, 60, Plan(None, (0,) * rows), further)
+    many = rounds.picker.rounds is not None  # come in one call
+    assert lengths == [60, 60 - 10 * many, 60], "a round, six more, and half of the six that count"
+    assert len(laps) == 1
