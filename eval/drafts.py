@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from eval.traces import WRONG_STEPS, Trace
 from selfspec.control.plan import LOOKUP, Plan, SecondChoices, TokenTree, confidence_bin
 from selfspec.control.rows import RowOutcome
-from selfspec.control.seconds import likely_seconds
+from selfspec.control.second_choices import likely_seconds
 from selfspec.drafting.cascade import guesses_at
 from selfspec.drafting.lookup import Lookup, num_right
 from selfspec.drafting.sources import Guesser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
@@ -87,7 +86,7 @@ class Decider:
         assert self.worth is not None
         self.decision = Decision(self.num_rows / self.worth.plain_seconds)
 
-    def decide(self, is_whole: bool, seconds_left: float = math.inf) -> bool:
+    def decide(self, is_whole: bool, seconds_left: float) -> bool:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops.
 
         Args:

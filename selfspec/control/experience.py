@@ -17,7 +17,7 @@ from selfspec.control.laps import Seconds
 from selfspec.control.pace import Pace
 from selfspec.control.plan import LOOKUP, Plan, confidence_bins
 from selfspec.control.rows import RowOutcome
-from selfspec.control.seconds import SecondRates
+from selfspec.control.second_choices import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
 

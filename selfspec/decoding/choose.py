@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import CONFIDENCE_EDGES, Plan, SurvivalStop, confidence_bin
-from selfspec.control.seconds import likely_seconds
+from selfspec.control.second_choices import likely_seconds
 from selfspec.decoding.pick import Sampling, Subset
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.process import process

@@ -83,8 +83,8 @@ class TimedRounds:
             rows.append(Row(i, Request([0]), stopper, pages[i], content))
         laps, ahead = _Laps(self.now), Ahead(burst=1.0)
         ahead.allow(Steady(further), plan, None, False)
-        how = {"picker": self.picker, "ahead": ahead if further else None}
-        verdicts = decode_round(self._stack, cache, rows, plan, laps, **how)  # type: ignore[arg-type]
+        waits = ahead if further else None
+        verdicts = decode_round(self._stack, cache, rows, plan, laps, picker=self.picker, ahead=waits)
         coming = [one for one in ahead.coming if _is_whole(one, plan)]
         half = len(coming) // 2
         if coming:

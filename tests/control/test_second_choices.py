@@ -13,7 +13,7 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import MOST_BESIDE
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices
-from selfspec.control.seconds import BOUNDS, FIRST, FIRST_WEIGHT, HALF_LIFE, SecondRates, likely_seconds
+from selfspec.control.second_choices import BOUNDS, FIRST, FIRST_WEIGHT, HALF_LIFE, SecondRates, likely_seconds
 from selfspec.control.worth import Worth
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
