@@ -110,6 +110,47 @@ def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size,
     assert torch.equal(got, torch.cat(wanted))
 
 
+@given(
+    trees=st.lists(st.lists(st.integers(0, 24), min_size=1, max_size=24), min_size=1, max_size=3),
+    before=st.integers(0, 60),
+    page_size=st.sampled_from([4, 7, 128]),
+    family=st.sampled_from(["llama", "mistral", "wide", "many", "bfloat16"]),
+    data=st.data(),
+)
+def test_a_nodes_bits_are_those_of_its_branch_alone(trees, before, page_size, family, data):
+    """Trees in one call, some of whose first nodes are known already, against every branch in calls of its own."""
+    stack, rng = shared(family), torch.Generator().manual_seed(len(trees))
+    together, known = PagedCache(200, page_size), []
+    for drawn in trees:  # what is near the last node is drawn often: trees then begin with chains, and have side nodes
+        parents = (-1, *(i if at % 2 else min(at, i) for i, at in enumerate(drawn)))
+        first = data.draw(st.integers(0, len(parents) - 1))
+        pages, tokens = (
+            together.reserve(before + len(parents)),
+            torch.randint(90, (before + len(parents),), generator=rng),
+        )
+        known.append((parents, first, pages, tokens))
+    with torch.inference_mode():
+        spans, told = [], []
+        for parents, first, pages, tokens in known:
+            if before:
+                run(stack, [Span(pages, 0, before)], tokens[:before], together)
+            if first:
+                tree = Tree(parents[:first])
+                run(stack, [Span(pages, before, first, tree)], tokens[before : before + first], together)
+            spans.append(Span(pages, before + first, len(parents) - first, Tree(parents)))
+            told.append(tokens[before + first :])
+        got = stack.logits(run(stack, spans, torch.cat(told), together))
+        wanted = []
+        for parents, first, _, tokens in known:
+            for node in range(first, len(parents)):
+                branch = [node]
+                while branch[0]:
+                    branch.insert(0, parents[branch[0]])
+                alone, own = PagedCache(1, 128), torch.cat([tokens[:before], tokens[before:][branch]])
+                wanted.append(stack.logits(run(stack, [Span([0], 0, len(own))], own, alone))[-1:])
+    assert torch.equal(got, torch.cat(wanted))
+
+
 def test_looking_in_gives_what_the_layers_give():
     stack, pages = compiled()[0], PagedCache(1, 64)
     tokens, taps = torch.arange(5), {1: None, 3: None, 4: None}

@@ -14,18 +14,29 @@ struct Next {
 
 constexpr int64_t ASKED = 4096;  // floats of them at most: the nearest cache holds values beside them
 
+// Values that are mixed: of the keys [begin, limit). Weights begin at `low`; sums go on where others of the keys before
+// `begin` ended, and are done if these are the last.
+struct KeyRange {
+    int64_t low, begin, limit;
+    bool is_last;
+};
+
 // Weights times values, for Q queries from `lane` on and D vectors of the head from `from` on.
 template <int Q, int D>
 static void mix(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                int64_t low, int64_t limit, int lane, int64_t from, const Next& next, float* out) {
+                const KeyRange& keys, int lane, int64_t from, const Next& next, float* out) {
     Vec acc[Q][D] = {};
-    int64_t stride = s.kv_heads * s.head_dim, known = low + (next.keys ? next.count : 0);
-    for (int64_t at = low; at < limit;) {
+    int64_t stride = s.kv_heads * s.head_dim, low = keys.low, limit = keys.limit;
+    int64_t known = keys.begin + (next.keys ? next.count : 0);
+    if (keys.begin > low)
+        for (int q = 0; q < Q; q++)
+            for (int d = 0; d < D; d++) acc[q][d] = load(out + q * s.head_dim + from + d * LANES);
+    for (int64_t at = keys.begin; at < limit;) {
         int64_t stop = together_until(s, row, at, limit), away = 0;
         const float* value = slot(storage, s, row, at, kv_head) + from;
         if (at < known) {
             stop = stop < known ? stop : known;
-            away = next.keys + (at - low) * stride + from - value;
+            away = next.keys + (at - keys.begin) * stride + from - value;
         }
         for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
@@ -49,10 +60,13 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
         }
     }
     for (int q = 0; q < Q; q++)
-        for (int d = 0; d < D; d++) store(out + q * s.head_dim + from + d * LANES, acc[q][d] / weights.total[lane + q]);
+        for (int d = 0; d < D; d++) {
+            Vec sum = keys.is_last ? acc[q][d] / weights.total[lane + q] : acc[q][d];
+            store(out + q * s.head_dim + from + d * LANES, sum);
+        }
 }
 
-typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, int64_t, int64_t, int, int64_t,
+typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, const KeyRange&, int, int64_t,
                     const Next&, float*);
 // Queries mixed at once, of one, two and four vectors of the head: sums have to fit the registers.
 constexpr int OF_ONE = 8, OF_TWO = LANES == 16 ? 8 : 6, OF_FOUR = LANES == 16 ? 4 : 3;
@@ -67,27 +81,46 @@ static Mix mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
 // The same of one query and N numbers of the head, fewer than a vector's.
 template <int N>
 static void mix_part(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                     int64_t low, int64_t limit, int lane, int64_t from, float* out) {
+                     const KeyRange& keys, int lane, int64_t from, float* out) {
     Vec acc = {};
-    int64_t stride = s.kv_heads * s.head_dim;
-    for (int64_t at = low; at < limit;) {
-        int64_t stop = together_until(s, row, at, limit);
+    int64_t stride = s.kv_heads * s.head_dim, low = keys.low;
+    if (keys.begin > low) acc = load_some(out + from, N);
+    for (int64_t at = keys.begin; at < keys.limit;) {
+        int64_t stop = together_until(s, row, at, keys.limit);
         const float* value = slot(storage, s, row, at, kv_head) + from;
         for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             acc = fma(splat(*weight), load_some(value, N), acc);
         }
     }
-    store_some(out + from, acc / weights.total[lane], N);
+    store_some(out + from, keys.is_last ? acc / weights.total[lane] : acc, N);
 }
 
 // The head's last numbers, where its size is no multiple of a vector.
 template <int N = LANES / 2>
 static void mix_rest(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                     int64_t low, int64_t limit, int lane, int64_t from, float* out) {
-    for (; s.head_dim - from >= N; from += N)
-        mix_part<N>(weights, storage, s, row, kv_head, low, limit, lane, from, out);
-    if constexpr (N > 1) mix_rest<N / 2>(weights, storage, s, row, kv_head, low, limit, lane, from, out);
+                     const KeyRange& keys, int lane, int64_t from, float* out) {
+    for (; s.head_dim - from >= N; from += N) mix_part<N>(weights, storage, s, row, kv_head, keys, lane, from, out);
+    if constexpr (N > 1) mix_rest<N / 2>(weights, storage, s, row, kv_head, keys, lane, from, out);
+}
+
+// The same for `count` queries from `lane` on, all of the head. mixed: [LANES][head_dim].
+static void mix_all(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
+                    const KeyRange& keys, int lane, int count, const Next& next, float* mixed) {
+    int64_t d = s.head_dim;
+    int widest = LANES == 16 || count <= OF_FOUR ? 4 : 2, first = lane, end = lane + count;
+    int most = widest == 4 && d >= 4 * LANES ? OF_FOUR : d >= 2 * LANES ? OF_TWO : OF_ONE;
+    for (; lane < end; lane += most) {
+        int together = end - lane < most ? end - lane : most;
+        int64_t from = 0;
+        float* to = mixed + lane * d;
+        for (int vectors = widest; vectors; vectors /= 2)
+            for (; d - from >= vectors * LANES; from += vectors * LANES)
+                mix_of(together, vectors, std::make_integer_sequence<int, OF_ONE>())(
+                    weights, storage, s, row, kv_head, keys, lane, from, lane > first ? Next{} : next, to);
+        for (int i = 0; i < together && from < d; i++)
+            mix_rest(weights, storage, s, row, kv_head, keys, lane + i, from, to + i * d);
+    }
 }
 
 // The first key that a row's queries from `begin` on read: sums are grouped by where keys stand.
@@ -116,22 +149,52 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     Weights weights{room + weigh_room(d), few ? 1 : LANES, few ? (limit - low + LANES - 1) / LANES * LANES : 1, total};
     (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
                                    scale, room, weights);
-    int widest = LANES == 16 || count <= OF_FOUR ? 4 : 2;
-    int most = widest == 4 && d >= 4 * LANES ? OF_FOUR : d >= 2 * LANES ? OF_TWO : OF_ONE;
-    for (int lane = 0; lane < count; lane += most) {
-        int together = count - lane < most ? count - lane : most;
-        int64_t from = 0;
-        float* to = mixed + lane * d;
-        for (int vectors = widest; vectors; vectors /= 2)
-            for (; d - from >= vectors * LANES; from += vectors * LANES)
-                mix_of(together, vectors, std::make_integer_sequence<int, OF_ONE>())(
-                    weights, values, s, row, kv_head, low, limit, lane, from, lane ? Next{} : next, to);
-        for (int i = 0; i < together && from < d; i++)
-            mix_rest(weights, values, s, row, kv_head, low, limit, lane + i, from, to + i * d);
-    }
+    mix_all(weights, values, s, row, kv_head, {low, low, limit, true}, 0, count, next, mixed);
     for (int lane = 0; lane < count; lane++) {
         int64_t m = begin + lane, token = m / share, head = kv_head * share + m % share;
         std::memcpy(out + ((row.first + token) * s.heads + head) * d, mixed + lane * d, sizeof(float) * d);
+    }
+}
+
+// The same for nodes of one tree, each a row of its own, whose queries together are few: they read the keys before the
+// tree at once, and each those of its own branch.
+static void attend_nodes(const Shape& s, const Span* nodes, int num_nodes, int64_t kv_head, const float* q,
+                         int64_t q_stride, const float* keys, const float* values, int64_t asked, int window,
+                         float scale, const Next& next, float* out, float* scratch) {
+    int64_t d = s.head_dim, limit = 0, lowest_at = nodes->position;
+    int share = int(s.heads / s.kv_heads), count = num_nodes * share;
+    float *mixed = scratch, *queries = mixed + d * LANES, *total = queries + d * LANES, *room = total + LANES;
+    Ints position = {};
+    for (int i = 0; i < num_nodes; i++) {
+        const Span& node = nodes[i];
+        const float* own = q + node.first * q_stride + kv_head * share * d;
+        std::memcpy(queries + i * share * d, own, sizeof(float) * share * d);
+        for (int head = 0; head < share; head++) position[i * share + head] = int32_t(node.position);
+        limit = std::max(limit, node.position + 1), lowest_at = std::min(lowest_at, node.position);
+    }
+    int64_t low = lowest(lowest_at, window), before = nodes->root - nodes->root % LANES;
+    if (before < low) before = low;
+    Weights weights{room + weigh_room(d), 1, (limit - low + LANES - 1) / LANES * LANES, total};
+    Vec most[FEW];
+    for (int i = 0; i < count; i++) most[i] = splat(-INFINITY);
+    score_few(s, *nodes, kv_head, queries, keys, values, count, position, low, low, before, asked, window, scale, room,
+              weights, most);
+    for (int i = 0; i < num_nodes; i++) {
+        int first = i * share;
+        Weights own{weights.at + first * weights.per_query, 1, weights.per_query, total + first};
+        Ints at = position - position + int32_t(nodes[i].position);
+        score_few(s, nodes[i], kv_head, queries + first * d, keys, values, share, at, low, before,
+                  nodes[i].position + 1, limit, window, scale, room, own, most + first);
+        for (int head = 0; head < share; head++)
+            soften(own, head, nodes[i].position + 1 - low, most[first + head]);
+    }
+    mix_all(weights, values, s, *nodes, kv_head, {low, low, before, false}, 0, count, next, mixed);
+    for (int i = 0; i < num_nodes; i++) {
+        const Span& node = nodes[i];
+        KeyRange own{low, before, node.position + 1, true};
+        mix_all(weights, values, s, node, kv_head, own, i * share, share, Next{}, mixed);
+        std::memcpy(out + (node.first * s.heads + kv_head * share) * d, mixed + i * share * d,
+                    sizeof(float) * share * d);
     }
 }
 

@@ -125,22 +125,34 @@ static Span span_of(const Call& call, int64_t row) {
             is_node ? call.roots[row] : 0, is_node ? call.branches + row * call.row_nodes : nullptr};
 }
 
-struct Task {  // what `attend` does at a time
-    Span row;
-    int64_t head, block, asked;
+struct Task {  // what is attended to at a time: a block of a row's queries, or nodes of one tree
+    int64_t row, nodes, head, block, asked;
 };
+
+// How many rows from this one on are nodes of one tree whose queries are few; else 1.
+static int64_t nodes_together(const Shape& s, const Call& call, int64_t row) {
+    int64_t most = FEW / (s.heads / s.kv_heads), count = 1;
+    if (!call.roots || call.roots[row] < 0) return 1;
+    auto is_same = [&](int64_t other) {
+        bool on_page = call.pages[other * call.row_pages] == call.pages[row * call.row_pages];
+        return call.roots[other] == call.roots[row] && on_page;
+    };
+    while (count < most && row + count < call.num_rows && is_same(row + count)) count++;
+    return count;
+}
 
 // What this thread attends to, one after another.
 template <typename Of>
 static void for_own_tasks(const Shape& s, const Call& call, Of of) {
-    int64_t share = s.heads / s.kv_heads, count = 0;
+    int64_t share = s.heads / s.kv_heads, count = 0, nodes = 1;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (int64_t row = 0; row < call.num_rows; row++) {
-        Span span = span_of(call, row);
-        int64_t blocks = (span.count * share + LANES - 1) / LANES;
+    for (int64_t row = 0; row < call.num_rows; row += nodes) {
+        nodes = nodes_together(s, call, row);
+        int64_t tokens = call.firsts[row + 1] - call.firsts[row];
+        int64_t blocks = nodes > 1 ? 1 : (tokens * share + LANES - 1) / LANES;
         for (int64_t block = 0; block < blocks; block++)
             for (int64_t head = 0; head < s.kv_heads; head++, count++)
-                if (count % threads == thread) of(Task{span, head, block, 0});
+                if (count % threads == thread) of(Task{row, nodes, head, block, 0});
     }
 }
 
@@ -154,7 +166,10 @@ static void place_all(const Model& m, const Layer& layer, const Call& call, Team
         are_own = most * s.heads / s.kv_heads <= LANES;  // and each row's head is a single task
     }
     for_own_tasks(s, call, [&](const Task& task) {
-        for (int64_t t = 0; !task.block && t < task.row.count; t++) place(m, layer, call, task.row, task.head, t, qkv);
+        for (int64_t i = task.row; !task.block && i < task.row + task.nodes; i++) {
+            Span row = span_of(call, i);
+            for (int64_t t = 0; t < row.count; t++) place(m, layer, call, row, task.head, t, qkv);
+        }
     });
     if (!are_own) team.wait();
 }
@@ -163,13 +178,20 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, Tea
                        float* scratch) {
     const Shape& s = m.shape;
     int64_t share = s.heads / s.kv_heads, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
-    Task task{{}, -1, 0, 0};
+    int window = int(layer.window);
+    Task task{0, 0, -1, 0, 0};
     auto run = [&](const Next& next) {
-        attend(s, task.row, task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked, int(layer.window),
-               m.scale, next, out, scratch);
+        Span rows[FEW];
+        for (int64_t i = 0; i < task.nodes; i++) rows[i] = span_of(call, task.row + i);
+        if (task.nodes > 1)
+            attend_nodes(s, rows, int(task.nodes), task.head, qkv, stride, layer.keys, layer.values, task.asked, window,
+                         m.scale, next, out, scratch);
+        else
+            attend(s, *rows, task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked, window, m.scale,
+                   next, out, scratch);
     };
     for_own_tasks(s, call, [&](const Task& following) {
-        const Span& span = following.row;
+        Span span = span_of(call, following.row);
         int64_t position = span.position + following.block * LANES / share, low = lowest(position, layer.window);
         int64_t known = task.head < 0 ? 0 : together_until(s, span, low, position + 1) - low;
         if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;

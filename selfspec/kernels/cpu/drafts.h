@@ -1,4 +1,5 @@
-// Drafts as rows of a call: a chain is one row, every node of a tree is a row of its own; and second choices.
+// Drafts as rows of a call: the chain that a tree begins with is one row, every other node one of its own; and second
+// choices.
 #pragma once
 
 #include <algorithm>
@@ -29,23 +30,23 @@ class Nodes {
     // The nodes from `first` on of a row whose last token is at `position`; parents: of all but node 0.
     void add(const int64_t* own, int64_t position, int64_t last, int64_t count, const int64_t* drafted,
              const int64_t* parents, int64_t first) {
-        bool is_chain = true;
-        for (int64_t i = 0; i < count; i++) is_chain = is_chain && parents[i] == i;
-        std::vector<std::vector<int64_t>> known(is_chain ? 0 : count + 1);
-        if (is_chain) begin_row(own, -1, {});
-        for (int64_t i = 0; i <= count; i++) {
-            if (!is_chain) {
-                if (i) known[i] = known[parents[i - 1]];
-                known[i].push_back(i);
+        int64_t trunk = 0;  // the last of those that a chain begins with
+        while (trunk < count && parents[trunk] == trunk) trunk++;
+        for (int64_t i = first; i <= count; i++) {
+            std::vector<int64_t> path{i};
+            if (i > trunk) {
+                while (path.back()) path.push_back(parents[path.back() - 1]);
+                std::reverse(path.begin(), path.end());
             }
-            if (i < first) continue;
             tokens.push_back(i ? drafted[i - 1] : last);
-            positions.push_back(position + (is_chain ? i : int64_t(known[i].size()) - 1));
-            if (is_chain) continue;
-            begin_row(own, position, known[i]);
+            positions.push_back(position + (i > trunk ? int64_t(path.size()) - 1 : i));
+            if (i < trunk) continue;
+            if (i > trunk)
+                begin_row(own, position, std::move(path));
+            else
+                begin_row(own, -1, {});
             firsts.push_back(size());
         }
-        if (is_chain) firsts.push_back(size());
         rows.push_back(size());
     }
 

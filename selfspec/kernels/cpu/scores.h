@@ -226,21 +226,20 @@ static Products products_for(int count, int64_t d, std::integer_sequence<int, N.
 // Floats of room to weigh keys in, for queries spread and keys copied, or queries turned.
 static inline int64_t weigh_room(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
 
-// Weights of a few queries, [queries][keys]: a key in every lane. The same sums in the same order. The first `asked`
-// keys were asked for before.
-static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
-                      int window, float scale, float* room, const Weights& weights) {
-    int64_t d = s.head_dim, stride = s.kv_heads * d, until = low;
+// Scores of a few queries and the keys [begin, limit), [queries][keys]: a key in every lane. The same sums in the same
+// order. `begin` stands a multiple of LANES after `low`, from where on `asked` keys were asked for before.
+// most: of every query, by lane, the largest so far.
+static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
+                      const float* values, int count, const Ints& position, int64_t low, int64_t begin, int64_t limit,
+                      int64_t asked, int window, float scale, float* room, const Weights& weights, Vec* most) {
+    int64_t d = s.head_dim, stride = s.kv_heads * d, until = begin;
     float* copied = room + vectors_of(d) * QUAD * LANES * FEW;
     Products products = products_for(count, d, std::make_integer_sequence<int, FEW>());
     const float* run = nullptr;  // keys that lie one after another, from here up to `until`
-    Vec most[FEW];
     Ints lane = {};
     for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
     spread(queries, count, d, room);
-    for (int64_t at = low; at < limit; at += LANES, run += LANES * stride) {
+    for (int64_t at = begin; at < limit; at += LANES, run += LANES * stride) {
         if (at >= until) {
             until = together_until(s, row, at, limit);
             run = slot(keys, s, row, at, kv_head);
@@ -253,22 +252,35 @@ static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const fl
                  room, d, sums);
         Ints where = lane + int32_t(at);
         for (int q = 0; q < count; q++) {
-            Ints seen = where <= position[q];  // which is below `limit`
+            Ints seen = where <= position[q];  // which is below `limit`, unless that is of more queries
             if (window) seen &= where > position[q] - window;
             Vec score = seen ? sums[q] * scale : splat(-INFINITY);
             store(weights.at + q * weights.per_query + (at - low), score);
             most[q] = larger(most[q], score);
         }
     }
-    for (int q = 0; q < count; q++) {
-        float *weight = weights.at + q * weights.per_query, largest = most[q][0];
-        for (int i = 1; i < LANES; i++) largest = most[q][i] > largest ? most[q][i] : largest;
-        Vec parts = {};
-        for (int64_t at = 0; at < limit - low; at += LANES) {
-            Vec part = exponential(load(weight + at) - largest);
-            store(weight + at, part);
-            parts += part;
-        }
-        weights.total[q] = sum(parts);
+}
+
+// Scores of one of a few queries become weights, and their sum is kept.
+static void soften(const Weights& weights, int q, int64_t count, const Vec& most) {
+    float *weight = weights.at + q * weights.per_query, largest = most[0];
+    for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    Vec parts = {};
+    for (int64_t at = 0; at < count; at += LANES) {
+        Vec part = exponential(load(weight + at) - largest);
+        store(weight + at, part);
+        parts += part;
     }
+    weights.total[q] = sum(parts);
+}
+
+// Weights of a few queries, which are the tokens of one row.
+static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
+                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
+                      int window, float scale, float* room, const Weights& weights) {
+    Vec most[FEW];
+    for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
+    score_few(s, row, kv_head, queries, keys, values, count, position, low, low, limit, asked, window, scale, room,
+              weights, most);
+    for (int q = 0; q < count; q++) soften(weights, q, limit - low, most[q]);
 }
