@@ -21,6 +21,7 @@ from selfspec.decoding.readings import mean
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
+COST_REPEATS = 3  # beside every repeat: of fewer, one slow reading of a piece is a third of it and more
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
 
 
@@ -140,7 +141,7 @@ def interleave(
         call(scene, way, batch_size, warmup_tokens, paces)
     calls: dict[str, list[Call]] = {way.name: [] for way in ways}
     for repeat in range(repeats):
-        costs = measure(scene.target.stack, (batch_size,), 1, within=None, counts=mean)
+        costs = measure(scene.target.stack, (batch_size,), COST_REPEATS, within=None, counts=mean)
         with quiet():
             for way in rotated(ways, repeat):
                 calls[way.name].append(call(scene, way, batch_size, paces=paces)._replace(costs=costs))
