@@ -18,7 +18,7 @@ from selfspec.control.worth import Worth
 
 HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
 OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact
-STAY = 1.02  # what another exit layer must promise over the present one
+STAY = 0.02  # what another exit layer must promise more than the present one, where one row tells which is better
 # How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
 FAVOUR, FAVOUR_WIDTH = 0.3, 0.5
 MOST_BESIDE = 8  # second choices drafted for a row
@@ -71,7 +71,7 @@ def decide(
 
     def choice(margin: float) -> Choice:
         at, agreement = (now.part, now.exit_layer), experience.agreement.ratios()
-        return choose(parts, allowed, worth, right, share, at, STAY, favour, agreement, margin)
+        return choose(parts, allowed, worth, right, share, at, 1 + STAY / num_rows, favour, agreement, margin)
 
     chosen = choice(MARGIN)
     if chosen.rates[chosen.exit_layer - 1].max() < enough and experience.agreement.is_known and len(parts) > 1:
