@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.decider import TRY_ROUNDS, Decider
+from selfspec.control.decider import COLD, TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, spread
 from selfspec.control.experience import Experience
 from selfspec.control.free import Free
@@ -28,13 +28,15 @@ from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import DEFAULT_DRAFTS, SEED_POSITIONS, Plan, ShadowPlan, Steady
 from selfspec.control.rows import RowOutcome, RowState, Shadow
-from selfspec.control.timetable import AHEAD, IDLE_ROUNDS, Timetable
+from selfspec.control.timetable import AHEAD, DECIDING, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
-LOOK_EVERY = 4  # rounds between looks at the clock
-SAME_ROWS = 0.25  # a decision holds as long as no larger share of its rows has left, or joined
+LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
+# A decision holds as long as no larger share of its rows has left, or joined; and where all that is left to come takes
+# no longer than this, since another would take a fifth of that.
+SAME_ROWS, SOON_DONE = 0.25, 5 * DECIDING
 
 
 class Adaptive:
@@ -199,7 +201,7 @@ class Adaptive:
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
         is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
-        if self._times.is_due or is_other:
+        if self._times.is_due or (is_other and not self._are_soon_done(rows)):
             self._processes = processes
             self._decide(rows)
         if len(rows) != len(self._idle.draft_lengths):
@@ -225,6 +227,13 @@ class Adaptive:
             if len(rows) == 1 and not self.hears_lookup:
                 self._plan_alike(rows[0])
         return plan
+
+    def _are_soon_done(self, rows: Sequence[RowState]) -> bool:
+        """Whether what is left of fewer rows than something was decided for is not worth another decision."""
+        worth = self._decider.worth
+        if worth is None or not 0 < len(rows) < self._batch:
+            return False
+        return worth.plain_seconds * max([row.room for row in rows]) <= SOON_DONE
 
     def _plan_alike(self, row: RowState) -> None:
         """The next rounds of a single row are likely to be planned as this one was."""
@@ -311,12 +320,12 @@ class Adaptive:
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._times.decide_now()
-        is_tried = self._trying > 0 and bool(plan.exit_layer)
-        if is_tried:
-            self._trying -= 1
-            if self._trying <= TRY_ROUNDS - LEAST:
-                self._decider.note_tried()
-        looks = tells or is_tried or (self._times.round % LOOK_EVERY == 0 and not 0 < self._plain_run <= block.cold)
+        tries = self._trying > 0 and bool(plan.exit_layer)
+        self._trying -= tries
+        is_tried, is_cold = tries and self._trying < TRY_ROUNDS - COLD, tries or 0 < self._plain_run <= block.cold
+        if tries and self._trying <= TRY_ROUNDS - COLD - LEAST:
+            self._decider.note_tried()
+        looks = tells or is_tried or (self._times.round % LOOK_EVERY[self._batch > 1] == 0 and not is_cold)
         looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)

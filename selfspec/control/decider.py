@@ -14,7 +14,8 @@ from selfspec.control.worth import Worth
 
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
 # before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
-TRY, SURE, TRY_ROUNDS = 0.8, 1.15, 4
+# The first of these find the caches as plain rounds left them, as plain ones do after drafts: they are not looked at.
+TRY, SURE, TRY_ROUNDS, COLD = 0.8, 1.15, 8, 4
 # Where earlier calls held them against the clock, they are where they promise this much; and so they are in the place
 # of every look at layers: all rows tell of the exit then, and their tokens count.
 NEARLY = 0.95

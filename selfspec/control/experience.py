@@ -23,6 +23,9 @@ from selfspec.control.trust import Trust
 
 KNOWN = 12.0  # lasting picks of a layer from which on misses of its copies are not held against it
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
+# Rows of a batch whose drafts are counted in every round; of more rows, as many of them in fewer rounds: it is the
+# tokens that tell, and they take the interpreter as long as a small model takes for a layer.
+COUNTED_ROWS = 6
 
 
 # A round: its plan, what became of it, its clock, which goes on until the round has ended, how many idle rounds went
@@ -47,7 +50,7 @@ class Experience:
         self._trust = Trust(self._passed)  # in forecasts of rounds that layers drafted in
         self._pace = Pace(costs, (prior or {}).get("pace"))
         self._recorded: list[_Recorded] = []
-        self._num_idle = 0
+        self._num_idle = self._uncounted = 0
         self._rate, self._rounds = 0.0, [0.0]
 
     @property
@@ -127,7 +130,9 @@ class Experience:
         plan, outcomes, seconds, num_idle, looked = recorded
         exit_layer, rows = plan.exit_layer, max(1, len(outcomes))
         emitted = len(outcomes) + sum([outcome.num_accepted + bool(outcome.second) for outcome in outcomes])
-        if exit_layer:
+        self._uncounted += 1
+        if exit_layer and COUNTED_ROWS * self._uncounted >= rows:
+            self._uncounted = 0
             self._count_drafts(plan, exit_layer, outcomes)
         for outcome in outcomes if plan.shadow is not None else ():
             if outcome.shadow is not None:

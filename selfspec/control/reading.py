@@ -61,6 +61,11 @@ class Reading:
         """Whether so many rows may be looked up."""
         return self._is_on and (num_rows <= FEW or self._is_priced)
 
+    @property
+    def can_pay(self) -> bool:
+        """Whether lookup could save more than it takes of as many rows as there were last."""
+        return self._can_pay
+
     def note(self, has_drafted: bool) -> None:
         """Whether anything came of the rows' guesses in a round."""
         self._vain = 0 if has_drafted else self._vain + 1

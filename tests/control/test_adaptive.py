@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.replay import replay
-from selfspec.control import decider
+from selfspec.control import adaptive, decider
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decision import UNKNOWN, decide, favour_of
 from selfspec.control.laps import Seconds
@@ -117,6 +117,19 @@ def test_a_few_rows_that_leave_need_no_decision_of_their_own(monkeypatch):
         assert len(plan.draft_lengths) == num_rows
         counts.append(len(decided))
     assert [now > before for before, now in itertools.pairwise(counts)] == [False] * 3 + [True] * 3
+
+
+def test_rows_that_are_nearly_done_need_no_decision_of_their_own(monkeypatch):
+    decided = []
+    monkeypatch.setattr(decider, "decide", lambda *given: decided.append(given) or decide(*given))
+    costs = made_up_costs(LAYERS, rows=(1, 4, 16))
+    monkeypatch.setattr(adaptive, "SOON_DONE", 3 * costs.plain_round(8))
+    for tokens, again in ((1000, True), (2, False)):
+        policy = Adaptive(costs)
+        policy.plan([RowState(i, 40, 1000) for i in range(8)])
+        before = len(decided)
+        policy.plan([RowState(0, 40, tokens)])
+        assert (len(decided) > before) == again
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])

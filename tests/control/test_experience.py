@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.experience import MOST_RECORDED, Experience
+from selfspec.control.experience import COUNTED_ROWS, MOST_RECORDED, Experience
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.control.rows import RowOutcome, Shadow
@@ -52,6 +52,15 @@ def test_what_copies_get_wrong_is_not_held_against_forecasts_for_the_layers_unti
     assert trust_after(by_layers, 0, 6) < 0.7
     assert trust_after(by_copies, 0, 6) == 1
     assert trust_after(by_copies, 6, 30) > 1, "copies that are known tell of forecasts"
+
+
+@pytest.mark.parametrize(("num_rows", "every"), [(1, 1), (COUNTED_ROWS, 1), (2 * COUNTED_ROWS, 2), (32, 6)])
+def test_of_large_batches_as_many_rows_are_counted_in_fewer_rounds(num_rows, every):
+    seen, count = Experience(made_up_costs(LAYERS), None, False), 6
+    for _ in range(count):
+        outcomes = [RowOutcome(i, 1, 1, (0.9,)) for i in range(num_rows)]
+        seen.add(Plan(2, (1,) * num_rows), outcomes, Seconds(), None)
+    assert seen.tracker.overall[0].sum() == pytest.approx(count // every * num_rows, rel=0.01)
 
 
 @given(st.lists(rounds(), max_size=2 * MOST_RECORDED))

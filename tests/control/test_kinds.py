@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
-from selfspec.control.decider import NEARLY, TRY_ROUNDS
+from selfspec.control.decider import COLD, NEARLY, TRY_ROUNDS
 from selfspec.control.decision import HANDICAP, Decision
 from selfspec.control.kinds import (
     BLOCK_SHARE,
@@ -28,7 +28,7 @@ from selfspec.control.kinds import (
 )
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING
-from selfspec.control.pace import DECIDING_ROUNDS, KEPT_DECIDING, Pace
+from selfspec.control.pace import DECIDING_ROUNDS, FAR, HELD, KEPT_DECIDING, Pace
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.timetable import DECIDING
 from tests.control.test_adaptive import LAYERS, traces
@@ -217,6 +217,24 @@ def test_what_deciding_takes_is_known_from_the_first_round_on(taken):
     assert Pace(made_up_costs(LAYERS, head=3.0), {**state, "table": [1.0]}).deciding == {}
 
 
+def test_a_decision_among_few_rounds_of_a_batch_is_spread_over_those_that_it_is_for():
+    at = dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    for num_rows in (1, 8):
+        pace, spread_over = Pace(ANY_TABLE), Pace(ANY_TABLE)
+        for _ in range(7):
+            pace.pass_round(4e-5, around=1e-3, num_rows=num_rows)
+        pace.pass_round(1e-3, around=1e-3, num_rows=num_rows)
+        pace.look(1, num_rows, at, Seconds(**at), False)
+        mean = (7 * 4e-5 + 1e-3) / 8
+        beyond = 1e-3 - FAR * 4e-5
+        wanted = mean - (beyond / 8 - beyond / HELD if num_rows > 1 else 0)
+        assert pace.deciding_of(num_rows) == pytest.approx(wanted)
+        for seconds in [4e-5] * (HELD - 1) + [1e-3]:  # as many rounds as one is for: their mean
+            spread_over.pass_round(seconds, around=1e-3, num_rows=num_rows)
+        spread_over.look(1, num_rows, at, Seconds(**at), False)
+        assert spread_over.deciding_of(num_rows) == pytest.approx((4e-5 * (HELD - 1) + 1e-3) / HELD)
+
+
 def test_what_rounds_of_other_batches_and_plain_ones_took_is_not_held_against_a_single_row():
     pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
     for _ in range(40):
@@ -339,6 +357,24 @@ def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
     lost = TRY_ROUNDS * decider.worth.plain_seconds * (1 / speedup - 1)
     assert before - looks._credit == pytest.approx((lost + CALLING + DECIDING) * tries)
     assert policy._trying == TRY_ROUNDS * tries
+
+
+def test_the_first_rounds_of_a_try_are_not_looked_at():
+    """They find caches as plain rounds left them, and take longer than those after them."""
+    costs = colder(made_up_costs(LAYERS), 1.3)
+    policy = Adaptive(costs, earlier(0.45, costs), drafts=("exit",))
+    experience, looked = policy._experience, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy._decider, "_is_worth_a_try", lambda left: not policy._decider._tried)
+        patch.setattr(experience, "add", lambda plan, outcomes, seconds, told: looked.append((policy._trying, told)))
+        rows = [RowState(i, 60, 4000) for i in range(6)]
+        while not looked or policy._trying:
+            plan = policy.plan(rows)
+            lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
+            trying = policy._trying > 0 and plan.exit_layer is not None
+            policy.observe(plan, [RowOutcome(i, n, 0, (0.5,) * n) for i, n in enumerate(lengths)], Seconds())
+            looked = looked if trying else []
+    assert [told is not None for _, told in looked] == [False] * COLD + [True] * (TRY_ROUNDS - COLD)
 
 
 def test_what_early_passes_take_beside_the_table_is_where_a_later_text_begins():
