@@ -146,7 +146,7 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(sc
     )
     ways = [way_of(scene, "plain"), fixed(scene.costs, 1, 2)]
     plain, drafting = compare(scene, ways, 2, LiveConfig(repeats=3, warmup_tokens=1), ignore)
-    assert len(seen) == 3 and all(given[1:] == ((2,), 1) for given in seen)
+    assert len(seen) == 3 and all(given[1:] == ((2,), live_timing.COST_REPEATS) for given in seen)
     expected = [replay(scene.traces, ways[1].make(), faster(price, n), 2) for n in (1, 2, 3)]
     by = [done.plain_seconds / done.seconds for done in expected]
     assert plain["predicted"] == 1 and by == sorted(by) and by[2] > 1.05 * by[0]
