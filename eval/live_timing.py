@@ -21,7 +21,7 @@ from selfspec.decoding.readings import mean
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
-COST_REPEATS = 3  # beside every repeat: of fewer, one slow reading of a piece is a third of it and more
+COST_REPEATS = 3  # beside every repeat: of one, a slow minute of the machine moved predictions by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
 
 

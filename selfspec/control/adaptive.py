@@ -34,9 +34,9 @@ from selfspec.control.tracker import Tracker
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
 SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
 LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
-# A decision holds as long as no larger share of its rows has left, of few and of more than so many, or has joined; and
-# where all that is left to come takes no longer than this, since another would take a fifth of that.
-LEFT, FEW_LEFT, JOINED, SOON_DONE = (0.25, 0.49), 8, 0.25, 5 * DECIDING
+# A decision holds as long as no larger share of its rows has left (of up to `SMALL` rows, and of more) or joined; and
+# where all that is left to come takes no longer than `SOON_DONE`, since another would take a fifth of that.
+LEFT, SMALL, JOINED, SOON_DONE = (0.25, 0.49), 8, 0.25, 5 * DECIDING
 
 
 class Adaptive:
@@ -67,7 +67,7 @@ class Adaptive:
         self._looks = Looks(costs, self._has_prior)
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         self._times = Timetable(self._has_prior)
-        self._batch = 0
+        self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
@@ -200,9 +200,10 @@ class Adaptive:
             self._free.forget_round()
         self._times.begin()
         processes = True in [row.has_processors for row in rows]
-        gone = self._batch - len(rows)
-        are_fewer = gone > LEFT[self._batch > FEW_LEFT] * self._batch and not self._are_soon_done(rows)
-        are_more = -gone > JOINED * self._batch
+        self._fewest = min(self._fewest, len(rows))
+        are_more = len(rows) - self._fewest > JOINED * self._batch
+        have_left = self._batch - len(rows) > LEFT[self._batch > SMALL] * self._batch
+        are_fewer = have_left and not self._are_soon_done(rows)
         if self._times.is_due or are_fewer or are_more or processes != self._processes:
             self._processes = processes
             self._decide(rows)
@@ -320,12 +321,14 @@ class Adaptive:
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._times.decide_now()
-        tries = self._trying > 0 and bool(plan.exit_layer)
-        self._trying -= tries
-        is_tried, is_cold = tries and self._trying < TRY_ROUNDS - COLD, tries or 0 < self._plain_run <= block.cold
-        if tries and self._trying <= TRY_ROUNDS - COLD - LEAST:
-            self._decider.note_tried()
-        looks = tells or is_tried or (self._times.round % LOOK_EVERY[self._batch > 1] == 0 and not is_cold)
+        is_tried = is_warm = False
+        if self._trying and plan.exit_layer:
+            self._trying -= 1
+            is_tried, is_warm = True, self._trying < TRY_ROUNDS - COLD
+            if self._trying <= TRY_ROUNDS - COLD - LEAST:
+                self._decider.note_tried()
+        is_cold = is_tried or 0 < self._plain_run <= block.cold
+        looks = tells or is_warm or (self._times.round % LOOK_EVERY[self._batch > 1] == 0 and not is_cold)
         looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
@@ -336,7 +339,8 @@ class Adaptive:
         worth, deciding = decider.price(rows)
         if self._free is not None:
             self._free.price(num_rows, deciding)
-        self._batch, self._made, self._promising = num_rows, None, None
+        self._batch = self._fewest = num_rows
+        self._made = self._promising = None
         times.decide_after(IDLE_ROUNDS)
         seconds_left = worth.plain_seconds * max([row.room for row in rows])
         self._looks.begin(seconds_left, worth.plain_seconds)
@@ -344,7 +348,8 @@ class Adaptive:
             decider.be_plain()
             return
         before = decider.decision.exit_layer
-        self._trying = TRY_ROUNDS if decider.decide(self._processes, seconds_left) else 0
+        left = self._trying if goes_on else TRY_ROUNDS
+        self._trying = left if decider.decide(self._processes, seconds_left) else 0
         decision = decider.decision
         if decision.exit_layer is not None:
             self._expect(num_rows)
@@ -356,7 +361,7 @@ class Adaptive:
                 self._block = block
             if self._trying:
                 self._block = self._block if goes_on else block  # rounds that drafts are held against
-                times.decide_after(self._block + TRY_ROUNDS)
+                times.decide_after(self._block + self._trying)
 
     def _try_again(self, num_rows: int) -> bool:
         """Whether drafts are tried where their layer would be looked at; looks pay for that."""

@@ -129,7 +129,8 @@ class Free:
             self._follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
             return
         self._follower.pass_others(bool(self.told_of))
-        if len(outcomes) > 1 and not self._reading.can_pay:
+        if len(outcomes) > 1 and not self._reading.can_pay and decider.worth is not None:
+            self._reading.pass_round(len(outcomes), decider.worth.plain_seconds, 0.0)
             return  # nothing is looked up, or will be for so many rows
         if self.told_of:
             finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))

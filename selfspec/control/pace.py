@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from selfspec.control.costs import Costs
@@ -18,7 +18,7 @@ DECIDING_STEP, DECIDING_ROUNDS, MOST_DECIDING = 0.5, 64, 1.0
 # Of what a plain round spends around its forwards, in the table: a call for every single round spends three to four
 # times as much. More is the caller's own stops, criteria and texts, which plain rounds' tokens have as well.
 MOST_AROUND, MOST_SPENT = 3.0, 12.0  # the latter: of a few rounds, one of which may have begun a call
-FAR, HELD = 3.0, 48  # times the median, from where on a round of a batch took a decision; rounds that one is for
+FAR, HELD = 3.0, 48  # times the median, beyond which a round of a batch took a decision; rounds that one is for
 KEPT_DECIDING = 0.9  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
 
 
@@ -46,6 +46,7 @@ class Pace:
         # Seconds of deciding, and around forwards, of the rounds that drafted since these were last set right.
         self._spent: list[tuple[float, float]] = []
         self._size = 0  # of these, as in `deciding`
+        self._since = HELD  # rounds since a decision was spread over those that it is for
         self._seen: dict[int, int] = dict.fromkeys(self.deciding, DECIDING_ROUNDS)  # rounds, by size
 
     def deciding_of(self, num_rows: int) -> float:
@@ -105,9 +106,12 @@ class Pace:
             pace: of the last one, against the table.
         """
         count = len(self._spent)
+        if num_rows > 1 and count < 2:
+            return  # a decision is told from other rounds beside another
         decided, around = (sum(taken) / count / pace for taken in zip(*self._spent, strict=True))
-        if num_rows > 1:
-            decided -= _of_decisions([one for one, _ in self._spent]) / pace
+        if num_rows > 1 and self._since >= HELD:
+            decided -= self._of_decision([one for one, _ in self._spent]) / pace
+        self._since += count
         self._spent.clear()
         most = self._most_deciding.get(num_rows)
         if most is None:
@@ -120,15 +124,16 @@ class Pace:
         before, beyond = _of_rows(self.around, num_rows), min(around - rest, MOST_SPENT * rest)
         self.around[self._size] = min(max(0.0, before + step * (beyond - before)), MOST_AROUND * rest, most)
 
+    def _of_decision(self, spent: Sequence[float]) -> float:
+        """Of the mean of what deciding took in some rounds of a batch, what falls on rounds after them.
 
-def _of_decisions(spent: Sequence[float]) -> float:
-    """Of the mean of what deciding took in some rounds of a batch, what falls on rounds after them.
-
-    A decision is for `HELD` rounds or so; few rounds, as those of a try, say nothing of how many.
-    """
-    most = FAR * median(spent)
-    beyond = sum([max(0.0, one - most) for one in spent])
-    return beyond / len(spent) - beyond / max(len(spent), HELD)
+        A decision is for `HELD` rounds or so; few rounds, as those of a try, say nothing of how many. What else is dear
+        comes again before those have passed, and counts.
+        """
+        beyond = max(0.0, max(spent) - FAR * median_low(spent))
+        if beyond:
+            self._since = 0
+        return beyond / len(spent) - beyond / max(len(spent), HELD)
 
 
 def _of_rows(known: Mapping[int, float], num_rows: int) -> float:

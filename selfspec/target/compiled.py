@@ -264,14 +264,17 @@ def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
     width) as `body.cpp` has them, if any."""
     if all(span.tree is None for span in spans):
         return spans, ()
-    rows = [row for span in spans for row in ([span] if span.tree is None else _chain_first(span, span.tree.parents))]
+    rows = [row for span in spans for row in ([span] if span.tree is None else _chain_first(span))]
     roots = [-1 if row.tree is None else row.root for row in rows]
     branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
     width = max(map(len, branches))
     return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
 
 
-def _chain_first(span: Span, parents: Sequence[int]) -> list[Span]:
+def _chain_first(span: Span) -> list[Span]:
+    """A tree's tokens: those of the chain that it begins with, as one row, and the others one by one."""
+    assert span.tree is not None
+    parents = span.tree.parents
     chain = next((i for i in range(1, len(parents)) if parents[i] != i - 1), len(parents))
     count = max(0, chain - (span.start - span.root))  # of its own tokens
     first = [Span(span.pages, span.start, count)] if count else []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control import adaptive, decider
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.decision import UNKNOWN, decide, favour_of
+from selfspec.control.decision import STAY, UNKNOWN, decide, favour_of
 from selfspec.control.laps import Seconds
 from selfspec.control.parts import WHOLE, choose
 from selfspec.control.pieces import MOST
@@ -117,6 +117,37 @@ def test_a_few_rows_that_leave_need_no_decision_of_their_own(monkeypatch):
         assert len(plan.draft_lengths) == num_rows
         counts.append(len(decided))
     assert [now > before for before, now in itertools.pairwise(counts)] == [False] * 3 + [True] * 3
+    for num_rows, again in ((32, True), (24, False), (17, False), (15, True)):
+        before = len(decided)
+        policy.plan([RowState(i, 40, 100) for i in range(num_rows)])
+        assert (len(decided) > before) == again
+
+
+def test_rows_that_come_after_others_have_ended_are_decided_upon(monkeypatch):
+    """Few rows that are nearly done keep what was decided; a next batch, of as many as before, does not."""
+    decided = []
+    monkeypatch.setattr(decider, "decide", lambda *given: decided.append(given) or decide(*given))
+    costs = made_up_costs(LAYERS, rows=(1, 4, 16))
+    monkeypatch.setattr(adaptive, "SOON_DONE", 9 * costs.plain_round(8))
+    policy, counts = Adaptive(costs), []
+    for num_rows, room in ((8, 9), (4, 5), (1, 2), (8, 5000)):
+        policy.plan([RowState(i, 40, room) for i in range(num_rows)])
+        counts.append(len(decided))
+    assert [now > before for before, now in itertools.pairwise(counts)] == [False, False, True]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_batch_changes_its_layer_for_less(num_rows, monkeypatch):
+    stays = []
+
+    def chosen(parts, layers, worth, right, share, now, stay, *more):
+        stays.append(stay)
+        return choose(parts, layers, worth, right, share, now, stay, *more)
+
+    monkeypatch.setattr("selfspec.control.decision.choose", chosen)
+    policy = Adaptive(made_up_costs(LAYERS, rows=(1, 16)))
+    policy.plan([RowState(i, 40, 100) for i in range(num_rows)])
+    assert {*stays} == {1 + STAY / num_rows}
 
 
 def test_rows_that_are_nearly_done_need_no_decision_of_their_own(monkeypatch):

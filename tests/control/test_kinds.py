@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -370,8 +371,10 @@ def test_the_first_rounds_of_a_try_are_not_looked_at():
         patch.setattr(policy._decider, "_is_worth_a_try", lambda left: not policy._decider._tried)
         patch.setattr(experience, "add", lambda plan, outcomes, seconds, told: looked.append((policy._trying, told)))
         rows = [RowState(i, 60, 4000) for i in range(6)]
-        while not looked or policy._trying:
+        for _ in range(30):
             plan = policy.plan(rows)
+            if looked and not policy._trying:
+                break
             lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
             trying = policy._trying > 0 and plan.exit_layer is not None
             policy.observe(plan, [RowOutcome(i, n, 0, (0.5,) * n) for i, n in enumerate(lengths)], Seconds())
@@ -404,8 +407,37 @@ def test_a_try_that_rows_interrupt_by_joining_is_made_after_all(sizes):
             plan = policy.plan(rows)
             lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
             tried.append(plan.exit_layer is not None and policy._trying > 0)
-            policy.observe(plan, [RowOutcome(i, n, 0, (0.5,) * n) for i, n in enumerate(lengths)], Seconds())
-    assert LEAST <= sum(tried) <= TRY_ROUNDS + 1
+            outcomes = [RowOutcome(i, n, n * (i % 2), (0.5,) * n) for i, n in enumerate(lengths)]
+            policy.observe(plan, outcomes, Seconds())
+    assert COLD + LEAST <= sum(tried) <= TRY_ROUNDS + 1
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 6])
+def test_rows_that_come_and_go_all_the_time_do_not_keep_a_losing_try_going(period):
+    costs, rng = colder(made_up_costs(LAYERS, rows=(1, 4, 16)), 1.5), np.random.default_rng(0)
+    policy, drafting = Adaptive(costs, drafts=("exit",)), 0
+    for at in range(400):
+        rows = [RowState(i, 60 + at, 20000) for i in range((4, 6)[at // period % 2])]
+        plan = policy.plan(rows)
+        lengths = [min(n, 3) if plan.exit_layer else 0 for n in plan.draft_lengths]
+        drafting += plan.exit_layer is not None
+        outcomes = [RowOutcome(i, n, int(n and rng.random() < 0.35), (0.5,) * n) for i, n in enumerate(lengths)]
+        policy.observe(plan, outcomes, Seconds(**costs.stages(plan.exit_layer, lengths)))
+    assert 0 < drafting <= 4 * TRY_ROUNDS
+
+
+def test_a_batch_looks_at_the_clock_half_as_often(monkeypatch):
+    def looks(num_rows):
+        policy, looked = Adaptive(made_up_costs(LAYERS), drafts=("exit",)), []
+        monkeypatch.setattr(policy._experience, "add", lambda *told: looked.append(told[-1] is not None))
+        for _ in range(60):
+            policy._trying = 0
+            plan = policy.plan([RowState(i, 60, 4000) for i in range(num_rows)])
+            told = [RowOutcome(i, n, n, (0.9,) * n) for i, n in enumerate(plan.draft_lengths)]
+            policy.observe(plan, told, Seconds())
+        return sum(looked)
+
+    assert looks(8) < 0.7 * looks(1)
 
 
 @pytest.mark.parametrize(("tokens", "tries"), [(20, False), (4000, True)])

@@ -184,7 +184,7 @@ static void attend_nodes(const Shape& s, const Span* nodes, int num_nodes, int64
         Weights own{weights.at + first * weights.per_query, 1, weights.per_query, total + first};
         Ints at = position - position + int32_t(nodes[i].position);
         score_few(s, nodes[i], kv_head, queries + first * d, keys, values, share, at, low, before,
-                  nodes[i].position + 1, limit, window, scale, room, own, most + first);
+                  nodes[i].position + 1, 0, window, scale, room, own, most + first);
         for (int head = 0; head < share; head++)
             soften(own, head, nodes[i].position + 1 - low, most[first + head]);
     }

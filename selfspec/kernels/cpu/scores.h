@@ -227,7 +227,7 @@ static Products products_for(int count, int64_t d, std::integer_sequence<int, N.
 static inline int64_t weigh_room(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
 
 // Scores of a few queries and the keys [begin, limit), [queries][keys]: a key in every lane. The same sums in the same
-// order. `begin` stands a multiple of LANES after `low`, from where on `asked` keys were asked for before.
+// order. `begin` stands a multiple of LANES after `low`; the first `asked` keys from `low` on were asked for before.
 // most: of every query, by lane, the largest so far.
 static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
                       const float* values, int count, const Ints& position, int64_t low, int64_t begin, int64_t limit,
