@@ -154,16 +154,16 @@ def test_a_nodes_bits_are_those_of_its_branch_alone(trees, before, page_size, fa
 def test_trees_of_two_rows_are_told_apart_where_nothing_lies_between_them():
     """Both go on after their chain was read, at the same place: their nodes follow each other in the call."""
     stack, pages = shared("llama"), PagedCache(2, 64)
-    tokens, tree = torch.randint(90, (2, 9), generator=torch.Generator().manual_seed(0)), Tree((-1, 0, 1, 0, 1))
+    tokens, tree = torch.randint(90, (2, 45), generator=torch.Generator().manual_seed(0)), Tree((-1, 0, 1, 0, 1))
     with torch.inference_mode():
-        before = [Span([i], 0, 7) for i in range(2)]  # of which the last three are a chain
-        run(stack, before, tokens[:, :7].reshape(-1), pages)
-        spans = [Span([i], 7, 2, tree) for i in range(2)]
-        got = stack.logits(run(stack, spans, tokens[:, 7:].reshape(-1), pages))
+        before = [Span([i], 0, 43) for i in range(2)]  # of which the last three are a chain
+        run(stack, before, tokens[:, :43].reshape(-1), pages)
+        spans = [Span([i], 43, 2, tree) for i in range(2)]
+        got = stack.logits(run(stack, spans, tokens[:, 43:].reshape(-1), pages))
         wanted = []
         for own in tokens:
-            for at, branch in ((7, [0]), (8, [0, 1])):
-                alone = own[[*range(4), *(4 + node for node in branch), at]]
+            for at, branch in ((43, [0]), (44, [0, 1])):
+                alone = own[[*range(40), *(40 + node for node in branch), at]]
                 wanted.append(stack.logits(run(stack, [Span([0], 0, len(alone))], alone, PagedCache(1, 64)))[-1:])
     assert torch.equal(got, torch.cat(wanted))
 
