@@ -16,7 +16,7 @@ from selfspec.control.worth import Worth
 # before they are believed, once: tables of many tokens are measured in tight loops, and say least of long rounds.
 # The first `COLD` rounds of a try find the caches as plain rounds left them, as plain ones do after drafts: their clock
 # says nothing.
-TRY, SURE, TRY_ROUNDS, COLD = 0.8, 1.15, 8, 4
+TRY, SURE, TRY_ROUNDS, COLD = 0.8, 1.15, 6, 3
 # Where earlier calls held them against the clock, they are where they promise this much; and so they are in the place
 # of every look at layers: all rows tell of the exit then, and their tokens count.
 NEARLY = 0.92
