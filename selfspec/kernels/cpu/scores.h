@@ -11,7 +11,7 @@
 #include "prefetch.h"
 #include "vector.h"
 
-// Where a row's tokens are: `count` new ones, the first of them at `position`, written already. A node of a tree is a
+// Where a row's tokens are: `count` new ones, the first at `position`, written already. A node beyond a tree's chain is a
 // row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...
 struct Span {
     const int64_t* pages;
