@@ -129,7 +129,7 @@ struct Task {  // what is attended to at a time: a block of a row's queries, or 
     int64_t row, nodes, head, block, asked;
 };
 
-// How many rows from this one on are nodes of one tree whose queries are few; else 1. No two rows of a batch share pages.
+// How many rows from this one on are nodes of one tree whose queries are few; else 1. No two sequences share pages.
 static int64_t nodes_together(const Shape& s, const Call& call, int64_t row) {
     int64_t most = FEW / (s.heads / s.kv_heads), count = 1;
     if (!call.roots || call.roots[row] < 0) return 1;

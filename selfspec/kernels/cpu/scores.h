@@ -11,8 +11,8 @@
 #include "prefetch.h"
 #include "vector.h"
 
-// Where a row's tokens are: `count` new ones, the first at `position`, written already. A node beyond a tree's chain is a
-// row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...
+// Where a row's tokens are: `count` new ones, the first at `position`, written already. A node beyond a tree's chain is
+// a row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...
 struct Span {
     const int64_t* pages;
     int64_t position, first, count;  // first: its index in the packed call
@@ -252,7 +252,7 @@ static void score_few(const Shape& s, const Span& row, int64_t kv_head, const fl
                  room, d, sums);
         Ints where = lane + int32_t(at);
         for (int q = 0; q < count; q++) {
-            Ints seen = where <= position[q];  // which is below `limit`, unless that is of more queries
+            Ints seen = where <= position[q];  // beyond `limit` only where that is a multiple of LANES
             if (window) seen &= where > position[q] - window;
             Vec score = seen ? sums[q] * scale : splat(-INFINITY);
             store(weights.at + q * weights.per_query + (at - low), score);
