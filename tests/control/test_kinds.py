@@ -236,6 +236,16 @@ def test_a_decision_among_few_rounds_of_a_batch_is_spread_over_those_that_it_is_
         assert spread_over.deciding_of(num_rows) == pytest.approx((4e-5 * (HELD - 1) + 1e-3) / HELD)
 
 
+def test_a_decision_is_told_from_another_round_beside_it():
+    pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
+    pace.pass_round(1e-3, around=1e-3, num_rows=8)
+    pace.look(1, 8, at, Seconds(**at), False)
+    assert pace.deciding_of(8) == 0, "of a single round nobody knows"
+    pace.pass_round(4e-5, around=1e-3, num_rows=8)
+    pace.look(1, 8, at, Seconds(**at), False)
+    assert pace.deciding_of(8) == pytest.approx((1 + FAR) * 4e-5 / 2 + (1e-3 - FAR * 4e-5) / HELD)
+
+
 def test_what_rounds_of_other_batches_and_plain_ones_took_is_not_held_against_a_single_row():
     pace, at = Pace(ANY_TABLE), dict.fromkeys(("draft", "verify", "head", "pick", "rest"), 1e-3)
     for _ in range(40):
