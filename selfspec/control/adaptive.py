@@ -32,7 +32,9 @@ from selfspec.control.timetable import AHEAD, DECIDING, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
-SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
+# Lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told. That is asked again after
+# so many texts: picks fade slowly, and to ask takes as long as half a decision.
+SEEN, TOLD = 6, 8
 LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
 # A decision holds as long as no larger share of its rows has left (of up to `SMALL` rows, and of more) or joined; and
 # where all that is left to come takes no longer than `SOON_DONE`, since another would take a fifth of that.
@@ -71,6 +73,7 @@ class Adaptive:
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
+        self._told = 0  # texts to come of which no prompt is looked at
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._block = 0  # plain rounds still to come before drafts go on
         self._in_block = False  # whether the last round was one of those
@@ -142,7 +145,8 @@ class Adaptive:
             return Steady(self._block)
         if likely is None or likely.guesses:
             return Steady()
-        most = Steady(self._next_alike, usual=likely)
+        longer = max(0, min(self._times.may_put_off(self._batch), self._looks.rounds_left - self._next_alike))
+        most = Steady(self._next_alike, usual=likely, longer=longer)
         return most._replace(usual=None) if self._free is None else self._free.steady(likely, most, self._checks)
 
     @property
@@ -168,11 +172,15 @@ class Adaptive:
         self._joining += 1
         if not self._allowed or self._has_prior or self._joining > 1 or self._batch > 1:
             return ()  # rounds tell soon enough, and of what the model writes
+        self._told -= 1
+        if self._told > 0:
+            return ()
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
         could = self._decider.could_pay(self._decider.worth_of(max(1, self._batch), row.content_length), HANDICAP)
         order = [layer for layer in spread(self.costs.num_layers) if layer in could]
         if order and self.tracker.num_lasting(order[0]) >= SEEN:
+            self._told = TOLD
             return ()
         count = len(order)
         while count and self.costs.seed(count, positions) > budget:
@@ -261,7 +269,7 @@ class Adaptive:
         """Drafts of rows that are looked up, where that pays."""
         found = None if self._free is None else self._free.plan(rows)
         if found is not None:
-            self._times.put_off()
+            self._times.put_off(len(rows))
             if not self._looks.are_due:
                 drafts = self._decider.decision.exit_layer is not None
                 self._likely = self._by_layers(rows) if drafts else self._idle

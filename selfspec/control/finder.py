@@ -34,7 +34,8 @@ class Finder:
     """
 
     def __init__(self, most: int | None = None, drafts: Sequence[str] = DEFAULT_DRAFTS) -> None:
-        self._passed = passed = Passed()
+        self.passed = passed = Passed()
+        """Time, that all it knows fades by."""
         self.matches, self.stored, self.ranks = Matches(passed), Matches(passed), Ranks(passed)
         self.looks_up, self.recycles = "lookup" in drafts, "recycle" in drafts
         self.branches = "tree" in drafts or self.recycles
@@ -131,7 +132,7 @@ class Finder:
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by so many tokens per row that came of rounds which it is not told of."""
-        self._passed.tokens += tokens
+        self.passed.tokens += tokens
 
     def chances(self, row: RowState, match: int, least: float = 0.0) -> list[float]:
         """Of the chain of a row to be right as far as each token; those less likely than `least` are left out."""
@@ -203,7 +204,7 @@ class Finder:
         self.matches.keep_rows(alive)
         self.stored.keep_rows(alive)
         tokens = emitted / max(1, len(outcomes))
-        self._passed.tokens += tokens
+        self.passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             self._trust.add(tokens, self.forecast / max(1, len(outcomes)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
+from selfspec.control.crowd import Crowd
 from selfspec.control.decider import Decider
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Checks, Follower
@@ -15,7 +16,7 @@ from selfspec.control.timetable import AHEAD
 
 
 class Free:
-    """A single row that has its own text alone to look in is followed; other rows are asked about as far as that pays.
+    """Rows that have their own texts alone to look in are followed; others are asked about as far as that pays.
 
     Args:
         decider: what drafts by layers are worth, and what was decided of them.
@@ -23,20 +24,27 @@ class Free:
         drafts: where they may come from, "lookup" or "recycle" among them.
 
     Attributes:
-        follows: whether the round that was planned last is one of a row that is followed.
+        follows: whether the round that was planned last is one of a single row that is followed.
         told_of: rows of that round of which it is to be told what guesses came to.
     """
 
     def __init__(self, costs: Costs, decider: Decider, most: int | None, drafts: Sequence[str]) -> None:
         self._decider, self._finder = decider, Finder(most, drafts)
-        self._follower, self._reading = Follower(self._finder), Reading(costs.ragged is not None)
+        self._follower, self._crowd = Follower(self._finder), Crowd(self._finder)
+        self._is_priced = costs.ragged is not None
+        self._reading = Reading(self._is_priced)
         self.follows = False
+        self._crowds = False  # the same of several rows
         self.told_of: Sequence[RowState] = ()
-        self._asks = False  # whether a single row has more to look in than its own text
+        self._asks = False  # whether rows have more to look in than their own texts
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may draft by lookup."""
-        return self._reading.is_on(num_rows) or (num_rows <= 1 and not self._asks)
+        return self._reading.is_on(num_rows) or self._may_crowd(num_rows)
+
+    def _may_crowd(self, num_rows: int) -> bool:
+        """Whether so many rows may be followed, as far as they have their own texts alone to look in."""
+        return not self._asks and (self._is_priced or num_rows <= FEW)
 
     def branches(self, num_rows: int) -> bool:
         """Whether branches may be drafted beside what is found of so many rows."""
@@ -53,7 +61,7 @@ class Free:
 
     def forget_round(self) -> None:
         """A round begins, and may be planned by others."""
-        self.follows, self.told_of = False, ()
+        self.follows, self._crowds, self.told_of = False, False, ()
 
     def plan(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays; asked once in a round that it may plan."""
@@ -62,7 +70,7 @@ class Free:
             return None
         usual, drafts = self._decider.usual(len(rows)), decision.exit_layer is not None
         guesses = rows[0].guesses
-        if len(rows) == 1 and guesses is not None:
+        if guesses is not None:
             self._asks = not guesses.is_own
         if len(rows) == 1 and guesses is None and not self._asks:
             return None  # they come with the next round
@@ -71,6 +79,9 @@ class Free:
             found = self._follower.plan(rows[0], worth, usual, drafts) if self.follows else None
             self.told_of = rows if self.follows and self._follower.wants_looks else ()
             return found
+        if guesses is not None and self._may_crowd(len(rows)):
+            self._crowds = True
+            return self._crowd.plan(rows, worth, usual)
         read = self.told_of = self._reading.begin(rows, worth, decision.usual)
         if not read:
             return None
@@ -93,6 +104,8 @@ class Free:
         """How many rounds after the last one are likely to be as `usual`, or drafted by matches alone."""
         if self.follows:
             return self._follower.steady(bool(usual.exit_layer), most, checks)
+        if self._crowds:
+            return self._crowd.steady(most)
         return self._finder.steady(self.told_of, most) if self.told_of else most._replace(usual=None)
 
     @property
@@ -100,6 +113,8 @@ class Free:
         """Plain rounds to pass over after one that found nothing better."""
         if self.follows:
             return FOLLOWED_PAUSE
+        if self._crowds:
+            return min(FOLLOWED_PAUSE, self._crowd.rounds_left)
         return self._reading.pause if self.told_of else AHEAD
 
     def match_of(self, row: RowState) -> int:
@@ -119,6 +134,9 @@ class Free:
         """Count plain rounds that nobody asked about."""
         self._finder.pass_time(num_rounds)
         self._follower.pass_plain(num_rounds)
+        if self._crowds:
+            self._crowd.pass_rounds(num_rounds)
+            return
         if self._decider.worth is not None and not self.follows:
             self._reading.pass_round(num_rows, num_rounds * self._decider.worth.plain_seconds, 0.0)
 
@@ -129,6 +147,9 @@ class Free:
             self._follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
             return
         self._follower.pass_others(bool(self.told_of))
+        if self._crowds:
+            self._crowd.learn(plan, outcomes)
+            return
         if len(outcomes) > 1 and not self._reading.can_pay and decider.worth is not None:
             self._reading.pass_round(len(outcomes), decider.worth.plain_seconds, 0.0)
             return  # nothing is looked up, or will be for so many rows

@@ -123,6 +123,22 @@ class Matches(Fading):
                 break
             at = end
 
+    def rights(self, request_id: int) -> list[float]:
+        """By bin: how often what followed a match in a row the last time follows it again, a token at a time."""
+        self._fade()
+        first, own = FIRST_WEIGHT * self._weight, self._rows.get(request_id)
+        pooled = [
+            (hits + first * known) / (seen + first)
+            for hits, seen, known in zip(self._pooled_hits, self._pooled_seen, FIRST, strict=True)
+        ]
+        if own is None:
+            return pooled
+        own.fade(self.passed.tokens)
+        return [
+            (came + ROW_WEIGHT * chance) / (of + ROW_WEIGHT)
+            for came, of, chance in zip(own.hits, own.seen, pooled, strict=True)
+        ]
+
     def survivals(self, match: int, request_id: int = 0, least: float = LEAST, most: int = MOST_FOUND) -> list[float]:
         """How likely a row's draft is right as far as each of its tokens, after a match of this length.
 

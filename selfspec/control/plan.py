@@ -126,6 +126,34 @@ class Plan:
         return self.shadow is not None or self.keep_divergence
 
 
+class Lookups(NamedTuple):
+    """What the rows of a batch draft by lookup: in a round, each of them, or none where that promises too little."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Of every row, by its match, longer ones as the last: tokens; without a match none, whatever is said."""
+    gains: tuple[tuple[float, ...], ...]
+    """The same: how many of those are likely to be right."""
+    needs: tuple[float, ...]
+    """By drafted tokens of all rows, more as the last: how many must be likely to be right."""
+
+    def drafted(self, matches: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+        """Tokens that every row drafts; None where lookup drafts nothing.
+
+        Args:
+            matches: of every row.
+            rooms: the most tokens that each may draft.
+        """
+        drafted, gain = [], 0.0
+        for lengths, gains, match, room in zip(self.lengths, self.gains, matches, rooms, strict=True):
+            at = min(match, len(lengths) - 1)
+            length = min(lengths[at], room) if match else 0
+            if length > 0:
+                gain += gains[at]
+            drafted.append(max(0, length))
+        total = sum(drafted)
+        return tuple(drafted) if total and gain >= self.needs[min(total, len(self.needs) - 1)] else None
+
+
 class Steady(NamedTuple):
     """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
     are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds."""
@@ -151,6 +179,10 @@ class Steady(NamedTuple):
     after a match as long as the last of these."""
     kept: int = 0
     """But not before so many rounds."""
+    lookups: Lookups | None = None
+    """Of a batch: what its rows draft by lookup, whatever `lengths` says; None: that says it."""
+    longer: int = 0
+    """Each of `num_rounds` that is drafted by lookup lets one more follow, up to so many."""
 
     def surprises(self, guessed: Sequence[int]) -> int:
         """How many of them `RowState.guessed` tells of."""

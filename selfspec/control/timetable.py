@@ -14,7 +14,8 @@ RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 1e-3
 # more than this share of that time.
 FIRST_REPLAN, MOST_FIRST, FIRST_SHARE = 2, 6, 0.2
 EARLY_DECIDING_SHARE = 0.02  # the same of decisions that come early, each after twice as many rounds as the one before
-MOST_PUT_OFF = 12  # rounds after a decision to which the next is put off for rounds that say nothing of layers
+# Rounds after a decision to which the next is put off for rounds that say nothing of layers, of one row and of several.
+MOST_PUT_OFF = (12, 48)
 IDLE_ROUNDS = 512  # the same while nothing is drafted
 CLOCK_EVERY, SELDOM, SETTLED = 32, 128, 128  # and between looks at the clock then; and after so many such rounds
 AHEAD = 15  # plain rounds that nobody need ask about after one that found nothing better, and looks nothing up
@@ -92,10 +93,14 @@ class Timetable:
             self._held = self.round - self._last
         self._last, self._next = self.round, self.round + num_rounds
 
-    def put_off(self) -> None:
+    def put_off(self, num_rows: int) -> None:
         """This round says nothing of layers: the next decision may come one later."""
         if self._next > self.round:
-            self._next = max(self._next, min(self._next + 1, self._last + MOST_PUT_OFF))
+            self._next += min(1, self.may_put_off(num_rows))
+
+    def may_put_off(self, num_rows: int) -> int:
+        """For how many such rounds to come."""
+        return max(0, self._last + MOST_PUT_OFF[num_rows > 1] - self._next)
 
     def decide_while_drafting(self, num_rows: int, begins: bool, is_known: bool, seconds: float) -> None:
         """Layers draft, and begin to or not; something is known of the one that does, or next to nothing.

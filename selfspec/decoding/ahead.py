@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan, Steady
+from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.decoding.choose import STAGES
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
@@ -33,11 +33,13 @@ class Coming(NamedTuple):
     verdicts: list[Verdict]
     steps: list[float]  # seconds, see `Done`; the same of `taken`
     taken: list[float]
-    found: list[int] | None  # what the only row drafted, if anything, by lookup; None: layers drafted
+    found: list[list[int]] | None  # what every row drafted, if anything, by lookup; None: layers drafted
     stages: tuple[float, float, float, float]  # the same seconds, added up: draft, verify, head and pick
 
     @classmethod
-    def of(cls, verdicts: list[Verdict], steps: list[float], taken: list[float], found: list[int] | None) -> Coming:
+    def of(
+        cls, verdicts: list[Verdict], steps: list[float], taken: list[float], found: list[list[int]] | None
+    ) -> Coming:
         fed, verify, head, pick = taken
         if found is not None:
             fed = 0.0
@@ -75,6 +77,11 @@ class Ahead:
         return len(self._coming)
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether one waits that lookup did not draft, so that whoever decoded it saw no reason to ask before it."""
+        return bool(self._coming) and not any(self._coming[0].found or ())
+
+    @property
     def coming(self) -> Sequence[Coming]:
         """Those that wait."""
         return tuple(self._coming)
@@ -98,7 +105,10 @@ class Ahead:
         if not self._coming:
             return None
         found, are_there = self._coming[0].found, [(row.request_id, len(row.content)) for row in rows] == self._rows
-        is_planned = are_there and (_is_of(plan, found) if found else part is self._part and self._is_usual(plan, rows))
+        if found is None or self.is_quiet:
+            is_planned = are_there and part is self._part and self._is_usual(plan, rows)
+        else:
+            is_planned = are_there and _is_of(plan, found)
         if not is_planned:
             self.forget()
             return None
@@ -133,7 +143,7 @@ class Ahead:
         if usual.exit_layer == LOOKUP or usual.guesses or usual.asks_for_more:
             return None
         ends = [sorted(row.stopper.eos) for row in rows]
-        if not self._reads_lookup:
+        if not self._reads_lookup or (len(rows) > 1 and steady.lookups is None and not any(steady.lengths)):
             return Further(num_rounds, burst, ends)
         lookups = [row.guesser.lookup if row.guesser.is_read else None for row in rows]
         if any(row.datastore is not None for row in rows):
@@ -149,8 +159,10 @@ class Ahead:
         longest = max([row.room for row in rows])  # what is longer than that is not drafted
         lengths, grown = (tuple([min(n, longest) for n in told]) for told in (steady.lengths, steady.grown))
         surprises = max(0, min(steady.most_surprises, NEVER) - steady.surprises(rows[0].guessed))
-        most = min(steady.most_lookups, num_rounds), surprises, min(steady.kept, num_rounds)
-        told = lengths, steady.branches, grown, steady.streak, *most, steady.watched, rows[0].match
+        longer = min(steady.longer, most_rounds(len(rows)) - num_rounds)
+        most = min(steady.most_lookups, num_rounds + longer), surprises, min(steady.kept, num_rounds + longer)
+        shared = steady.lookups if len(rows) > 1 else None
+        told = lengths, steady.branches, grown, steady.streak, *most, steady.watched, rows[0].match, shared, longer
         return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
@@ -177,11 +189,16 @@ class Ahead:
         self._rows = [(row.request_id, len(row.content) + len(v.block)) for row, v in zip(rows, verdicts, strict=True)]
 
 
-def _is_of(plan: Plan, found: list[int]) -> bool:
-    """Whether that is what a plan drafts of a single row, and no branches, and it asks for nothing else."""
+def _is_of(plan: Plan, found: Sequence[list[int]]) -> bool:
+    """Whether that is what a plan drafts of rows by lookup, and no branches, and it asks for nothing else."""
     if plan.exit_layer != LOOKUP or plan.asks_for_more:
         return False
-    tree = None if plan.trees is None else plan.trees[0]
+    if plan.trees is None:
+        return plan.draft_lengths == tuple(map(len, found))
+    return all(map(_is_chain, plan.trees, found))
+
+
+def _is_chain(tree: TokenTree | None, tokens: Sequence[int]) -> bool:
     if tree is None:
-        return plan.trees is None and plan.draft_lengths == (len(found),)
-    return [*tree.tokens] == found and tree.parents == tuple(range(len(found)))
+        return not tokens
+    return [*tree.tokens] == tokens and tree.parents == tuple(range(len(tokens)))

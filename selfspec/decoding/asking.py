@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan, Policy, Steady
+from selfspec.control.plan import LOOKUP, Lookups, Plan, Policy, Steady
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.decoding.checks import check_plan, check_room, check_steady
 from selfspec.errors import whole
@@ -52,6 +52,7 @@ class Asking:
         self._seconds = 0.0  # of forwards in those that came
         self._steady = NOT_STEADY  # what the policy said when it saw them
         self._asked_from: tuple[int, ...] = ()  # by match, longer ones as the last: whether it is asked after all
+        self._lookups: Lookups | None = None  # or whether it is where these have a batch draft
         self._most_surprises = NEVER  # and after how many of these
 
     def steady(self, plan: Plan) -> Steady:
@@ -65,19 +66,22 @@ class Asking:
             num_rounds, kept = max(self._left, told.num_rounds - came), max(0, told.kept - came)
             return told._replace(num_rounds=num_rounds, kept=kept)
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
-        check_steady(steady)
+        check_steady(steady, len(self._room))
         if plan.exit_layer == LOOKUP and steady.usual is not None:
             self._check(steady.usual, self._room)
         return steady
 
-    def plan(self, rows: Sequence[Asked]) -> tuple[Plan, bool]:
+    def plan(self, rows: Sequence[Asked], is_quiet: bool = False) -> tuple[Plan, bool]:
         """The plan of a round of these rows, and whether the policy is to be told what came of it.
+
+        Args:
+            is_quiet: whether it is known already that the rows' matches change nothing in a round ahead.
 
         Raises:
             ValueError: the rows cannot follow the plan, or the policy's `plain_ahead` is no count.
         """
         known = [row.request_id for row in rows] == self._rows
-        if self._left and self._plan is not None and known and not self._is_wanted(rows):
+        if self._left and self._plan is not None and known and (is_quiet or not self._is_wanted(rows)):
             self._left -= 1
             self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
@@ -110,10 +114,11 @@ class Asking:
     def _watch(self) -> None:
         """In the rounds ahead, rows are watched for matches after which their plan would be another one."""
         steady = getattr(self.policy, "steady", NOT_STEADY)
-        check_steady(steady)
+        check_steady(steady, len(self._room))
         branches = steady.branches or (False,) * len(steady.lengths)
         wanted = [-1 if n or may else 0 for n, may in zip(steady.lengths, branches, strict=True)]
         self._asked_from = tuple(wanted) if self.minds_lookup and any(wanted) else ()
+        self._lookups = steady.lookups if self.minds_lookup else None
         self._most_surprises = steady.most_surprises if self.minds_lookup else NEVER
         # Where matches alone say what is drafted, rounds may be decoded so before anybody is asked.
         self._steady = steady if self.minds_lookup else Steady(steady.num_rounds)
@@ -125,6 +130,8 @@ class Asking:
             guessed = rows[0].guessed
             if sum(guessed) >= most and self._steady.surprises(guessed) >= most:
                 return True
+        if self._lookups is not None and len(rows) > 1:
+            return self._lookups.drafted([row.match for row in rows], [row.room - 1 for row in rows]) is not None
         return bool(asked) and any(asked[min(row.match, len(asked) - 1)] for row in rows)
 
     def _tell(self) -> None:

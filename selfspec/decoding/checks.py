@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, ShadowPlan, Steady
+from selfspec.control.plan import LOOKUP, NUM_BINS, Lookups, Plan, ShadowPlan, Steady
 from selfspec.decoding.request import Request
 from selfspec.errors import whole
 from selfspec.target.stack import Stack
@@ -47,9 +47,10 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
         raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
 
 
-def check_steady(steady: Steady) -> None:
-    """ValueError unless rounds can be decoded before a policy is asked about them."""
+def check_steady(steady: Steady, num_rows: int) -> None:
+    """ValueError unless rounds of so many rows can be decoded before a policy is asked about them."""
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
+    whole("the rounds by which lookups lengthen that", steady.longer, 0)
     whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
     whole("the right drafts that a steady policy has seen in a row", steady.streak, 0)
     whole("the surprises after which a steady policy is asked", steady.most_surprises, 0)
@@ -62,8 +63,23 @@ def check_steady(steady: Steady) -> None:
         )
     if not all(n > 0 for n in grown):
         raise ValueError(f"a steady policy's grown drafts must have at least a token, got {list(grown)}")
+    if steady.lookups is not None:
+        _check_lookups(steady.lookups, num_rows)
     if steady.usual is not None and not isinstance(steady.usual, Plan):
         raise ValueError(f"a steady policy's usual must be a plan or None, got {steady.usual!r}")
+
+
+def _check_lookups(lookups: Lookups, num_rows: int) -> None:
+    lengths, gains, needs = lookups
+    sizes = {len(of_row) for of_row in (*lengths, *gains)}
+    if len(lengths) != num_rows or len(gains) != num_rows or len(sizes) != 1 or 0 in sizes or not needs:
+        raise ValueError(
+            f"a steady policy's lookups must have lengths and gains of every row, {num_rows}, by as many matches, at "
+            f"least one, and needs, got {len(lengths)} rows' lengths and {len(gains)} rows' gains of {sorted(sizes)} "
+            f"matches, and {len(needs)} needs"
+        )
+    if not all(isinstance(n, int) for of_row in lengths for n in of_row):
+        raise ValueError(f"a steady policy's lookups must have whole numbers as lengths, got {[*map(list, lengths)]}")
 
 
 def check_room(plan: Plan, room: Sequence[int]) -> None:

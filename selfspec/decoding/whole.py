@@ -113,9 +113,9 @@ def _given(rows: Sequence[Row], plan: Plan) -> list[Given | None]:
     return [Given(tokens, range(len(tokens))) for tokens in found]
 
 
-def _found(one: Done) -> list[int] | None:
-    """What the only row drafted without a layer."""
-    return one.rows[0].drafted if one.is_given else None
+def _found(one: Done) -> list[list[int]] | None:
+    """What every row drafted without a layer."""
+    return [row.drafted for row in one.rows] if one.is_given else None
 
 
 def _judged(one: Judged) -> Verdict:

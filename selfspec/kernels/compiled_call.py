@@ -98,10 +98,13 @@ class Judging(Structure):
 
 class Ahead(Structure):
     _fields_ = (
-        *_all("rounds", c_int64),
+        *_all("rounds longer", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices lengths branches grown found given", c_void_p),
-        *_all("num_lengths num_grown found_size most_lookups most_surprises kept watched match streak done", c_int64),
+        *_all("rooms ends stops indices lengths branches gains needs grown found given", c_void_p),
+        *_all(
+            "num_lengths num_grown num_needs found_size most_lookups most_surprises kept watched match streak done",
+            c_int64,
+        ),
     )
 
 

@@ -132,7 +132,7 @@ class PagedCache:
         if written is not None:
             index, end = index[: self.pages_for(written)], min(end, written)
         if self._store._pool is not None:
-            self._store._pool[:, :, index, :end] = 0
+            self._store._pool[:, :, index[0] if len(index) == 1 else index, :end] = 0  # a slice takes half as long
         for storage in self._store._others:
             storage[index, :end] = 0
         for page in pages:

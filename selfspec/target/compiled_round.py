@@ -15,7 +15,7 @@ from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import FEW, CompiledBody
 from selfspec.target.round_room import Done, Drafter, Further, Given, Spare
 
-STEP = 8  # drafted tokens: buffers are made for multiples of it
+STEP = 8  # drafted tokens: buffers are made for so many, or for a power of two
 MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
 ROUNDS_OF_ROWS = 1024  # rounds times rows that take little memory
 
@@ -64,14 +64,14 @@ class Rounds:
         beside = None if drafter is None else drafter.beside
         more = 0 if beside is None else beside.most
         drafts = [0 if one is None else len(one.tokens) for one in given] or lengths
-        most = max(*drafts, max(lengths) + more, *(() if further is None else (*further.lengths, *further.grown)))
+        most = max(*drafts, max(lengths) + more, 0 if further is None else further.most_looked_up)
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more
         if further is not None:  # rows fill their rooms at most
             filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
-            longest = max(longest, min(longest + (further.num_rounds - 1) * (most + 1), filled))
+            longest = max(longest, min(longest + (further.most_rounds - 1) * (most + 1), filled))
         model, layers = body.structs(cache)
         num_rounds = 1 if further is None else most_rounds(len(rows))
-        room = self._spare.take(body, (len(rows), -(-most // STEP) * STEP, num_rounds))
+        room = self._spare.take(body, (len(rows), max(STEP, 1 << (most - 1).bit_length()), num_rounds))
         drafting, judging = room.drafting, room.judging
         room.tell(rows, lengths, last, how, rooms)
         for row, one in enumerate(given):

@@ -15,7 +15,7 @@ from selfspec.target.compiled import FEW, CompiledBody
 from selfspec.target.compiled_draft import Stops, doubles, stop_of
 from selfspec.target.packed import Packed
 
-MOST_SPARE, MOST_KEPT_BYTES = 8, 1 << 22  # rooms that a model keeps, and how large they may be
+MOST_SPARE_BYTES, MOST_KEPT_BYTES = 1 << 25, 1 << 22  # of the rooms that a model keeps, and of each
 
 
 class Beside(NamedTuple):
@@ -47,6 +47,10 @@ class Given(NamedTuple):
     parents: Sequence[int]  # of every token: the node that it goes on from; node 0 is the row's last token
 
 
+# What rows of a batch draft by lookup, see `selfspec.control.plan.Lookups`: its lengths, gains and needs.
+Lookups = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[float]]
+
+
 class Further(NamedTuple):
     """How far rounds go on after the first one: as long as every row has room for a drafted token, where any are, no
     token ends one, and nobody has to be asked."""
@@ -65,6 +69,19 @@ class Further(NamedTuple):
     kept: int = 0
     watched: Sequence[bool] = ()
     match: int = 0  # of a single row, before the first round
+    lookups: Lookups | None = None  # of a batch, in the place of `lengths`
+    longer: int = 0  # rounds beyond `num_rounds`, one for each drafted by lookup
+
+    @property
+    def most_rounds(self) -> int:
+        return self.num_rounds + self.longer
+
+    @property
+    def most_looked_up(self) -> int:
+        """Tokens that any row drafts by lookup."""
+        if self.lookups is not None:
+            return max(map(max, self.lookups[0]))
+        return max((*self.lengths, *self.grown), default=0)
 
 
 class Judged(NamedTuple):
@@ -109,6 +126,7 @@ class Room:
         self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
         self._table: tuple[Any, Sequence[Any]] = None, ()  # of lengths, branches and so on, by match
+        self._shared: tuple[Lookups | None, Sequence[Any]] = None, ()  # the same of a batch
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._indices, self._found = (ctypes.c_void_p * count)(), _ints(0)
         self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
@@ -176,10 +194,10 @@ class Room:
         ahead = self._ahead
         self._given[0] = is_given
         if further is None:
-            ahead.rounds, ahead.seconds, ahead.indices = 1, 0.0, None
+            ahead.rounds, ahead.longer, ahead.seconds, ahead.indices = 1, 0, 0.0, None
             ahead.ends = ahead.stops = None
             return
-        ahead.rounds, ahead.seconds = further.num_rounds, further.seconds
+        ahead.rounds, ahead.longer, ahead.seconds = further.num_rounds, further.longer, further.seconds
         if further.ends != self._ends[0] or self._ends[1] is None:
             flat = [token for own in further.ends for token in own]
             stops = [0, *accumulate(map(len, further.ends))]
@@ -188,7 +206,7 @@ class Room:
         ahead.indices = ctypes.addressof(self._indices) if further.indices else None
         if further.indices:
             self._indices[:] = [*further.indices]
-            size = further.num_rounds * self.count * further.found_size
+            size = further.most_rounds * self.count * further.found_size
             if len(self._found) < size:
                 self._found = _ints(size)
             ahead.found, ahead.found_size = ctypes.addressof(self._found), further.found_size
@@ -202,6 +220,20 @@ class Room:
             ahead.most_lookups, ahead.match = further.most_lookups, further.match
             ahead.most_surprises, ahead.kept = further.most_surprises, further.kept
             ahead.watched = sum([0xFF << 8 * at for at, counts in enumerate(further.watched) if counts])
+            self._share(further.lookups)
+
+    def _share(self, lookups: Lookups | None) -> None:
+        """What rows of a batch draft by lookup, if they do."""
+        ahead = self._ahead
+        if lookups is None:
+            ahead.needs = None
+            return
+        if lookups != self._shared[0]:  # equal ones are mostly the same, which is soon seen
+            lengths, gains, needs = lookups
+            flat = [n for own in lengths for n in own], [gain for own in gains for gain in own]
+            self._shared = lookups, [(ctypes.c_int64 * len(flat[0]))(*flat[0]), doubles(flat[1]), doubles(needs)]
+        ahead.lengths, ahead.gains, ahead.needs = map(ctypes.addressof, self._shared[1])
+        ahead.num_lengths, ahead.num_needs = len(lookups[0][0]), len(lookups[2])
 
     def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
         """What came of every round."""
@@ -258,8 +290,9 @@ class Spare:
         if room.num_bytes > MOST_KEPT_BYTES:
             return
         kept = self._by_size
-        if sum([len(spare) for spare in list(kept.values())]) >= MOST_SPARE:
-            kept.pop(next(iter(list(kept))), None)  # of the size that came first
+        total = room.num_bytes + sum([spare.num_bytes for spares in list(kept.values()) for spare in list(spares)])
+        if total > MOST_SPARE_BYTES:
+            kept.pop(next(iter(list(kept)), room.size), None)  # of the size that came first
         kept.setdefault(room.size, []).append(room)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eval.replay import replay
-from selfspec.control.adaptive import Adaptive
+from selfspec.control.adaptive import TOLD, Adaptive
 from selfspec.control.lengths import WEIGH_SECONDS
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP
 from selfspec.control.reading import (
@@ -187,9 +187,12 @@ def test_a_batch_that_repeats_itself_drafts_by_lookup_where_that_pays(batch_size
     assert run.plain_seconds > 4 * run.seconds
 
 
-def test_a_batch_in_which_it_cannot_pay_makes_no_index_and_is_as_fast_as_plain_decoding():
-    traces, costs = echoes(16), costs_of(8, ragged=6.0)
+def test_a_batch_in_which_it_cannot_pay_makes_no_index_and_is_as_fast_as_plain_decoding(monkeypatch):
+    traces, costs = echoes(16), costs_of(8, ragged=8.0)
+    read = []
+    monkeypatch.setattr(Lookup, "_add", lambda self, position: read.append(position))
     run = replay(traces, Adaptive(costs, drafts=("lookup",)), costs, 8)
+    assert not read
     full = [round_ for round_ in run.rounds if len(round_.rows) > 2]
     assert all(round_.plan.exit_layer is None for round_ in full)
     assert run.plain_seconds >= 0.99 * run.seconds
@@ -262,3 +265,9 @@ def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_d
         policy.seed(row, Shadow(layers, np.ones(count, bool), np.full(count, 0.9, np.float32)))
         policy._joining = 0
         assert policy.seed_layers(row._replace(request_id=1)) == ()
+        asked, could = [], policy._decider.could_pay
+        policy._decider.could_pay = lambda *given, could=could, asked=asked: asked.append(1) or could(*given)
+        for i in range(2 * TOLD - 1):
+            policy._joining = 0
+            assert policy.seed_layers(row._replace(request_id=2 + i)) == ()
+        assert len(asked) == 1, "picks fade slowly"

@@ -22,6 +22,7 @@ from selfspec.control.timetable import (
     FIRST_REPLAN,
     FIRST_SHARE,
     MOST_FIRST,
+    MOST_PUT_OFF,
     RAREST,
     REPLAN,
     SELDOM,
@@ -44,6 +45,20 @@ def intervals(seconds, count, num_rows=1, is_known=True, has_prior=True):
         for _ in range(found[-1]):
             times.begin()
     return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("after", [1, 6, 40, 100])
+def test_rounds_that_say_nothing_of_layers_put_a_decision_off_as_far_as_is_foreseen(num_rows, after):
+    times, rounds = Timetable(), 0
+    times.begin()
+    times.decide_after(after)
+    foreseen = times.until_due + times.may_put_off(num_rows) * (after > 1)
+    while not times.is_due:
+        rounds += 1
+        times.begin()
+        times.put_off(num_rows)
+    assert rounds - 1 == foreseen == max(after, MOST_PUT_OFF[num_rows > 1] if after > 1 else 0) - 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,22 @@ from selfspec import api
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, NUM_BINS, Plan, SecondChoices, Steady, SurvivalStop, TokenTree
+from selfspec.control.plan import (
+    DEFAULT_DRAFTS,
+    LOOKUP,
+    NUM_BINS,
+    Lookups,
+    Plan,
+    SecondChoices,
+    Steady,
+    SurvivalStop,
+    TokenTree,
+)
 from selfspec.decoding import ahead
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
+from selfspec.decoding.row import Row
 from selfspec.drafting.compiled_lookup import CompiledLookup
 from selfspec.drafting.lookup import Lookup
 from selfspec.kernels.compiled_call import functions
@@ -47,6 +59,8 @@ class Runs:
         self.streak, self.match = 0, 0
         self.most_lookups = 1 << 30 if seed % 7 < 5 else seed % 7 - 5  # 0 or 1
         self.most_surprises, self.kept = (1 << 30, 0) if seed % 5 < 3 else (seed % 11, seed % 3)
+        self.shares, self.longer, self.spared = seed % 3 > 0, seed % 4, 0
+        self.lookups = None  # of a batch, as it was planned last
 
     @property
     def steady(self):
@@ -54,7 +68,14 @@ class Runs:
         usual = self.usual if self.tells_usual else None
         told = Steady(max(0, self.left + self.bias), tuple(lengths), tuple(self.branches), usual)
         told = told._replace(most_surprises=self.most_surprises, kept=self.kept)
-        return told._replace(grown=self.grown, streak=self.streak, most_lookups=self.most_lookups)
+        told = told._replace(grown=self.grown, streak=self.streak, most_lookups=self.most_lookups)
+        return told._replace(lookups=self.lookups, longer=max(0, self.longer - self.spared))
+
+    def _share(self, rows):
+        """What every row drafts, and with how much of that all together do."""
+        own = tuple([tuple([max(0, n - row.request_id % 2) for n in self.table]) for row in rows])
+        gains = tuple([tuple([n * (1 + row.request_id % 3) / 4 for n in self.table]) for row in rows])
+        return Lookups(own, gains, (0.0, *[0.3 * n for n in range(1, 2 + self.table[-1] * len(rows))]))
 
     def _by_layers(self, rows):
         if self.left == 0:
@@ -79,12 +100,29 @@ class Runs:
         return Plan(exit_layer, lengths, **more)
 
     def plan(self, rows):
+        self.lookups = self._share(rows) if self.shares and len(rows) > 1 and self.reads_lookup else None
+        before = self.left
         self.looks, usual = rows, self._by_layers(rows)
         self.usual = usual
+        if self.lookups is not None:
+            return self._by_all(rows, before) or usual
         plan = self._by_lookup(rows[0]) if self.reads_lookup and len(rows) == 1 else None
         if self.reads_lookup and len(rows) > 1 and any(self._entry(row, self.table) == 0 for row in rows):
             self.left = 0  # a match that is to be asked about: other plans may follow
         return plan or usual
+
+    def _by_all(self, rows, before):
+        lengths = self.lookups.drafted([row.match for row in rows], [row.room - 1 for row in rows])
+        if lengths is None:
+            return None
+        if before and self.spared < self.longer:
+            self.left, self.spared = self.left + 1, self.spared + 1  # others may follow one round later
+        elif not before:
+            self.spared = 0
+        if self.bias:
+            return Plan(LOOKUP, lengths)
+        chains = [row.guesses.chain(n) for row, n in zip(rows, lengths, strict=True)]
+        return Plan(LOOKUP, lengths, trees=tuple([TokenTree(tuple(c), tuple(range(len(c)))) for c in chains]))
 
     def _entry(self, row, table):
         return table[min(row.match, len(table) - 1)]
@@ -165,6 +203,91 @@ def test_lookup_is_drafted_by_without_asking(monkeypatch):
     by_lookup = [round_ for round_ in rounds if round_.plan.exit_layer == LOOKUP]
     assert any(round_.is_ahead and round_.rows[0].num_accepted for round_ in by_lookup)
     assert sum(calls) == len(rounds) > len(calls)  # nothing was in vain
+
+
+class Together:
+    """Rows that all draft by lookup after long matches; else an early layer drafts for them, or none."""
+
+    reads_lookup, reads_ranks, recycles = True, False, False
+
+    def __init__(self, exit_layer, rounds=1000, longer=0):
+        self.exit_layer, self.rounds, self.longer, self.planned = exit_layer, rounds, longer, 0
+
+    def plan(self, rows):
+        self.planned += 1
+        rooms = [row.room - 1 for row in rows]
+        self.usual = Plan(
+            self.exit_layer, tuple([min(3, room) for room in rooms]) if self.exit_layer else (0,) * len(rows)
+        )
+        self.lookups = Lookups(((0, 0, 0, 4),) * len(rows), ((0.0, 0.0, 0.0, 3.0),) * len(rows), (5.0,))
+        lengths = self.lookups.drafted([row.match for row in rows], rooms)
+        return self.usual if lengths is None else Plan(LOOKUP, lengths)
+
+    def observe(self, plan, outcomes, seconds):
+        pass
+
+    @property
+    def steady(self):
+        return Steady(self.rounds, usual=self.usual, lookups=self.lookups, longer=self.longer)
+
+
+def together(monkeypatch, policy, num_tokens=120):
+    """Rounds of three rows that soon go round in circles, and of every call how many, and whether lookup drafted."""
+    monkeypatch.setattr(ahead, "BURST", 60.0)
+    run, calls = Rounds.run, []
+
+    def running(*given, **named):
+        done = run(*given, **named)
+        calls.append([one.is_given and any(row.drafted for row in one.rows) for one in done])
+        return done
+
+    monkeypatch.setattr(Rounds, "run", running)
+    engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=3)
+    for text in ("class Stack:\n", "import os\n", "def mean(values):\n"):
+        engine.submit(text, max_new_tokens=num_tokens)
+    return [round_ for round_ in engine.run() if round_.rows], calls
+
+
+@pytest.mark.parametrize("exit_layer", [None, 4])
+def test_rows_of_a_batch_draft_by_lookup_together_without_asking(monkeypatch, exit_layer):
+    rounds, calls = together(monkeypatch, Together(exit_layer))
+    by_lookup = [one for one in rounds if one.plan.exit_layer == LOOKUP and len(one.rows) == 3]
+    assert sum(one.is_ahead for one in by_lookup) > 5
+    assert any(0 in one.plan.draft_lengths for one in by_lookup), "two rows are enough for the third to wait"
+    assert all(sum(map(bool, one.plan.draft_lengths)) > 1 for one in by_lookup)
+    assert sum(map(len, calls)) == len(rounds) > 4 * len(calls)  # nothing was in vain
+
+
+@pytest.mark.parametrize(("steady", "longer"), [(2, 0), (2, 3), (2, 1000), (0, 1000)])
+def test_each_round_by_lookup_lets_one_more_follow_as_far_as_the_policy_says(monkeypatch, steady, longer):
+    _, calls = together(monkeypatch, Together(4, steady, longer))
+    for call in calls:
+        allowed = 1 + steady  # and a lookup after the first round adds one
+        for at in range(1, len(call)):
+            assert at < allowed
+            allowed += call[at] and allowed - 1 - steady < longer
+    longest = max(map(len, calls))
+    assert longest == 1 + steady + longer if longer < 1000 else (longest > 6 if steady else longest == 1)
+
+
+def test_rounds_ahead_that_a_call_saw_need_no_matches(monkeypatch):
+    """Plain rounds that wait were decoded because nothing mattered was found: nobody looks again."""
+
+    class Plain(Together):
+        @property
+        def plain_ahead(self):
+            return 1000
+
+        def pass_plain(self, num_rounds, seconds):
+            pass
+
+    asked, match = [], Row.match.fget
+    monkeypatch.setattr(Row, "match", property(lambda self: asked.append(self.request_id) or match(self)))
+    policy = Plain(None)
+    rounds, _ = together(monkeypatch, policy, 60)
+    plain = [one for one in rounds if one.plan.exit_layer is None and one.is_ahead]
+    assert len(plain) > 12 and policy.planned < len(rounds)
+    assert len(asked) < 3 * (len(rounds) - len(plain))
 
 
 @pytest.mark.parametrize(("grown", "most"), [((), 99), ((7, 9), 99), ((), 2), ((), 0)])
@@ -296,6 +419,7 @@ def test_indices_are_lent_to_all_rows_or_none(monkeypatch):
     anew = CompiledLookup._begin_anew
     monkeypatch.setattr(CompiledLookup, "_begin_anew", lambda self: made.append(self) or anew(self))
     policy = Runs(1, [1], [False], True)
+    policy.shares = False
     policy.left, policy.drawn = 1 << 20, ((2, 3), {"keep_confidence": True})
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=2)
     for text in ("def mean(values):\n", "class Stack:\n", "import os\n"):
@@ -507,13 +631,18 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
         (Steady(3, most_surprises=-1), "the surprises after which a steady policy is asked must be"),
         (Steady(3, kept=-1), "the rounds for which a steady policy is not asked because of these must be"),
         (Steady(3, usual=3), "usual must be a plan or None, got 3"),
+        (Steady(3, longer=-1), "the rounds by which lookups lengthen that must be"),
+        (Steady(3, lookups=Lookups((), (), (1.0,))), "lookups must have lengths and gains of every row, 1, by as many"),
+        (Steady(3, lookups=Lookups(((0, 2),), ((0.0,),), (1.0,))), "got 1 rows' lengths and 1 rows' gains of [1, 2]"),
+        (Steady(3, lookups=Lookups(((0, 2),), ((0.0, 1.0),), ())), "matches, and 0 needs"),
+        (Steady(3, lookups=Lookups(((0, 2.0),), ((0.0, 1.0),), (1.0,))), "lookups must have whole numbers as lengths"),
     ],
 )
 def test_what_is_no_steadiness_is_refused(steady, said):
     policy = Fixed(1, 1)
     engine = Engine(compiled("llama"), policy=SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=steady))
     engine.submit(make_prompts([5])[0], max_new_tokens=4)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=re.escape(said)):
         engine.step()
 
 

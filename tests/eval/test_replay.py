@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from eval.methods import Endless
 from eval.replay import make
 from selfspec import load
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
+from selfspec.control.plan import LOOKUP
 from selfspec.control.policies import POLICIES
+from selfspec.control.table import Table
 from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
 from tests.models import tiny
@@ -60,6 +65,19 @@ def test_replay_predicts_every_round_of_a_random_model(small, name, setting):
 @pytest.mark.parametrize("name", [*POLICIES, "dice 7", "dice 8"])
 def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
     compare(demo, factory(name, demo), setting)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature):
+    target = load("demo")
+    prompts = [target.tokenizer(text * 3)["input_ids"] for text in (*TEXTS, "import os\n")]
+    scene = Scene(Endless(target), prompts, (70, 90, 60, 80))
+    costs = replace(scene.costs, ragged=Table.of({2: 1.0, 4: 1.0}))
+    scene.costs, setting = costs, Setting(3, temperature, 24)
+    compare(scene, lambda: Adaptive(costs, drafts=("exit", "lookup", "tree")), setting)
+    policy = Adaptive(costs, drafts=("exit", "lookup", "tree"))
+    plans = [call for call in replayed(scene.traces(temperature), policy, costs, setting)[0] if call[0] == "plan"]
+    assert sum(plan.exit_layer == LOOKUP for _, rows, plan in plans if len(rows) == 3) > 3
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=IDS)

@@ -1,0 +1,144 @@
+"""`Crowd`: the rows of a batch that have their own texts alone to look in, followed by a table of every row's matches.
+
+To weigh each round takes the interpreter as long as a small model takes for a token. By a table a round's drafts follow
+from the rows' matches alone, so that rounds by lookup go on inside compiled calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from selfspec.control.finder import Finder
+from selfspec.control.lengths import FIRST_KEPT, KEPT, MOST_KEPT, SAME, WEIGHING
+from selfspec.control.matches import LEAST, LONG, MOST_FOUND, bin_of
+from selfspec.control.pieces import MOST_PACKED
+from selfspec.control.plan import LOOKUP, Lookups, Plan, Steady
+from selfspec.control.reading import FOLLOW_SHARE, READ_SECONDS
+from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.trust import Trust
+from selfspec.control.worth import Worth
+
+# Of the interpreter, on cold caches: to weigh what rows draft, and for each of them.
+WEIGH_SECONDS, WEIGH_ROW = 2e-4, 5e-5
+BINS = [bin_of(match) for match in range(1, LONG + 1)]  # of matches, longer ones as the last
+TYPICAL = 8  # tokens drafted by a row in rounds by which a token more is priced
+Line = tuple[tuple[int, ...], tuple[float, ...]]  # of a row, by match: tokens, and those likely to be right
+
+
+class Crowd:
+    """Plans rounds of several rows, which may come and go.
+
+    Args:
+        finder: what is known of matches.
+    """
+
+    def __init__(self, finder: Finder) -> None:
+        self._finder, self._trust = finder, Trust(finder.passed)
+        self._lines: dict[tuple[int, int], Line] = {}  # by row, see `RowState.whole`
+        self._lookups: Lookups | None = None  # of the rows of the round that was planned last
+        self._rows: list[tuple[int, int]] = []  # whose those are
+        self._usual = self._each = 0.0  # per row, when that was weighed; and chances below which no token is drafted
+        self._left, self._kept = 0, FIRST_KEPT // 2  # rounds, and for how many what was weighed is kept
+        self._has_drafted = False  # since
+        self._are_followed = False  # whether drafts could pay for the rows' indices, which are not made else
+        self._forecast = 0.0  # tokens of the round that was planned last, if lookup drafts in it
+
+    def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
+        """A round of rows with guesses from their own texts; None where drafts of those promise less than usual.
+
+        Args:
+            usual: tokens per second of all rows.
+        """
+        self._left -= 1
+        each = usual / len(rows)
+        if self._left < 0 or abs(each - self._usual) > SAME * self._usual:
+            self._weigh(rows, worth, each)
+        elif [row.whole for row in rows] != self._rows:
+            self._tell(rows, worth)
+        self._forecast = 0.0
+        lookups = self._lookups
+        if lookups is None:
+            return None
+        matches = [row.match for row in rows]
+        lengths = lookups.drafted(matches, [row.room - 1 for row in rows])
+        if lengths is None:
+            return None
+        self._has_drafted = True
+        gains = zip(lookups.gains, matches, lengths, strict=True)
+        self._forecast = len(rows) + sum([gain[min(match, LONG)] for gain, match, n in gains if n])
+        seconds = worth.lookups()
+        rate = self._trust.ratio * self._forecast / seconds[min(sum(lengths), len(seconds) - 1)]
+        return Plan(LOOKUP, lengths, speedup=rate * worth.plain_seconds / len(rows))
+
+    def steady(self, most: Steady) -> Steady:
+        """How many rounds after one that was just planned are drafted by matches alone."""
+        rounds = min(most.num_rounds, self.rounds_left)
+        longer = min(most.longer, self.rounds_left - rounds)
+        return most._replace(num_rounds=rounds, longer=longer, lookups=self._lookups)
+
+    @property
+    def rounds_left(self) -> int:
+        """Rounds after this one for which what is known is kept."""
+        return max(0, self._left)
+
+    def learn(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        """What came of a round."""
+        count = len(outcomes)
+        emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
+        self._finder.pass_time(emitted)
+        if plan.exit_layer == LOOKUP and self._forecast:
+            self._trust.add(emitted, self._forecast / count)
+
+    def pass_rounds(self, num_rounds: int) -> None:
+        """Count plain rounds that nobody asked about."""
+        self._left -= num_rounds
+
+    def _weigh(self, rows: Sequence[RowState], worth: Worth, usual: float) -> None:
+        """Take on what came after matches in the rows' texts, and what that makes their drafts worth."""
+        self._kept = KEPT if self._has_drafted else min(2 * self._kept, MOST_KEPT)
+        takes = WEIGH_SECONDS + WEIGH_ROW * len(rows)
+        self._left = max(self._kept, math.ceil(takes / (WEIGHING * worth.plain_seconds)))
+        self._has_drafted, self._usual = False, usual
+        seconds, count = worth.lookups(), len(rows)
+        tokens, room = sum([row.content_length + row.room for row in rows]), max([row.room for row in rows])
+        little = READ_SECONDS * tokens <= FOLLOW_SHARE * worth.plain_seconds * room
+        self._are_followed = little and any(count + n > usual * count * taken for n, taken in enumerate(seconds))
+        typical = min(TYPICAL * count, len(seconds) - 1)
+        self._each = usual * count * (seconds[typical] - seconds[1]) / max(1, typical - 1) / self._trust.ratio
+        self._lines.clear()
+        self._finder.matches.keep_rows([row.request_id for row in rows])
+        self._tell(rows, worth)
+
+    def _tell(self, rows: Sequence[RowState], worth: Worth) -> None:
+        """These are the rows now."""
+        self._rows, count = [row.whole for row in rows], len(rows)
+        if not self._are_followed:
+            self._lookups = None
+            return
+        known = self._lines
+        for row in rows:
+            if row.whole not in known and row.guesses is not None:
+                self._finder.matches.take(row.guesses.take_tally(), row.request_id)
+        self._lines = lines = {row.whole: known.get(row.whole) or self._line(row, count) for row in rows}
+        if not any(any(lengths) for lengths, _ in lines.values()):
+            self._lookups = None
+            return
+        usual = self._usual * count / self._trust.ratio
+        needs = tuple([usual * taken - count for taken in worth.lookups()])
+        ordered = [lines[row] for row in self._rows]
+        self._lookups = Lookups(tuple([n for n, _ in ordered]), tuple([gain for _, gain in ordered]), needs)
+
+    def _line(self, row: RowState, num_rows: int) -> Line:
+        """What a row drafts after matches of 0, 1, 2, .. tokens."""
+        right = self._finder.matches.rights(row.request_id)
+        most, least = min(self._finder.most, MOST_FOUND, MOST_PACKED // num_rows), max(LEAST, self._each)
+        lengths, gains = [0], [0.0]
+        for match in range(1, LONG + 1):
+            count, chance, gain = 0, right[BINS[match - 1]], 0.0
+            while chance >= least and count < most:
+                count, gain, match = count + 1, gain + chance, min(match + 1, LONG)
+                chance *= right[BINS[match - 1]]
+            lengths.append(count)
+            gains.append(gain)
+        return tuple(lengths), tuple(gains)
