@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
+from selfspec.control.plan import LOOKUP, Lookups, Plan, Steady, TokenTree
 from selfspec.decoding.choose import STAGES
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
@@ -76,10 +76,14 @@ class Ahead:
     def __len__(self) -> int:
         return len(self._coming)
 
+    def is_quiet(self, lookups: Lookups | None) -> bool:
+        """Whether a round waits that by this table of a batch's rows lookup did not draft."""
+        return bool(self._coming) and lookups is not None and self._steady.lookups is lookups and not self._is_found
+
     @property
-    def is_quiet(self) -> bool:
-        """Whether one waits that lookup did not draft, so that whoever decoded it saw no reason to ask before it."""
-        return bool(self._coming) and not any(self._coming[0].found or ())
+    def _is_found(self) -> bool:
+        """Whether lookup drafted the next of those that wait."""
+        return any(self._coming[0].found or ())
 
     @property
     def coming(self) -> Sequence[Coming]:
@@ -105,7 +109,7 @@ class Ahead:
         if not self._coming:
             return None
         found, are_there = self._coming[0].found, [(row.request_id, len(row.content)) for row in rows] == self._rows
-        if found is None or self.is_quiet:
+        if found is None or not self._is_found:
             is_planned = are_there and part is self._part and self._is_usual(plan, rows)
         else:
             is_planned = are_there and _is_of(plan, found)

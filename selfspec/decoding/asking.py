@@ -39,6 +39,7 @@ class Asking:
         reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`, `recycles`.
         minds_lookup: whether it was when it was asked last.
         hears_lookup: whether it is told what lookups would have come to, too.
+        lookups: by which it is asked in rounds ahead of a batch, where these have its rows draft; None: by others.
     """
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
@@ -52,7 +53,7 @@ class Asking:
         self._seconds = 0.0  # of forwards in those that came
         self._steady = NOT_STEADY  # what the policy said when it saw them
         self._asked_from: tuple[int, ...] = ()  # by match, longer ones as the last: whether it is asked after all
-        self._lookups: Lookups | None = None  # or whether it is where these have a batch draft
+        self.lookups: Lookups | None = None
         self._most_surprises = NEVER  # and after how many of these
 
     def steady(self, plan: Plan) -> Steady:
@@ -118,7 +119,7 @@ class Asking:
         branches = steady.branches or (False,) * len(steady.lengths)
         wanted = [-1 if n or may else 0 for n, may in zip(steady.lengths, branches, strict=True)]
         self._asked_from = tuple(wanted) if self.minds_lookup and any(wanted) else ()
-        self._lookups = steady.lookups if self.minds_lookup else None
+        self.lookups = steady.lookups if self.minds_lookup else None
         self._most_surprises = steady.most_surprises if self.minds_lookup else NEVER
         # Where matches alone say what is drafted, rounds may be decoded so before anybody is asked.
         self._steady = steady if self.minds_lookup else Steady(steady.num_rounds)
@@ -130,8 +131,8 @@ class Asking:
             guessed = rows[0].guessed
             if sum(guessed) >= most and self._steady.surprises(guessed) >= most:
                 return True
-        if self._lookups is not None and len(rows) > 1:
-            return self._lookups.drafted([row.match for row in rows], [row.room - 1 for row in rows]) is not None
+        if self.lookups is not None and len(rows) > 1:
+            return self.lookups.drafted([row.match for row in rows], [row.room - 1 for row in rows]) is not None
         return bool(asked) and any(asked[min(row.match, len(asked) - 1)] for row in rows)
 
     def _tell(self) -> None:

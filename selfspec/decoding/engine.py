@@ -182,7 +182,7 @@ class Engine:
         if not ready:
             return None, False
         asking = self._asking
-        plan, is_told = asking.plan(ready, self._ahead.is_quiet)
+        plan, is_told = asking.plan(ready, self._ahead.is_quiet(asking.lookups))
         hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
         outcomes: list[RowOutcome] = []

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
+from selfspec.control.rows import Tally
 from selfspec.drafting.lookup import MOST_MATCHED, Lookup
 from selfspec.kernels.compiled_call import functions, loaded
 
@@ -32,6 +33,7 @@ class CompiledLookup(Lookup):
         self._held = 0  # tokens in the index, more than are read where it was told of some beforehand
         self._coming: deque[tuple[int, Sequence[int]]] = deque()  # how many it held, and what it told then
         self._is_lent = self._is_anew = False
+        self._uncounted: list[tuple[int, int]] = []  # of tokens, what `selfspec_index_add` told of guesses
 
     @property
     def may_lend(self) -> bool:
@@ -62,6 +64,7 @@ class CompiledLookup(Lookup):
 
     def _begin_anew(self) -> None:
         """The row went on in another way than the index was told, or nobody knows what it was told."""
+        self._take_on()
         self._is_lent = True  # until it is made: there may be too little memory
         self._free()
         self._read = 0
@@ -80,7 +83,7 @@ class CompiledLookup(Lookup):
         while self._coming and self._coming[0][0] <= len(content):
             self._read, (self._match, self._place, seen, right, *self._shorter) = self._coming.popleft()
             if seen:
-                self._counted(seen, right)
+                self._uncounted.append((seen, right))
         if self._is_lent or self._read < len(content) <= self._held:
             self._begin_anew()
         while self._held < len(content):
@@ -93,15 +96,32 @@ class CompiledLookup(Lookup):
             self._held += len(new)
             self._read = self._held
             self._match, self._place, seen, right, *self._shorter = out[: 4 + count]
-            if not self._is_anew:
-                self._counted(seen, right)
+            if not self._is_anew and seen:
+                self._uncounted.append((seen, right))
         self._is_anew = False
 
-    def _counted(self, seen: int, right: int) -> None:
-        """Take on what came after matches, a byte per bin."""
-        for counts, told in ((self._seen, seen), (self._right, right)):
-            for at, count in enumerate(told.to_bytes(8, "little")[: len(counts)]):
-                counts[at] += count
+    @property
+    def guessed(self) -> Sequence[int]:
+        """See `Lookup`."""
+        if self._read < len(self._content):
+            self._catch_up()
+        self._take_on()
+        return self._right
+
+    def take_tally(self) -> Tally:
+        """See `Lookup`."""
+        if self._read < len(self._content):
+            self._catch_up()
+        self._take_on()
+        return super().take_tally()
+
+    def _take_on(self) -> None:
+        """Take on what came after matches, a byte per bin: many tokens' at once, when somebody asks."""
+        uncounted, self._uncounted = self._uncounted, []
+        for told in uncounted:
+            for counts, each in zip((self._seen, self._right), told, strict=True):
+                for at, count in enumerate(each.to_bytes(8, "little")[: len(counts)]):
+                    counts[at] += count
 
 
 def lookup_of(content: Sequence[int], most: int = MOST_MATCHED) -> Lookup:
