@@ -32,9 +32,7 @@ from selfspec.control.timetable import AHEAD, DECIDING, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 
 SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
-# Lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told. That is asked again after
-# so many texts: picks fade slowly, and to ask takes as long as half a decision.
-SEEN, TOLD = 6, 8
+SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
 LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
 # A decision holds as long as no larger share of its rows has left (of up to `SMALL` rows, and of more) or joined; and
 # where all that is left to come takes no longer than `SOON_DONE`, since another would take a fifth of that.
@@ -73,7 +71,7 @@ class Adaptive:
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
         self._joining = 0  # prompts read since the last plan
-        self._told = 0  # texts to come of which no prompt is looked at
+        self._first_to_see = 0  # the likeliest exit when a prompt was to be looked at last; 0: none was
         self._plain_run = 0  # plain rounds since the last one that drafted
         self._block = 0  # plain rounds still to come before drafts go on
         self._in_block = False  # whether the last round was one of those
@@ -172,15 +170,14 @@ class Adaptive:
         self._joining += 1
         if not self._allowed or self._has_prior or self._joining > 1 or self._batch > 1:
             return ()  # rounds tell soon enough, and of what the model writes
-        self._told -= 1
-        if self._told > 0:
-            return ()
+        if self._first_to_see and self._experience.num_counted(self._first_to_see) >= SEEN:
+            return ()  # to ask what could pay takes as long as half a decision
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
         could = self._decider.could_pay(self._decider.worth_of(max(1, self._batch), row.content_length), HANDICAP)
         order = [layer for layer in spread(self.costs.num_layers) if layer in could]
+        self._first_to_see = order[0] if order else 0
         if order and self.tracker.num_lasting(order[0]) >= SEEN:
-            self._told = TOLD
             return ()
         count = len(order)
         while count and self.costs.seed(count, positions) > budget:
@@ -269,10 +266,12 @@ class Adaptive:
         """Drafts of rows that are looked up, where that pays."""
         found = None if self._free is None else self._free.plan(rows)
         if found is not None:
-            self._times.put_off(len(rows))
-            if not self._looks.are_due:
-                drafts = self._decider.decision.exit_layer is not None
-                self._likely = self._by_layers(rows) if drafts else self._idle
+            self._times.put_off(self._batch)
+            exit_layer = self._decider.decision.exit_layer
+            is_followed = self._free is not None and self._free.is_followed  # then calls go on by lookup
+            if is_followed and self._looks.are_due and self._layers_to_see(exit_layer):
+                self._looks.put_off()
+            self._likely = self._by_layers(rows) if exit_layer is not None else self._idle
         return found
 
     def _without_drafts(self, num_rows: int, shadow: ShadowPlan | None) -> Plan:
@@ -389,9 +388,13 @@ class Adaptive:
 
     def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
         """At all layers that could pay; only called when earlier rounds have paid for it."""
+        emitted = 1 if exit_layer is None else 1 + math.ceil(self._decider.decision.length)
+        return self._looks.plan(self._layers_to_see(exit_layer), num_rows, emitted)
+
+    def _layers_to_see(self, exit_layer: int | None) -> tuple[int, ...]:
+        """Those that could pay, but the one that drafts, which shows itself."""
         decider = self._decider
         if self._promising is None:
             assert decider.worth is not None
             self._promising = decider.could_pay(decider.worth, max(HANDICAP, decider.decision.speedup))
-        emitted = 1 if exit_layer is None else 1 + math.ceil(decider.decision.length)
-        return self._looks.plan(self._promising, exit_layer, num_rows, emitted)
+        return tuple([layer for layer in self._promising if layer != exit_layer])

@@ -24,6 +24,7 @@ WEIGH_SECONDS, WEIGH_ROW = 2e-4, 5e-5
 BINS = [bin_of(match) for match in range(1, LONG + 1)]  # of matches, longer ones as the last
 TYPICAL = 8  # tokens drafted by a row in rounds by which a token more is priced
 Line = tuple[tuple[int, ...], tuple[float, ...]]  # of a row, by match: tokens, and those likely to be right
+NOTHING: Line = (0,) * (LONG + 1), (0.0,) * (LONG + 1)
 
 
 class Crowd:
@@ -41,7 +42,9 @@ class Crowd:
         self._usual = self._each = 0.0  # per row, when that was weighed; and chances below which no token is drafted
         self._left, self._kept = 0, FIRST_KEPT // 2  # rounds, and for how many what was weighed is kept
         self._has_drafted = False  # since
-        self._are_followed = False  # whether drafts could pay for the rows' indices, which are not made else
+        self._could_pay = False  # if every draft was right; else nobody looks into the rows' texts
+        self._read: set[tuple[int, int]] = set()  # rows whose indices are made
+        self._count = 0  # rows that the lines are for, at most
         self._forecast = 0.0  # tokens of the round that was planned last, if lookup drafts in it
 
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
@@ -101,26 +104,28 @@ class Crowd:
         self._left = max(self._kept, math.ceil(takes / (WEIGHING * worth.plain_seconds)))
         self._has_drafted, self._usual = False, usual
         seconds, count = worth.lookups(), len(rows)
-        tokens, room = sum([row.content_length + row.room for row in rows]), max([row.room for row in rows])
-        little = READ_SECONDS * tokens <= FOLLOW_SHARE * worth.plain_seconds * room
-        self._are_followed = little and any(count + n > usual * count * taken for n, taken in enumerate(seconds))
+        self._could_pay = any(count + n > usual * count * taken for n, taken in enumerate(seconds))
         typical = min(TYPICAL * count, len(seconds) - 1)
         self._each = usual * count * (seconds[typical] - seconds[1]) / max(1, typical - 1) / self._trust.ratio
         self._lines.clear()
+        self._count = count
         self._finder.matches.keep_rows([row.request_id for row in rows])
         self._tell(rows, worth)
 
     def _tell(self, rows: Sequence[RowState], worth: Worth) -> None:
         """These are the rows now."""
         self._rows, count = [row.whole for row in rows], len(rows)
-        if not self._are_followed:
+        if not self._could_pay:
             self._lookups = None
             return
-        known = self._lines
+        if count > self._count:  # of more rows each drafts less
+            self._lines.clear()
+        known, self._count = self._lines, max(count, self._count)
+        self._read_more(rows, worth)
         for row in rows:
-            if row.whole not in known and row.guesses is not None:
+            if row.whole in self._read and row.whole not in known and row.guesses is not None:
                 self._finder.matches.take(row.guesses.take_tally(), row.request_id)
-        self._lines = lines = {row.whole: known.get(row.whole) or self._line(row, count) for row in rows}
+        self._lines = lines = {row.whole: known.get(row.whole) or self._line(row) for row in rows}
         if not any(any(lengths) for lengths, _ in lines.values()):
             self._lookups = None
             return
@@ -129,10 +134,22 @@ class Crowd:
         ordered = [lines[row] for row in self._rows]
         self._lookups = Lookups(tuple([n for n, _ in ordered]), tuple([gain for _, gain in ordered]), needs)
 
-    def _line(self, row: RowState, num_rows: int) -> Line:
+    def _read_more(self, rows: Sequence[RowState], worth: Worth) -> None:
+        """Other rows' indices are made if they take little beside the forwards to come."""
+        new = [row for row in rows if row.whole not in self._read]
+        self._read.intersection_update(self._rows)
+        if not new:
+            return
+        tokens, room = sum([row.content_length + row.room for row in new]), max([row.room for row in new])
+        if READ_SECONDS * tokens <= FOLLOW_SHARE * worth.plain_seconds * room:
+            self._read.update([row.whole for row in new])
+
+    def _line(self, row: RowState) -> Line:
         """What a row drafts after matches of 0, 1, 2, .. tokens."""
+        if row.whole not in self._read:
+            return NOTHING
         right = self._finder.matches.rights(row.request_id)
-        most, least = min(self._finder.most, MOST_FOUND, MOST_PACKED // num_rows), max(LEAST, self._each)
+        most, least = min(self._finder.most, MOST_FOUND, MOST_PACKED // self._count), max(LEAST, self._each)
         lengths, gains = [0], [0.0]
         for match in range(1, LONG + 1):
             count, chance, gain = 0, right[BINS[match - 1]], 0.0

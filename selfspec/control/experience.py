@@ -58,6 +58,10 @@ class Experience:
         self._count()
         return self._tracker
 
+    def num_counted(self, exit_layer: int) -> float:
+        """Lasting picks of a layer in rounds that are counted already."""
+        return float(self._tracker.num_lasting(exit_layer))
+
     @property
     def second_rates(self) -> SecondRates | None:
         self._count()

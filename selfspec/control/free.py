@@ -31,24 +31,24 @@ class Free:
     def __init__(self, costs: Costs, decider: Decider, most: int | None, drafts: Sequence[str]) -> None:
         self._decider, self._finder = decider, Finder(most, drafts)
         self._follower, self._crowd = Follower(self._finder), Crowd(self._finder)
-        self._is_priced = costs.ragged is not None
-        self._reading = Reading(self._is_priced)
+        self._reading = Reading(costs.ragged is not None)
         self.follows = False
         self._crowds = False  # the same of several rows
+        self._will_ask = False  # whether the next round is the first whose rows come with guesses
         self.told_of: Sequence[RowState] = ()
         self._asks = False  # whether rows have more to look in than their own texts
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may draft by lookup."""
-        return self._reading.is_on(num_rows) or self._may_crowd(num_rows)
+        return self._reading.is_on(num_rows) or self._may_follow(num_rows)
 
-    def _may_crowd(self, num_rows: int) -> bool:
+    def _may_follow(self, num_rows: int) -> bool:
         """Whether so many rows may be followed, as far as they have their own texts alone to look in."""
-        return not self._asks and (self._is_priced or num_rows <= FEW)
+        return not self._asks and self._finder.looks_up and self._reading.knows(num_rows)
 
     def branches(self, num_rows: int) -> bool:
         """Whether branches may be drafted beside what is found of so many rows."""
-        return self._finder.branches and num_rows <= FEW
+        return self._finder.branches and num_rows <= FEW and (num_rows <= 1 or not self._may_follow(num_rows))
 
     def recycles(self, num_rows: int) -> bool:
         """Whether what verification thought likely is kept of so many rows."""
@@ -61,7 +61,7 @@ class Free:
 
     def forget_round(self) -> None:
         """A round begins, and may be planned by others."""
-        self.follows, self._crowds, self.told_of = False, False, ()
+        self.follows, self._crowds, self._will_ask, self.told_of = False, False, False, ()
 
     def plan(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays; asked once in a round that it may plan."""
@@ -72,6 +72,7 @@ class Free:
         guesses = rows[0].guesses
         if guesses is not None:
             self._asks = not guesses.is_own
+        self._will_ask = guesses is None and self.is_on(len(rows))
         if len(rows) == 1 and guesses is None and not self._asks:
             return None  # they come with the next round
         if len(rows) == 1 and not self._asks:
@@ -79,7 +80,7 @@ class Free:
             found = self._follower.plan(rows[0], worth, usual, drafts) if self.follows else None
             self.told_of = rows if self.follows and self._follower.wants_looks else ()
             return found
-        if guesses is not None and self._may_crowd(len(rows)):
+        if guesses is not None and self._may_follow(len(rows)):
             self._crowds = True
             return self._crowd.plan(rows, worth, usual)
         read = self.told_of = self._reading.begin(rows, worth, decision.usual)
@@ -88,6 +89,11 @@ class Free:
         found = self._finder.plan(read, worth, usual, drafts)
         self._reading.note(found is not None or self._finder.gives_way)
         return found
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether matches alone say what the rows of the round that was planned last draft by lookup."""
+        return self.follows or self._crowds
 
     @property
     def chances(self) -> Sequence[float]:
@@ -106,6 +112,8 @@ class Free:
             return self._follower.steady(bool(usual.exit_layer), most, checks)
         if self._crowds:
             return self._crowd.steady(most)
+        if self._will_ask:
+            return Steady()
         return self._finder.steady(self.told_of, most) if self.told_of else most._replace(usual=None)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
@@ -21,6 +20,7 @@ SHORT = 0.25  # of a look's price may be unpaid when its round comes: that was f
 FARTHEST = 512  # rounds ahead that a look is fixed for
 FOLLOW = 0.1  # how fast what rounds take is followed
 NOTHING_TO_SEE = 64  # rounds
+PUT_OFF = 12  # rounds for which a look is put off where lookup drafts
 # Rows with no more tokens to come than this end before a look could be worth it: it waits for others, so many rounds.
 LAST, WAITS = 16, 64
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
@@ -88,6 +88,10 @@ class Looks:
         left = max(0, self._due - self._round - 1)
         return self._due + WAITS - self._round - 1 if self._waits(left) else left
 
+    def put_off(self) -> None:
+        """The round that begins is none to look in, and the next ones are likely not to be either."""
+        self._due = max(self._due, self._round + PUT_OFF)
+
     def tell_room(self, room: float) -> None:
         """So many tokens are to come of the row that goes on longest."""
         self._room = room
@@ -145,9 +149,8 @@ class Looks:
         rounds = FARTHEST if needed > paid else math.ceil(needed / self._paid) if needed > 0 else 0
         return max(rounds, self._step - 1)
 
-    def plan(self, layers: Sequence[int], exit_layer: int | None, num_rows: int, emitted: int) -> ShadowPlan | None:
-        """At these layers but the one that drafts, at a few rows in turn, of about `emitted` tokens each."""
-        layers = tuple([layer for layer in layers if layer != exit_layer])
+    def plan(self, layers: tuple[int, ...], num_rows: int, emitted: int) -> ShadowPlan | None:
+        """At these layers, at a few rows in turn, of about `emitted` tokens each."""
         if not layers:
             return None
         count, most = 1, min(num_rows, SHADOW_ROWS)
@@ -155,4 +158,4 @@ class Looks:
             count += 1
         chosen = tuple(sorted((self._turn + i) % num_rows for i in range(count)))
         self._turn = (self._turn + count) % num_rows
-        return ShadowPlan(layers, chosen, 1 if exit_layer is None else SHADOW_COLUMNS)
+        return ShadowPlan(layers, chosen, 1 if emitted == 1 else SHADOW_COLUMNS)

@@ -208,7 +208,7 @@ class Policy(Protocol):
     is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `steady`, a `Steady`,
     may have rounds decoded before it is asked about them, which hold if it plans them so; and of the rounds ahead, it
     is asked after all about one before which a row has a match that is not 0 in `Steady.lengths`, or had surprises
-    enough. One that has
+    enough, or a batch's rows draft by `Steady.lookups`. One that has
     `tell_vocabulary` is handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part
     of one; one that has `tell_copies`, whether there are copies of the layers in 4 bits to draft by.
     """

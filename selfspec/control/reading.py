@@ -34,7 +34,7 @@ class Reading:
     """An account in seconds, which a share of the decoded time is paid into, and everything that lookup saves.
 
     Rows are looked up one after another, as the account allows, so that the first tell whether the others are worth it.
-    A single row with its own text alone to look in needs none: see `may_follow`.
+    Rows with their own texts alone to look in need none: see `may_follow`, and `control.crowd`.
 
     Args:
         is_priced: whether it is known what verifying the drafts of many rows takes; if not, only few are looked up.
@@ -59,7 +59,11 @@ class Reading:
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may be looked up."""
-        return self._is_on and (num_rows <= FEW or self._is_priced)
+        return self._is_on and self.knows(num_rows)
+
+    def knows(self, num_rows: int) -> bool:
+        """Whether it is known what verifying drafts of so many rows takes."""
+        return num_rows <= FEW or self._is_priced
 
     @property
     def can_pay(self) -> bool:
@@ -99,7 +103,7 @@ class Reading:
         if self._advance < 0:
             self._advance = worth.plain_seconds * sum([row.room for row in rows]) / len(rows)
             self._balance += SHARE * self._advance
-        if not self._is_priced and len(rows) > FEW:
+        if not self.knows(len(rows)):
             return ()
         if not self._is_on or not self._can_pay:
             # Guesses come with the next round's rows, once they can be paid for.

@@ -166,6 +166,8 @@ class Ahead:
         longer = min(steady.longer, most_rounds(len(rows)) - num_rounds)
         most = min(steady.most_lookups, num_rounds + longer), surprises, min(steady.kept, num_rounds + longer)
         shared = steady.lookups if len(rows) > 1 else None
+        if shared is not None and max(map(max, shared.lengths)) > longest:
+            shared = shared._replace(lengths=tuple([tuple([min(n, longest) for n in own]) for own in shared.lengths]))
         told = lengths, steady.branches, grown, steady.streak, *most, steady.watched, rows[0].match, shared, longer
         return Further(num_rounds, burst, ends, indices, max(sizes), *told)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, Lookups, Plan, Policy, Steady
 from selfspec.control.rows import RowOutcome, RowState
-from selfspec.decoding.checks import check_plan, check_room, check_steady
+from selfspec.decoding.checks import check_lookups, check_plan, check_room, check_steady
 from selfspec.errors import whole
 
 NOT_STEADY = Steady()
@@ -54,6 +54,7 @@ class Asking:
         self._steady = NOT_STEADY  # what the policy said when it saw them
         self._asked_from: tuple[int, ...] = ()  # by match, longer ones as the last: whether it is asked after all
         self.lookups: Lookups | None = None
+        self._fit: tuple[Lookups | None, int] = None, 0  # the last table that was fit for so many rows
         self._most_surprises = NEVER  # and after how many of these
 
     def steady(self, plan: Plan) -> Steady:
@@ -67,7 +68,7 @@ class Asking:
             num_rounds, kept = max(self._left, told.num_rounds - came), max(0, told.kept - came)
             return told._replace(num_rounds=num_rounds, kept=kept)
         steady: Steady = getattr(self.policy, "steady", NOT_STEADY)
-        check_steady(steady, len(self._room))
+        self._check_steady(steady)
         if plan.exit_layer == LOOKUP and steady.usual is not None:
             self._check(steady.usual, self._room)
         return steady
@@ -115,7 +116,7 @@ class Asking:
     def _watch(self) -> None:
         """In the rounds ahead, rows are watched for matches after which their plan would be another one."""
         steady = getattr(self.policy, "steady", NOT_STEADY)
-        check_steady(steady, len(self._room))
+        self._check_steady(steady)
         branches = steady.branches or (False,) * len(steady.lengths)
         wanted = [-1 if n or may else 0 for n, may in zip(steady.lengths, branches, strict=True)]
         self._asked_from = tuple(wanted) if self.minds_lookup and any(wanted) else ()
@@ -142,6 +143,13 @@ class Asking:
         self._seconds = 0.0
         if ahead > left:
             self.policy.pass_plain(ahead - left, seconds)  # type: ignore[attr-defined]  # whoever sees any ahead has it
+
+    def _check_steady(self, steady: Steady) -> None:
+        check_steady(steady)
+        lookups, num_rows = steady.lookups, len(self._room)
+        if lookups is not None and (lookups is not self._fit[0] or num_rows != self._fit[1]):
+            check_lookups(lookups, num_rows)
+            self._fit = lookups, num_rows
 
     def _check(self, plan: Plan, room: Sequence[int]) -> None:
         if plan is not self._checked[0] or len(room) != self._checked[1]:  # many rounds have the same one

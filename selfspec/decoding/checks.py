@@ -47,8 +47,8 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
         raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
 
 
-def check_steady(steady: Steady, num_rows: int) -> None:
-    """ValueError unless rounds of so many rows can be decoded before a policy is asked about them."""
+def check_steady(steady: Steady) -> None:
+    """ValueError unless rounds can be decoded before a policy is asked about them; see `check_lookups`, too."""
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
     whole("the rounds by which lookups lengthen that", steady.longer, 0)
     whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
@@ -63,13 +63,14 @@ def check_steady(steady: Steady, num_rows: int) -> None:
         )
     if not all(n > 0 for n in grown):
         raise ValueError(f"a steady policy's grown drafts must have at least a token, got {list(grown)}")
-    if steady.lookups is not None:
-        _check_lookups(steady.lookups, num_rows)
     if steady.usual is not None and not isinstance(steady.usual, Plan):
         raise ValueError(f"a steady policy's usual must be a plan or None, got {steady.usual!r}")
 
 
-def _check_lookups(lookups: Lookups, num_rows: int) -> None:
+def check_lookups(lookups: Lookups, num_rows: int) -> None:
+    """ValueError unless so many rows can draft by this table, which nobody can change any more."""
+    if not isinstance(lookups, Lookups):
+        raise ValueError(f"a steady policy's lookups must be Lookups or None, got {lookups!r}")
     lengths, gains, needs = lookups
     sizes = {len(of_row) for of_row in (*lengths, *gains)}
     if len(lengths) != num_rows or len(gains) != num_rows or len(sizes) != 1 or 0 in sizes or not needs:
@@ -78,8 +79,13 @@ def _check_lookups(lookups: Lookups, num_rows: int) -> None:
             f"least one, and needs, got {len(lengths)} rows' lengths and {len(gains)} rows' gains of {sorted(sizes)} "
             f"matches, and {len(needs)} needs"
         )
-    if not all(isinstance(n, int) for of_row in lengths for n in of_row):
-        raise ValueError(f"a steady policy's lookups must have whole numbers as lengths, got {[*map(list, lengths)]}")
+    are_fixed = all(type(part) is tuple for part in (lengths, gains, needs, *lengths, *gains))
+    are_whole = all(type(n) is int for of_row in lengths for n in of_row)
+    if not (are_fixed and are_whole and all(type(x) is float for part in (*gains, needs) for x in part)):
+        raise ValueError(
+            "a steady policy's lookups must be tuples, of whole numbers as lengths and of floats as gains and needs, "
+            f"got {lookups!r}"
+        )
 
 
 def check_room(plan: Plan, room: Sequence[int]) -> None:

@@ -292,7 +292,8 @@ class Spare:
         kept = self._by_size
         total = room.num_bytes + sum([spare.num_bytes for spares in list(kept.values()) for spare in list(spares)])
         if total > MOST_SPARE_BYTES:
-            kept.pop(next(iter(list(kept)), room.size), None)  # of the size that came first
+            first = next((size for size, spares in list(kept.items()) if spares), room.size)
+            kept.pop(first, None)  # of the size that came first
         kept.setdefault(room.size, []).append(room)
 
 

@@ -115,8 +115,9 @@ def test_longer_drafts_are_weighed_dearer_where_tokens_cost_more():
 def test_all_rows_draft_no_more_than_is_held_at_once_even_where_others_joined():
     batch = Batch(8)
     batch.plan(*[row(i, tally=ALWAYS) for i in range(8)])
-    plan = batch.plan(*[row(i, tally=ALWAYS) for i in range(12)])
-    assert plan is not None and max(plan.draft_lengths) <= MOST_PACKED // 8
+    for count in (9, 12, 12, 8, 13):
+        plan = batch.plan(*[row(i, tally=ALWAYS) for i in range(count)])
+        assert plan is not None and 0.6 * MOST_PACKED < sum(plan.draft_lengths) <= MOST_PACKED
 
 
 # --------------------------------------------------------------------------------------------------- when it weighs
@@ -129,12 +130,48 @@ def test_it_is_weighed_now_and_then_and_where_something_else_is_usual(monkeypatc
     for at in range(FIRST_KEPT + 4 * KEPT):  # noqa: B007  # it is told of above
         batch.plan(*rows)
         steady = batch.crowd.steady(Steady(1000, longer=7))
-        assert steady.num_rounds + steady.longer <= 1000 and steady.num_rounds == batch.crowd.rounds_left
+        assert steady.num_rounds == batch.crowd.rounds_left and not steady.longer
+        few = batch.crowd.steady(Steady(3, longer=7))
+        assert few.num_rounds + few.longer == min(10, batch.crowd.rounds_left)
     ends = (FIRST_KEPT, KEPT, 2 * KEPT)
     assert asked == [0, *[sum(ends[: i + 1]) + i + 1 for i in range(3)]]  # each is kept for twice as long
     at = -1
     batch.plan(*rows, faster=1.2)
     assert asked[-1] == -1
+
+
+def test_what_is_told_of_forecasts_changes_how_likely_a_token_must_be():
+    lengths = []
+    for came in (0, 60):
+        batch = Batch()
+        for _ in range(2):
+            plan = batch.plan(*[row(i) for i in range(4)], faster=1 + 0.1 * len(batch.crowd._lines))
+            batch.crowd.learn(plan, [RowOutcome(i, n, min(came, n)) for i, n in enumerate(plan.draft_lengths)])
+        lengths.append(batch.lengths()[0])
+    assert lengths[0] < lengths[1]
+
+
+def test_an_index_that_is_made_is_not_paid_for_again():
+    """Towards the end of long texts there is no time left to make one, and those that were made are looked into."""
+    batch = Batch()
+    long = [row(i, length=50_000, room=4000) for i in range(4)]
+    assert batch.plan(*long) is not None
+    ends = [row(i, length=53_990, room=10) for i in range(4)]
+    assert batch.plan(*ends, faster=1.2) is not None, "weighed anew, of the same rows"
+    assert Batch().plan(*ends) is None
+    late = row(9, length=60_000, room=3)
+    joined = batch.plan(*ends[:3], late, faster=1.2)
+    assert [n > 0 for n in joined.draft_lengths] == [True] * 3 + [False], (
+        "a row that joins has an index that pays or none"
+    )
+
+
+def test_plain_rounds_that_nobody_asked_about_make_what_was_weighed_older():
+    batch = Batch()
+    batch.plan(*[row(i) for i in range(4)])
+    left = batch.crowd.rounds_left
+    batch.crowd.pass_rounds(5)
+    assert batch.crowd.rounds_left == left - 5
 
 
 def test_rows_that_join_have_tables_of_their_own_and_others_keep_theirs():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
-from selfspec.control.decider import COLD, NEARLY, TRY_ROUNDS
+from selfspec.control.decider import COLD, NEARLY, TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, Decision
 from selfspec.control.kinds import (
     BLOCK_SHARE,
@@ -325,11 +325,16 @@ def test_a_batch_tries_drafts_that_the_table_thinks_too_little_of():
         assert speedup > 1.2 and drafting > 0.5
 
 
-def test_it_tries_them_once_and_at_little_cost_where_the_table_is_right():
+def test_it_tries_them_once_and_at_little_cost_where_the_table_is_right(monkeypatch):
     costs = colder(made_up_costs(LAYERS), 1.5)
     speedup, drafting = in_batch(0.35, costs, costs)
     assert speedup > 0.99 and 0 < drafting < 0.04
-    assert in_batch(0.3, costs, costs, rows=1)[1] == 0, "a single row's table is taken at its word"
+    tried, decide = [], Decider.decide
+    monkeypatch.setattr(Decider, "decide", lambda *given: tried.append(decide(*given)) or tried[-1])
+    assert in_batch(0.3, costs, costs, rows=1)[1] < 0.01
+    assert tried and not any(tried), "a single row's table is taken at its word"
+    in_batch(0.35, costs, costs)
+    assert any(tried)
 
 
 def earlier(acceptance, costs, rows=4):

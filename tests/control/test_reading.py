@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from eval.replay import replay
-from selfspec.control.adaptive import TOLD, Adaptive
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.experience import Experience
+from selfspec.control.laps import Seconds
 from selfspec.control.lengths import WEIGH_SECONDS
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP
+from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Steady
 from selfspec.control.reading import (
     ASK_SECONDS,
     END_SECONDS,
@@ -21,7 +23,7 @@ from selfspec.control.reading import (
     Reading,
     could_pay,
 )
-from selfspec.control.rows import RowState, Shadow
+from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.drafting.lookup import Lookup
@@ -206,6 +208,55 @@ def test_a_round_of_a_batch_drafts_for_rows_with_a_match_and_for_no_others():
     assert [length > 0 for length in plan.draft_lengths] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("drafts", [("recycle",), ("exit", "recycle"), ("exit", "tree")])
+def test_a_batch_drafts_by_lookup_only_where_it_may(drafts):
+    run = replay(echoes(8), Adaptive(costs_of(4), drafts=drafts), costs_of(4), 4)
+    assert all(one.plan.exit_layer != LOOKUP for one in run.rounds if len(one.rows) > 2)
+
+
+@pytest.mark.parametrize("drafts", [("lookup",), ("exit", "lookup")])
+def test_calls_go_on_by_lookup_and_what_they_foresee_is_no_look(drafts):
+    """A look that is due waits where lookup drafts, and one at no layer is not waited for."""
+    told = []
+
+    class Asked(Adaptive):
+        left = 0  # rounds that the last one by lookup said were steady
+
+        def plan(self, rows):
+            plan = super().plan(rows)
+            assert plan.shadow is None or not self.left
+            self.left = max(0, self.left - 1)
+            if len(rows) == 4 and plan.exit_layer == LOOKUP:
+                told.append(self.steady.num_rounds)
+                self.left = told[-1]
+            return plan
+
+    policy = Asked(costs_of(4), drafts=drafts)
+    run = replay(echoes(24, tokens=400, period=70), policy, costs_of(4), 4)
+    assert len(told) > 30 and sum(n > 0 for n in told) > 0.8 * len(told)
+    assert any(one.plan.shadow is not None for one in run.rounds) == ("exit" in drafts)
+
+
+def test_rounds_that_nobody_asked_about_make_what_was_weighed_of_a_batch_older():
+    policy = Adaptive(costs_of(4), drafts=("lookup",))
+    rows = [row._replace(guesses=found(0)) for row in rows_of(4)]
+    while not policy.plain_ahead:
+        policy.observe(policy.plan(rows), [RowOutcome(row.request_id, 0, 0) for row in rows], Seconds(verify=1e-3))
+    ahead, left = policy.plain_ahead, policy._free._crowd.rounds_left
+    assert ahead <= left
+    policy.pass_plain(ahead, 1e-3 * ahead)
+    assert policy._free._crowd.rounds_left == left - ahead
+
+
+def test_a_batch_that_shrinks_to_rows_that_will_be_asked_about_foresees_nothing():
+    policy = Adaptive(replace(costs_of(4), ragged=None), drafts=("lookup",))
+    rows = rows_of(3)
+    policy.plan(rows)
+    assert not policy.reads_lookup
+    policy.plan([row._replace(guesses=None) for row in rows[:2]])
+    assert policy.reads_lookup and policy.steady == Steady()
+
+
 def test_prompts_of_a_batch_are_not_looked_at():
     policy = Adaptive(made_up_costs(LAYERS))
     first, *others = [policy.seed_layers(RowState(i, 100, 10_000)) for i in range(4)]
@@ -267,7 +318,10 @@ def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_d
         assert policy.seed_layers(row._replace(request_id=1)) == ()
         asked, could = [], policy._decider.could_pay
         policy._decider.could_pay = lambda *given, could=could, asked=asked: asked.append(1) or could(*given)
-        for i in range(2 * TOLD - 1):
+        for i in range(5):
             policy._joining = 0
             assert policy.seed_layers(row._replace(request_id=2 + i)) == ()
-        assert len(asked) == 1, "picks fade slowly"
+        assert not asked, "what could pay takes long to find out"
+        policy._experience = Experience(policy.costs, None, True)
+        policy._joining = 0
+        assert policy.seed_layers(row._replace(request_id=9)) == layers and asked

@@ -270,6 +270,19 @@ def test_each_round_by_lookup_lets_one_more_follow_as_far_as_the_policy_says(mon
     assert longest == 1 + steady + longer if longer < 1000 else (longest > 6 if steady else longest == 1)
 
 
+def test_a_table_that_drafts_longer_than_rows_have_room_for_takes_no_more_memory(monkeypatch):
+    class Endless(Together):
+        def plan(self, rows):
+            super().plan(rows)
+            huge = tuple([tuple([1 << 40 if n else 0 for n in own]) for own in self.lookups.lengths])
+            self.lookups = self.lookups._replace(lengths=huge)
+            lengths = self.lookups.drafted([row.match for row in rows], [row.room - 1 for row in rows])
+            return self.usual if lengths is None else Plan(LOOKUP, lengths)
+
+    rounds, calls = together(monkeypatch, Endless(4))
+    assert sum(map(len, calls)) == len(rounds) and any(any(call) for call in calls)
+
+
 def test_rounds_ahead_that_a_call_saw_need_no_matches(monkeypatch):
     """Plain rounds that wait were decoded because nothing mattered was found: nobody looks again."""
 
@@ -635,7 +648,11 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
         (Steady(3, lookups=Lookups((), (), (1.0,))), "lookups must have lengths and gains of every row, 1, by as many"),
         (Steady(3, lookups=Lookups(((0, 2),), ((0.0,),), (1.0,))), "got 1 rows' lengths and 1 rows' gains of [1, 2]"),
         (Steady(3, lookups=Lookups(((0, 2),), ((0.0, 1.0),), ())), "matches, and 0 needs"),
-        (Steady(3, lookups=Lookups(((0, 2.0),), ((0.0, 1.0),), (1.0,))), "lookups must have whole numbers as lengths"),
+        (Steady(3, lookups=Lookups(((0, 2.0),), ((0.0, 1.0),), (1.0,))), "lookups must be tuples, of whole numbers as"),
+        (Steady(3, lookups=Lookups(((0, 2),), ((0.0, 1.0),), ("x",))), "lookups must be tuples, of whole numbers as"),
+        (Steady(3, lookups=Lookups(((0, 2),), ((0.0, None),), (1.0,))), "lookups must be tuples, of whole numbers as"),
+        (Steady(3, lookups=Lookups(([0, 2],), ((0.0, 1.0),), (1.0,))), "lookups must be tuples, of whole numbers as"),
+        (Steady(3, lookups=[((0, 2),), ((0.0, 1.0),), (1.0,)]), "lookups must be Lookups or None, got [((0, 2),)"),
     ],
 )
 def test_what_is_no_steadiness_is_refused(steady, said):

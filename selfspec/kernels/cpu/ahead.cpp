@@ -24,9 +24,9 @@ struct Ahead {
     const double* needs;          // [num_needs]: of all rows, by what they draft in all, more as the last; or null
     const int64_t* grown;         // [num_grown]: instead of the last length, after so many rounds of that kind in a row
                                   // whose drafts were right as a whole, 1 and more; more are as the last
-    int64_t* found;               // out: [rounds, num_rows, found_size]: how many shorter matches, and what else
+    int64_t* found;               // out: [rounds + longer, num_rows, found_size]: how many shorter matches, and what else
                                   // `selfspec_index_add` tells
-    int64_t* given;               // [rounds]: whether no layer drafts; in: of the first, out: of all
+    int64_t* given;               // [rounds + longer]: whether no layer drafts; in: of the first, out: of all
     int64_t num_lengths, num_grown, num_needs, found_size;
     int64_t most_lookups;         // rounds after the first one that are drafted by lookup
     // Of a single row, but not before `kept` rounds after the first one: tokens that came as what followed its matches
