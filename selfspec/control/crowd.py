@@ -43,7 +43,8 @@ class Crowd:
         self._left, self._kept = 0, FIRST_KEPT // 2  # rounds, and for how many what was weighed is kept
         self._has_drafted = False  # since
         self._could_pay = False  # if every draft was right; else nobody looks into the rows' texts
-        self._read: set[tuple[int, int]] = set()  # rows whose indices are made
+        self._read: set[tuple[int, int]] = set()  # rows whose indices are made: to ask for a match makes one
+        self._are_read: list[bool] = []  # of `_rows`
         self._count = 0  # rows that the lines are for, at most
         self._forecast = 0.0  # tokens of the round that was planned last, if lookup drafts in it
 
@@ -63,7 +64,7 @@ class Crowd:
         lookups = self._lookups
         if lookups is None:
             return None
-        matches = [row.match for row in rows]
+        matches = [row.match if is_read else 0 for row, is_read in zip(rows, self._are_read, strict=True)]
         lengths = lookups.drafted(matches, [row.room - 1 for row in rows])
         if lengths is None:
             return None
@@ -122,8 +123,9 @@ class Crowd:
             self._lines.clear()
         known, self._count = self._lines, max(count, self._count)
         self._read_more(rows, worth)
-        for row in rows:
-            if row.whole in self._read and row.whole not in known and row.guesses is not None:
+        self._are_read = [row in self._read for row in self._rows]
+        for row, is_read in zip(rows, self._are_read, strict=True):
+            if is_read and row.whole not in known and row.guesses is not None:
                 self._finder.matches.take(row.guesses.take_tally(), row.request_id)
         self._lines = lines = {row.whole: known.get(row.whole) or self._line(row) for row in rows}
         if not any(any(lengths) for lengths, _ in lines.values()):

@@ -159,7 +159,7 @@ def test_an_index_that_is_made_is_not_paid_for_again():
     ends = [row(i, length=53_990, room=10) for i in range(4)]
     assert batch.plan(*ends, faster=1.2) is not None, "weighed anew, of the same rows"
     assert Batch().plan(*ends) is None
-    late = row(9, length=60_000, room=3)
+    late = RowState(9, 60_000, 3, Unread())
     joined = batch.plan(*ends[:3], late, faster=1.2)
     assert [n > 0 for n in joined.draft_lengths] == [True] * 3 + [False], (
         "a row that joins has an index that pays or none"
@@ -192,14 +192,15 @@ def test_another_text_of_the_same_number_is_another_row():
     assert batch.lengths()[0] < good
 
 
+class Unread:
+    is_own, is_stored = True, False
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} makes an index")
+
+
 @pytest.mark.parametrize(("kinds", "length"), [({"ragged": 50.0}, 50), ({"slower": 1e-4}, 50), ({}, 1 << 30)])
 def test_rows_whose_indices_cannot_pay_are_not_asked_for_them(kinds, length):
-    class Unread:
-        is_own, is_stored = True, False
-
-        def __getattr__(self, name):
-            raise AssertionError(f"{name} makes an index")
-
     batch = Batch(**kinds)
     rows = [RowState(i, length, 400, Unread()) for i in range(4)]
     for _ in range(10):
