@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from selfspec.kernels import compiled_call as c
 from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import FEW, CompiledBody
-from selfspec.target.round_room import Done, Drafter, Further, Given, Spare
+from selfspec.target.round_room import Done, Drafter, Further, Given
+from selfspec.target.spare_rooms import Spare
 
 STEP = 8  # drafted tokens: buffers are made for so many, or for a power of two
 MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
