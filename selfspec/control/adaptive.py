@@ -100,7 +100,7 @@ class Adaptive:
     def _forget_decision(self) -> None:
         self._times.decide_now()
         self._made = self._promising = None
-        self._alike = 0
+        self._alike = self._first_to_see = 0
 
     def tell_pace(self, pace: Any) -> None:
         """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
@@ -268,8 +268,9 @@ class Adaptive:
         if found is not None:
             self._times.put_off(self._batch)
             exit_layer = self._decider.decision.exit_layer
-            is_followed = self._free is not None and self._free.is_followed  # then calls go on by lookup
-            if is_followed and self._looks.are_due and self._layers_to_see(exit_layer):
+            if self._looks.are_due and self._layers_to_see(exit_layer):
+                if self._free is None or not self._free.is_followed:
+                    return found  # no call goes on by lookup, and a round without comes to a look
                 self._looks.put_off()
             self._likely = self._by_layers(rows) if exit_layer is not None else self._idle
         return found

@@ -137,14 +137,14 @@ class Crowd:
         self._lookups = Lookups(tuple([n for n, _ in ordered]), tuple([gain for _, gain in ordered]), needs)
 
     def _read_more(self, rows: Sequence[RowState], worth: Worth) -> None:
-        """Other rows' indices are made if they take little beside the forwards to come."""
-        new = [row for row in rows if row.whole not in self._read]
+        """Indices of other rows are made, each if it takes little beside the row's share of the forwards to come."""
         self._read.intersection_update(self._rows)
-        if not new:
-            return
-        tokens, room = sum([row.content_length + row.room for row in new]), max([row.room for row in new])
-        if READ_SECONDS * tokens <= FOLLOW_SHARE * worth.plain_seconds * room:
-            self._read.update([row.whole for row in new])
+        each = FOLLOW_SHARE * worth.plain_seconds / len(rows)
+        for row in rows:
+            takes = READ_SECONDS * (row.content_length + row.room)
+            if row.whole not in self._read and takes <= each * row.room:
+                self._read.add(row.whole)
+                self._lines.pop(row.whole, None)  # which was that of a row that is not looked up
 
     def _line(self, row: RowState) -> Line:
         """What a row drafts after matches of 0, 1, 2, .. tokens."""

@@ -12,6 +12,7 @@ from selfspec.control.lengths import FIRST_KEPT, KEPT
 from selfspec.control.matches import LONG, Matches
 from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import LOOKUP, MATCH_EDGES, NUM_MATCH_BINS, Lookups, Plan, Steady
+from selfspec.control.reading import FOLLOW_SHARE, READ_SECONDS
 from selfspec.control.rows import RowOutcome, RowState, Tally
 from selfspec.control.worth import Worth
 from tests.control.rounds import NOTHING, found
@@ -164,6 +165,20 @@ def test_an_index_that_is_made_is_not_paid_for_again():
     assert [n > 0 for n in joined.draft_lengths] == [True] * 3 + [False], (
         "a row that joins has an index that pays or none"
     )
+
+
+def test_a_row_whose_index_is_not_made_holds_up_no_other_and_is_read_once_its_share_suffices():
+    batch, endless = Batch(), RowState(8, 1 << 30, 200, Unread())
+    assert batch.plan(endless, row(1, room=4000), row(2, room=4000)) is not None, "on nobody else's budget, too"
+    assert [n > 0 for n in batch.lengths()] == [False, True, True]
+    slow = Batch(slower=0.02)
+    texts = [row(i, length=90, room=60, tally=ALWAYS) for i in range(4)]
+    alone = READ_SECONDS * (90 + 60)
+    share = FOLLOW_SHARE * slow.worth.plain_seconds * 60
+    assert share / 4 < alone < share / 2, "else this says nothing"
+    assert slow.plan(*texts) is None
+    slow.plan(*texts[:2])
+    assert slow.lengths() is not None and all(n > 0 for n in slow.lengths())
 
 
 def test_plain_rounds_that_nobody_asked_about_make_what_was_weighed_older():
