@@ -78,12 +78,9 @@ class Ahead:
 
     def is_quiet(self, lookups: Lookups | None) -> bool:
         """Whether a round waits that by this table of a batch's rows lookup did not draft."""
-        return bool(self._coming) and lookups is not None and self._steady.lookups is lookups and not self._is_found
-
-    @property
-    def _is_found(self) -> bool:
-        """Whether lookup drafted the next of those that wait."""
-        return any(self._coming[0].found or ())
+        if not self._coming or lookups is None or self._steady.lookups is not lookups:
+            return False
+        return not any(self._coming[0].found or ())
 
     @property
     def coming(self) -> Sequence[Coming]:
@@ -109,10 +106,10 @@ class Ahead:
         if not self._coming:
             return None
         found, are_there = self._coming[0].found, [(row.request_id, len(row.content)) for row in rows] == self._rows
-        if found is None or not self._is_found:
-            is_planned = are_there and part is self._part and self._is_usual(plan, rows)
-        else:
+        if found is not None and any(found):
             is_planned = are_there and _is_of(plan, found)
+        else:
+            is_planned = are_there and part is self._part and self._is_usual(plan, rows)
         if not is_planned:
             self.forget()
             return None

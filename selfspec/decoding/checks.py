@@ -79,12 +79,13 @@ def check_lookups(lookups: Lookups, num_rows: int) -> None:
             f"least one, and needs, got {len(lengths)} rows' lengths and {len(gains)} rows' gains of {sorted(sizes)} "
             f"matches, and {len(needs)} needs"
         )
-    are_fixed = all(type(part) is tuple for part in (lengths, gains, needs, *lengths, *gains))
-    are_whole = all(type(n) is int for of_row in lengths for n in of_row)
-    if not (are_fixed and are_whole and all(type(x) is float for part in (*gains, needs) for x in part)):
+    wrong: list[object] = [part for part in (lengths, gains, needs, *lengths, *gains) if type(part) is not tuple]
+    wrong += [n for of_row in lengths for n in of_row if type(n) is not int]
+    wrong += [x for numbers in (*gains, needs) for x in numbers if type(x) is not float]
+    if wrong:
         raise ValueError(
             "a steady policy's lookups must be tuples, of whole numbers as lengths and of floats as gains and needs, "
-            f"got {lookups!r}"
+            f"got {wrong[0]!r} among them"
         )
 
 

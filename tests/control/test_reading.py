@@ -237,6 +237,18 @@ def test_calls_go_on_by_lookup_and_what_they_foresee_is_no_look(drafts):
     assert any(one.plan.shadow is not None for one in run.rounds) == ("exit" in drafts)
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_where_no_call_goes_on_by_lookup_a_due_look_is_foreseen(is_stored):
+    """Usual rounds that were announced would be decoded in vain: the first without a match looks at layers."""
+    policy = Adaptive(costs_of(4), drafts=("exit", "lookup"))
+    rows = [row._replace(guesses=found(12, is_stored=is_stored)) for row in rows_of(4)]
+    assert policy.plan(rows).exit_layer == LOOKUP
+    policy._looks._credit, policy._looks._due, policy._looks.are_awaited = 1.0, 0, False
+    assert policy._looks.are_due
+    assert policy.plan(rows).exit_layer == LOOKUP
+    assert (policy.steady.num_rounds > 0) != is_stored and policy._looks.are_due == is_stored
+
+
 def test_rounds_that_nobody_asked_about_make_what_was_weighed_of_a_batch_older():
     policy = Adaptive(costs_of(4), drafts=("lookup",))
     rows = [row._replace(guesses=found(0)) for row in rows_of(4)]
@@ -322,6 +334,10 @@ def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_d
             policy._joining = 0
             assert policy.seed_layers(row._replace(request_id=2 + i)) == ()
         assert not asked, "what could pay takes long to find out"
+        policy.tell_copies(True)
+        policy._joining = 0
+        policy.seed_layers(row._replace(request_id=8))
+        assert len(asked) == 1, "copies make other layers pay"
         policy._experience = Experience(policy.costs, None, True)
         policy._joining = 0
-        assert policy.seed_layers(row._replace(request_id=9)) == layers and asked
+        assert policy.seed_layers(row._replace(request_id=9)) == layers
