@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from selfspec.control.finder import Finder
-from selfspec.control.lengths import FIRST_KEPT, KEPT, MOST_KEPT, SAME, WEIGHING
+from selfspec.control.lengths import FIRST_KEPT, KEPT, MOST_KEPT, SAME, SHORTEST, WEIGHING
 from selfspec.control.matches import LEAST, LONG, MOST_FOUND, bin_of
 from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import LOOKUP, Lookups, Plan, Steady
@@ -21,7 +21,8 @@ from selfspec.control.worth import Worth
 
 # Of the interpreter, on cold caches: to weigh what rows draft, and for each of them.
 WEIGH_SECONDS, WEIGH_ROW = 2e-4, 5e-5
-BINS = [bin_of(match) for match in range(1, LONG + 1)]  # of matches, longer ones as the last
+# By match, longer ones as the last, where in `SHORTEST`: what is drafted after a bin's shortest is after all of it.
+AFTER = [0, *[1 + bin_of(match) for match in range(1, LONG + 1)]]
 TYPICAL = 8  # tokens drafted by a row in rounds by which a token more is priced
 Line = tuple[tuple[int, ...], tuple[float, ...]]  # of a row, by match: tokens, and those likely to be right
 NOTHING: Line = (0,) * (LONG + 1), (0.0,) * (LONG + 1)
@@ -152,12 +153,15 @@ class Crowd:
             return NOTHING
         right = self._finder.matches.rights(row.request_id)
         most, least = min(self._finder.most, MOST_FOUND, MOST_PACKED // self._count), max(LEAST, self._each)
-        lengths, gains = [0], [0.0]
-        for match in range(1, LONG + 1):
-            count, chance, gain = 0, right[BINS[match - 1]], 0.0
-            while chance >= least and count < most:
-                count, gain, match = count + 1, gain + chance, min(match + 1, LONG)
-                chance *= right[BINS[match - 1]]
-            lengths.append(count)
-            gains.append(gain)
-        return tuple(lengths), tuple(gains)
+        drafts = [(0, 0.0), *[_draft(right, shortest, most, least) for shortest in SHORTEST[1:]]]
+        lengths, gains = zip(*[drafts[at] for at in AFTER], strict=True)
+        return lengths, gains
+
+
+def _draft(right: Sequence[float], match: int, most: int, least: float) -> tuple[int, float]:
+    """Tokens that are as likely as `least`, and how many of them are likely to be right, after such a match."""
+    count, chance, gain = 0, right[bin_of(match)], 0.0
+    while chance >= least and count < most:
+        count, gain, match = count + 1, gain + chance, match + 1
+        chance *= right[bin_of(match)]
+    return count, gain

@@ -15,8 +15,8 @@ from selfspec.control.plan import MATCH_EDGES
 from selfspec.control.rows import Looked, Tally
 
 LONG = MATCH_EDGES[-1]  # from here on
-FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)  # by bin: how often a token is right that nothing is known of
-FIRST_WEIGHT, POOL_WEIGHT = 2.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
+FIRST = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # by bin: how often a token is right that nothing is known of
+FIRST_WEIGHT, POOL_WEIGHT = 8.0, 6.0  # observations that is worth beside the pooled ones, and those beside a position's
 ROW_WEIGHT = 6.0  # and all rows' observations beside a row's own
 HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # tokens after which an observation counts half, of all rows and of a row's own
 LEAST = 0.05  # tokens less likely than this to be right are not drafted

@@ -16,8 +16,10 @@ CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.99
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
 FEW_BINNED = 24  # confidences: an array of fewer takes longer
-MATCH_EDGES = (2, 3, 4, 6, 9)
-"""Bounds between the bins of what lookup matched, in tokens: 1, 2, 3, 4-5, 6-8, 9 and more."""
+MATCH_EDGES = (2, 3, 4, 6, 9, 16, 32)
+"""Bounds between the bins of what lookup matched, in tokens: 1, 2, 3, 4-5, 6-8, 9-15, 16-31, 32 and more.
+
+Compiled indices have a byte for each bin in a word, and the same bounds (`lookup.cpp`)."""
 NUM_MATCH_BINS = len(MATCH_EDGES) + 1
 SEED_POSITIONS = 16  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
 

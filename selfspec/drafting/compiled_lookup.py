@@ -120,7 +120,7 @@ class CompiledLookup(Lookup):
         uncounted, self._uncounted = self._uncounted, []
         for told in uncounted:
             for counts, each in zip((self._seen, self._right), told, strict=True):
-                for at, count in enumerate(each.to_bytes(8, "little")[: len(counts)]):
+                for at, count in enumerate(each.to_bytes(8, "little", signed=True)[: len(counts)]):
                     counts[at] += count
 
 

@@ -18,7 +18,7 @@ from selfspec.control.rows import Tally
 from selfspec.drafting.exit import Draft
 from selfspec.target.cache import Tree, tensor_of
 
-MOST_MATCHED = 16  # longest match told from longer ones
+MOST_MATCHED = 32  # longest match told from longer ones
 _NO_KEY, _MIX = -1, 0x9E3779B1
 _BEGINNING = -1  # the token before the first: like no other
 

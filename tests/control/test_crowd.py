@@ -143,7 +143,7 @@ def test_what_is_told_of_forecasts_changes_how_likely_a_token_must_be():
         for _ in range(2):
             plan = batch.plan(*[row(i) for i in range(4)], faster=1 + 0.1 * len(batch.crowd._lines))
             batch.crowd.learn(plan, [RowOutcome(i, n, min(came, n)) for i, n in enumerate(plan.draft_lengths)])
-        lengths.append(batch.lengths()[0])
+        lengths.append(batch.crowd.steady(Steady(1000)).lookups.lengths[0][9])
     assert lengths[0] < lengths[1]
 
 
@@ -244,9 +244,10 @@ def test_tables_are_those_of_the_chances_token_by_token(counts):
         return
     rights, least = crowd._finder.matches.rights(0), max(crowd._each, 0.05)
     for match in range(1, LONG + 1):
+        shortest = max(edge for edge in (1, *MATCH_EDGES) if edge <= match)
         chance, chances = 1.0, []
         for at in range(64):
-            chance *= rights[sum(match + at >= edge for edge in MATCH_EDGES)]
+            chance *= rights[sum(shortest + at >= edge for edge in MATCH_EDGES)]
             chances.append(chance)
         kept = [chance for chance in chances if chance >= least]
         assert lookups.lengths[0][match] == min(len(kept), 63)

@@ -13,7 +13,7 @@ from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Follower
 from selfspec.control.lengths import LEAST_SURPRISES, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
-from selfspec.control.matches import Matches
+from selfspec.control.matches import LONG, Matches
 from selfspec.control.plan import NUM_MATCH_BINS, Plan, Steady
 from selfspec.control.reading import may_interrupt
 from selfspec.control.rows import Looked, RowOutcome, RowState, Tally
@@ -23,7 +23,7 @@ from tests.control.test_adaptive import LAYERS
 from tests.control.test_finder import PLAIN, worth_of
 from tests.eval.replays import made_up_costs
 
-LONG_MATCH, EVERY_MATCH = (0, 0, 0, 0, 0, 40), (40,) * NUM_MATCH_BINS
+LONG_MATCH, EVERY_MATCH = (0, 0, 0, 0, 0, 40, 40, 40), (40,) * NUM_MATCH_BINS
 
 
 def follower(**options):
@@ -79,7 +79,8 @@ def test_what_the_index_tells_of_a_text_decides_what_is_drafted_after_which_matc
 
 def test_long_prompts_count_for_little_beside_what_is_written():
     """In the prompt nothing was right; in what came after, all was."""
-    prompt, came = Tally(4000, (600,) * 6, (0,) * 6), Tally(9, (9,) * 6, (9,) * 6)
+    prompt = Tally(4000, (600,) * NUM_MATCH_BINS, NOTHING)
+    came = Tally(9, (9,) * NUM_MATCH_BINS, (9,) * NUM_MATCH_BINS)
     chances = []
     for tallies in ([prompt, came], [Tally(0, NOTHING, NOTHING), prompt, came]):
         matches = Matches()
@@ -122,7 +123,7 @@ def test_nothing_is_weighed_before_there_is_something_to_learn(monkeypatch):
 @pytest.mark.parametrize("usual", [PLAIN, 1e9])
 def test_tokens_that_lookup_would_have_guessed_are_something_to_learn_where_it_drafts_nothing(usual, monkeypatch):
     weighing = Weighing(monkeypatch, drafts=("lookup",))
-    for guessed in ((0,) * 6, (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 1, 1)):
+    for guessed in (NOTHING, (0, 0, 0, 0, 1, 0, 0, 0), (0, 0, 0, 0, 1, 1, 0, 0)):
         for _ in range(40 - 10 * (sum(guessed) > 1)):
             state = RowState(0, 50, 1000, found(0, guessed=guessed))
             weighing.round(0, usual=usual, guessed=guessed)
@@ -138,7 +139,7 @@ def test_tokens_that_lookup_would_have_guessed_are_something_to_learn_where_it_d
 )
 def test_calls_and_the_policy_agree_on_what_is_a_surprise_and_when_it_is_weighed(rounds, beside, share):
     """Also where layers are to draft for once in the place of lookup, and in the last round that was kept."""
-    followed, guessed = follower(drafts=("lookup",)), (3, 0, 1, 0, 0, 40)
+    followed, guessed = follower(drafts=("lookup",)), (3, 0, 1, 0, 0, 40, 0, 20)
     usual = share * plan_of(follower(drafts=("lookup",)), usual=0.0).speedup / worth_of(1).plain_seconds
     for match, right in rounds:
         plan = plan_of(followed, match, usual=usual, beside=beside, guessed=guessed)
@@ -156,7 +157,7 @@ def test_what_is_known_holds_for_another_row_unless_lookup_drafted_in_the_last_o
     weighing = Weighing(monkeypatch, drafts=("lookup",))
     for round_ in range(40):
         weighing.round(14 if has_drafted and round_ == 20 else 0)
-    weighing.round(0, request_id=1, tallies=[Tally(9, (9,) * 6, (9,) * 6)])
+    weighing.round(0, request_id=1, tallies=[Tally(9, (9,) * NUM_MATCH_BINS, (9,) * NUM_MATCH_BINS)])
     assert weighing.asked == ([0, 40] if has_drafted else [0])
     assert weighing.followed._finder.matches.knows(1), "its prompt counts, weighed or not"
 
@@ -171,8 +172,8 @@ def test_drafts_that_are_right_grow_up_to_the_longest_that_could_pay(length, mos
 
 
 def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_the_same_row_alone():
-    followed, drafted = follower(drafts=("lookup",)), []
-    for match in (14, 14, 14, 4, 14):
+    followed, drafted = told(Tally(300, EVERY_MATCH, (25,) * NUM_MATCH_BINS), drafts=("lookup",)), []
+    for match in (LONG, 50, LONG, LONG - 1, LONG):
         plan = plan_of(followed, match)
         steady = lengths_of(followed)
         assert steady.streak == len(drafted) % 4 and steady.grown[0] == 2 * steady.lengths[-1]
@@ -180,7 +181,7 @@ def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_th
         learn(followed, plan, drafted[-1])
     first = steady.lengths[-1]
     assert drafted[:3] == [first, *steady.grown[:2]] and drafted[4] == first
-    assert plan_of(followed, room=first).draft_lengths == (first - 1,), "as far as there is room"
+    assert plan_of(followed, LONG, room=first).draft_lengths == (first - 1,), "as far as there is room"
     for ended in (
         lambda: learn(followed, plan, first - 1),
         lambda: followed.pass_others(False),
@@ -197,10 +198,10 @@ def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_th
 
 def test_the_policy_is_told_where_lookup_gives_way_to_layers_for_once():
     followed = follower(drafts=("lookup",))
-    usual = 0.8 * plan_of(follower(drafts=("lookup",)), usual=0.0).speedup / worth_of(1).plain_seconds
+    usual = 0.8 * plan_of(follower(drafts=("lookup",)), LONG, usual=0.0).speedup / worth_of(1).plain_seconds
     planned = []
     for left in range(EVERY, -1, -1):
-        planned.append((plan_of(followed, usual=usual, beside=True), followed._finder.gives_way))
+        planned.append((plan_of(followed, LONG, usual=usual, beside=True), followed._finder.gives_way))
         steady = lengths_of(followed, beside=True)
         assert steady.most_lookups == (left - 1 if left > 1 else EVERY) or left == 0
         assert (steady.lengths[-1] == TO_ASK) == (left <= 1)
@@ -228,7 +229,8 @@ def test_drafts_may_branch_in_the_middle_of_a_call_only_beside_long_forwards(slo
     ones = {name: getattr(costs, name).scaled(slower) for name in ("plain", "head", "pick", "rest")}
     followed, worth = follower(), Worth(replace(costs, **ones), 1)
     assert may_interrupt(worth) == branches
-    plan = plan_of(followed, 2, worth=worth, first=[3, 4], tallies=[Tally(99, (30,) * 6, (15,) * 6)])
+    half = Tally(99, (30,) * NUM_MATCH_BINS, (15,) * NUM_MATCH_BINS)
+    plan = plan_of(followed, 2, worth=worth, first=[3, 4], tallies=[half])
     assert any(lengths_of(followed).branches) == followed.wants_looks == branches
     assert plan is None or (3 in plan.trees[0].tokens) == branches
     seen = Looked(2, 1, 0, ranks=((2, True, 0),))

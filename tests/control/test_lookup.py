@@ -52,8 +52,9 @@ def seconds_of(texts, **options):
 # ------------------------------------------------------------------------------------------------------------- matches
 
 
-def test_match_lengths_fall_into_six_bins():
-    assert [bin_of(match) for match in (1, 2, 3, 4, 5, 6, 8, 9, 16, 200)] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 5]
+def test_match_lengths_fall_into_eight_bins():
+    matches = (1, 2, 3, 4, 5, 6, 8, 9, 15, 16, 31, 32, 200)
+    assert [bin_of(match) for match in matches] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
 
 looks = st.builds(

@@ -86,7 +86,8 @@ def test_alternatives_are_what_followed_shorter_matches(kind, content, most, ste
 
 @BOTH
 @example(content=[1, 2] * 40, most=16, steps=[70, 1, 9])
-@given(content=contents, most=st.integers(1, 20), steps=st.lists(st.integers(1, 90), min_size=1, max_size=8))
+@example(content=[*range(9)] * 12, most=32, steps=[60, 40, 1, 7])
+@given(content=contents, most=st.integers(1, 40), steps=st.lists(st.integers(1, 90), min_size=1, max_size=8))
 def test_the_index_tells_how_often_a_guess_would_have_been_right(kind, content, most, steps):
     """Every token counts once, whether anybody asked for matches in between or not."""
     grown = []

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t NO_KEY = -1, BEGINNING = -1;  // the latter: the token before the first
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15;
-constexpr int64_t EDGES[] = {2, 3, 4, 6, 9};  // between bins of matches: `MATCH_EDGES` of selfspec.control.plan
+constexpr int64_t EDGES[] = {2, 3, 4, 6, 9, 16, 32};  // between bins of matches: `MATCH_EDGES` of selfspec.control.plan
 
 class Index {
     int64_t most, count = 0;                      // longest match; children in the table
