@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.costs import Costs
+from selfspec.control.measured import CONTEXT
 from selfspec.control.plan import LOOKUP
 from selfspec.control.worth import MOST_GUESSES, deepest_copy
 

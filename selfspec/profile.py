@@ -22,7 +22,8 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.control.costs import Copies, Costs
+from selfspec.control.costs import Costs
+from selfspec.control.measured import Copies
 from selfspec.control.table import Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder

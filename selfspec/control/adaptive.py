@@ -16,23 +16,23 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.decider import COLD, TRY_ROUNDS, Decider
-from selfspec.control.decision import HANDICAP, spread
+from selfspec.control.costs import Costs
+from selfspec.control.decider import TRY_ROUNDS, Decider
 from selfspec.control.experience import Experience
 from selfspec.control.free import Free
-from selfspec.control.kinds import LEAST, block_of, rounds_apart
+from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import Looks
+from selfspec.control.measured import CONTEXT
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DEFAULT_DRAFTS, SEED_POSITIONS, Plan, ShadowPlan, Steady
+from selfspec.control.plan import DEFAULT_DRAFTS, Plan, ShadowPlan, Steady
 from selfspec.control.rows import RowOutcome, RowState, Shadow
-from selfspec.control.timetable import AHEAD, DECIDING, IDLE_ROUNDS, Timetable
+from selfspec.control.seeding import Seeding
+from selfspec.control.timetable import DECIDING, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
+from selfspec.control.trials import Trials
 
-SEED_SHARE = 0.01  # of the time, for looks at a prompt's last positions, where nothing is known and none is beside it
-SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
 LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
 # A decision holds as long as no larger share of its rows has left (of up to `SMALL` rows, and of more) or joined; and
 # where all that is left to come takes no longer than `SOON_DONE`, since another would take a fifth of that.
@@ -60,25 +60,18 @@ class Adaptive:
         self.costs = costs
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        self._experience, self._has_prior = Experience(costs, prior, "tree" in drafts), prior is not None
-        self._decider = Decider(costs, self._experience, self._allowed)
-        self._free = Free(costs, self._decider, most, drafts) if {"lookup", "recycle"} & {*drafts} else None
+        has_prior = prior is not None
+        self._experience = Experience(costs, prior, "tree" in drafts)
+        self._decider = Decider(costs, self._experience, self._allowed, self.most)
+        self._free = Free(costs, self._decider, most, drafts)
         self._cascades = "cascade" in drafts
-        self._looks = Looks(costs, self._has_prior)
-        self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
-        self._times = Timetable(self._has_prior)
+        self._may_copy = "copies" in drafts
+        self._seeding = Seeding(costs, self._experience, self._decider, [] if has_prior else self._allowed)
+        self._looks, self._times, self._trials = Looks(costs, has_prior), Timetable(has_prior), Trials()
         self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
-        self._joining = 0  # prompts read since the last plan
-        self._first_to_see = 0  # the likeliest exit when a prompt was to be looked at last; 0: none was
-        self._plain_run = 0  # plain rounds since the last one that drafted
-        self._block = 0  # plain rounds still to come before drafts go on
-        self._in_block = False  # whether the last round was one of those
-        self._trying = 0  # rounds still to come of drafts that are tried
-        self._may_copy = "copies" in drafts
         self._idle = Plan(None, (0,), speedup=1.0)
-        self._made: Plan | None = None  # since the last decision
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
 
@@ -99,8 +92,8 @@ class Adaptive:
 
     def _forget_decision(self) -> None:
         self._times.decide_now()
-        self._made = self._promising = None
-        self._alike = self._first_to_see = 0
+        self._alike = 0
+        self._seeding.forget()
 
     def tell_pace(self, pace: Any) -> None:
         """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
@@ -113,22 +106,22 @@ class Adaptive:
     @property
     def reads_lookup(self) -> bool:
         """Whether rows may draft by lookup, as far as that pays."""
-        return self._free is not None and self._free.is_on(self._batch)
+        return self._free.is_on(self._batch)
 
     @property
     def hears_lookup(self) -> bool:
         """Whether what would have come of lookups in the round that was planned last is worth telling."""
-        return self._free is not None and bool(self._free.told_of)
+        return bool(self._free.told_of)
 
     @property
     def reads_ranks(self) -> bool:
         """Whether branches may be drafted beside what lookup finds."""
-        return self._free is not None and self._free.branches(self._batch)
+        return self._free.branches(self._batch)
 
     @property
     def recycles(self) -> bool:
         """Whether what verification thought likely is kept."""
-        return self._free is not None and self._free.recycles(self._batch)
+        return self._free.recycles(self._batch)
 
     @property
     def plain_ahead(self) -> int:
@@ -139,13 +132,12 @@ class Adaptive:
     def steady(self) -> Steady:
         """How many of the next rounds are likely to be as the one that was planned last."""
         likely = self._likely
-        if likely is not None and self._in_block:
-            return Steady(self._block)
+        if likely is not None and self._trials.is_in_block:
+            return Steady(self._trials.block)
         if likely is None or likely.guesses:
             return Steady()
         longer = max(0, min(self._times.may_put_off(self._batch), self._looks.rounds_left - self._next_alike))
-        most = Steady(self._next_alike, usual=likely, longer=longer)
-        return most._replace(usual=None) if self._free is None else self._free.steady(likely, most, self._checks)
+        return self._free.steady(likely, Steady(self._next_alike, usual=likely, longer=longer), self._checks)
 
     @property
     def _next_alike(self) -> int:
@@ -159,30 +151,14 @@ class Adaptive:
             seconds: of their forwards.
         """
         self._times.pass_ahead(num_rounds)
-        self._plain_run += num_rounds
-        if self._free is not None:
-            self._free.pass_plain(num_rounds, self._batch)
+        self._trials.plain_run += num_rounds
+        self._free.pass_plain(num_rounds, self._batch)
         self._experience.add_idle(num_rounds)
         self._looks.pass_idle(seconds, num_rounds)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
-        """As many layers of a prompt as the row's output can pay for, spread over the depth, likely exits first."""
-        self._joining += 1
-        if not self._allowed or self._has_prior or self._joining > 1 or self._batch > 1:
-            return ()  # rounds tell soon enough, and of what the model writes
-        if self._first_to_see and self._experience.num_counted(self._first_to_see) >= SEEN:
-            return ()  # to ask what could pay takes as long as half a decision
-        positions = min(SEED_POSITIONS, row.content_length - 1)
-        budget = SEED_SHARE * row.room * self.costs.plain_round(1)
-        could = self._decider.could_pay(self._decider.worth_of(max(1, self._batch), row.content_length), HANDICAP)
-        order = [layer for layer in spread(self.costs.num_layers) if layer in could]
-        self._first_to_see = order[0] if order else 0
-        if order and self.tracker.num_lasting(order[0]) >= SEEN:
-            return ()
-        count = len(order)
-        while count and self.costs.seed(count, positions) > budget:
-            count -= 1
-        return tuple(sorted(order[:count]))
+        """Those at which a prompt is looked at while it is read."""
+        return self._seeding.layers(row, self._batch)
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self.tracker.add_shadow(shadow)
@@ -195,15 +171,26 @@ class Adaptive:
             self._alike -= 1
             row = rows[0]
             if len(rows) == 1 and row.request_id == self._alike_for and self._likely is not None:
-                match = 0 if self._free is None else self._free.match_of(row)
+                match = self._free.match_of(row)
                 if self._is_alike(row, match):
                     self._pass_alike(row, match)
                     return self._likely
             self._alike = 0
-        self._joining, self._likely = 0, None
-        if self._free is not None:
-            self._free.forget_round()
+        self._likely = None
+        self._seeding.begin_round()
+        self._free.forget_round()
         self._times.begin()
+        self._decide_if_due(rows)
+        if len(rows) != len(self._idle.draft_lengths):
+            self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
+        self._context = max([row.content_length for row in rows])
+        self._looks.tell_room(max([row.room for row in rows]))
+        if self._trials.begin():
+            self._likely = self._idle
+            return self._idle
+        return self._by_lookup(rows) or self._without_lookup(rows)
+
+    def _decide_if_due(self, rows: Sequence[RowState]) -> None:
         processes = True in [row.has_processors for row in rows]
         self._fewest = min(self._fewest, len(rows))
         are_more = len(rows) - self._fewest > JOINED * self._batch
@@ -212,29 +199,6 @@ class Adaptive:
         if self._times.is_due or are_fewer or are_more or processes != self._processes:
             self._processes = processes
             self._decide(rows)
-        if len(rows) != len(self._idle.draft_lengths):
-            self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
-        self._context = max([row.content_length for row in rows])
-        self._looks.tell_room(max([row.room for row in rows]))
-        self._in_block = self._block > 0
-        if self._block:
-            self._block -= 1
-            self._likely = self._idle
-            return self._idle
-        found = self._by_lookup(rows)
-        if found is not None:
-            return found
-        looks = self._looks.are_due and not self._try_again(len(rows))
-        exit_layer = self._decider.decision.exit_layer
-        shadow = self._shadow(exit_layer, len(rows)) if looks else None
-        if exit_layer is None:
-            return self._without_drafts(len(rows), shadow)
-        plan = self._by_layers(rows, shadow, 0 if self._free is None else self._checks(self._free.chances))
-        if shadow is None and plan is not self._idle:
-            self._likely = plan
-            if len(rows) == 1 and not self.hears_lookup:
-                self._plan_alike(rows[0])
-        return plan
 
     def _are_soon_done(self, rows: Sequence[RowState]) -> bool:
         """Whether what is left of fewer rows than something was decided for is not worth another decision."""
@@ -243,112 +207,94 @@ class Adaptive:
 
     def _plan_alike(self, row: RowState) -> None:
         """The next rounds of a single row are likely to be planned as this one was."""
-        free, self._alike_for = self._free, row.request_id
-        if self._is_alike(row, 0 if free is None else free.match_of(row)):
+        self._alike_for = row.request_id
+        if self._is_alike(row, self._free.match_of(row)):
             self._alike = self._next_alike
 
     def _is_alike(self, row: RowState, match: int) -> bool:
         """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
-        if row.room <= self.most:
-            return False
-        return self._free is None or self._free.is_quiet(row, match, self._checks)
+        return row.room > self.most and self._free.is_quiet(row, match, self._checks)
 
     def _pass_alike(self, row: RowState, match: int) -> None:
         """Count a round that is planned as the one before."""
-        self._joining = 0
+        self._seeding.begin_round()
         self._times.begin()
         self._context = row.content_length
         self._looks.tell_room(row.room)
-        if self._free is not None:
-            self._free.pass_quiet(match)
+        self._free.pass_quiet(match)
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays."""
-        found = None if self._free is None else self._free.plan(rows)
+        found = self._free.plan(rows)
         if found is not None:
             self._times.put_off(self._batch)
             exit_layer = self._decider.decision.exit_layer
-            if self._looks.are_due and self._layers_to_see(exit_layer):
-                if self._free is None or not self._free.is_followed:
+            if self._looks.are_due and self._decider.layers_to_see():
+                if not self._free.is_followed:
                     return found  # no call goes on by lookup, and a round without comes to a look
                 self._looks.put_off()
             self._likely = self._by_layers(rows) if exit_layer is not None else self._idle
         return found
 
+    def _without_lookup(self, rows: Sequence[RowState]) -> Plan:
+        """What was decided, by layers or without drafts; with a look at layers where one is due."""
+        looks = self._looks.are_due and not self._try_again()
+        exit_layer = self._decider.decision.exit_layer
+        shadow = self._shadow(exit_layer, len(rows)) if looks else None
+        if exit_layer is None:
+            return self._without_drafts(len(rows), shadow)
+        plan = self._by_layers(rows, shadow, self._checks(self._free.chances))
+        if shadow is None and plan is not self._idle:
+            self._likely = plan
+            if len(rows) == 1 and not self.hears_lookup:
+                self._plan_alike(rows[0])
+        return plan
+
     def _without_drafts(self, num_rows: int, shadow: ShadowPlan | None) -> Plan:
         if shadow is not None:
             return Plan(None, self._idle.draft_lengths, shadow=shadow)
-        if self._plain_run > block_of(num_rows).rounds and not self.recycles and not self._times.has_clock:
-            self._times.look_ahead(min(AHEAD if self._free is None else self._free.pause, self._looks.rounds_left))
+        if self._trials.is_settled(num_rows) and not self.recycles and not self._times.has_clock:
+            self._times.look_ahead(min(self._free.pause, self._looks.rounds_left))
         self._likely = self._idle
         return self._idle
 
     def _checks(self, chances: Sequence[float]) -> int:
         """How many guesses that are as likely, the first, the first two, .. an early pass checks."""
-        may_check = self._cascades and self._free is not None and self._free.may_interrupt
-        return self._decider.guesses(chances) if may_check else 0
+        return self._decider.guesses(chances) if self._cascades and self._free.may_interrupt else 0
 
     def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
         """What was decided; nothing else changes between decisions."""
-        decision, made = self._decider.decision, self._made
-        most = min(self.most, decision.most)
+        most = min(self.most, self._decider.decision.most)
         lengths = tuple([min(most, row.room - 1) for row in rows])
-        if not any(lengths):
-            return self._idle
-        if made is not None and shadow is None and made.draft_lengths == lengths and made.guesses == guesses:
-            return made
-        made = Plan(
-            decision.exit_layer,
-            lengths,
-            stop=decision.stop,
-            keep_confidence=True,
-            shadow=shadow,
-            second_choices=decision.second_choices,
-            guesses=guesses,
-            draft_vocab=decision.part.size,
-            draft_bits=decision.part.bits,
-            speedup=decision.speedup,
-        )
-        if shadow is None:
-            self._made = made
-        return made
+        return self._decider.plan(lengths, shadow, guesses) if any(lengths) else self._idle
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        if self._free is not None:
-            self._free.observe(plan, outcomes)
-        if plan.exit_layer is None:
-            self._plain_run += 1
-        else:
-            self._plain_run = 0
+        trials = self._trials
+        self._free.observe(plan, outcomes)
+        trials.take(plan.exit_layer, self._batch)
+        if plan.exit_layer is not None:
             self._times.note_draft()
-        block = block_of(self._batch)
-        tells = block.cold < self._plain_run <= block.rounds
-        if plan is self._idle and not self._times.has_clock and not tells:  # common where a model should not draft
+        is_silent = not self._times.has_clock and not trials.tells
+        if plan is self._idle and is_silent:  # common where a model should not draft
             self._experience.add_idle()
             self._looks.pass_idle(seconds.verify + seconds.head)
             return
         if plan.exit_layer is None and plan.shadow is not None:
             self._times.decide_now()
-        is_tried = is_warm = False
-        if self._trying and plan.exit_layer:
-            self._trying -= 1
-            is_tried, is_warm = True, self._trying < TRY_ROUNDS - COLD
-            if self._trying <= TRY_ROUNDS - COLD - LEAST:
-                self._decider.note_tried()
-        is_cold = is_tried or 0 < self._plain_run <= block.cold
-        looks = tells or is_warm or (self._times.round % LOOK_EVERY[self._batch > 1] == 0 and not is_cold)
+        if trials.has_told:
+            self._decider.note_tried()
+        is_due = self._times.round % LOOK_EVERY[self._batch > 1] == 0
+        looks = trials.tells or (is_due and not trials.is_cold)
         looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         decider, times, num_rows = self._decider, self._times, len(rows)
-        goes_on = self._trying > 0 and num_rows.bit_length() == decider.num_rows.bit_length()
+        goes_on = self._trials.trying > 0 and num_rows.bit_length() == decider.num_rows.bit_length()
         worth, deciding = decider.price(rows)
-        if self._free is not None:
-            self._free.price(num_rows, deciding)
+        self._free.price(num_rows, deciding)
         self._batch = self._fewest = num_rows
-        self._made = self._promising = None
         times.decide_after(IDLE_ROUNDS)
         seconds_left = worth.plain_seconds * max([row.room for row in rows])
         self._looks.begin(seconds_left, worth.plain_seconds)
@@ -356,46 +302,33 @@ class Adaptive:
             decider.be_plain()
             return
         before = decider.decision.exit_layer
-        left = self._trying if goes_on else TRY_ROUNDS
-        self._trying = left if decider.decide(self._processes, seconds_left) else 0
-        decision = decider.decision
-        if decision.exit_layer is not None:
-            self._expect(num_rows)
-            longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
-            times.decide_while_drafting(num_rows, before is None, decision.is_known, longest_round)
-            block = block_of(num_rows).rounds
-            apart = rounds_apart(decision.speedup, longest_round / worth.plain_seconds, block)
-            if not self._block and self._experience.pace.kinds.wants_plain(apart):
-                self._block = block
-            if self._trying:
-                self._block = self._block if goes_on else block  # rounds that drafts are held against
-                times.decide_after(self._block + self._trying)
+        self._trials.decide(decider.decide(self._processes, seconds_left), goes_on)
+        if decider.decision.exit_layer is not None:
+            self._begin_drafts(num_rows, worth.plain_seconds, before is None, goes_on)
 
-    def _try_again(self, num_rows: int) -> bool:
+    def _begin_drafts(self, num_rows: int, plain_seconds: float, begins: bool, goes_on: bool) -> None:
+        """Layers draft: when that is decided anew, and how many plain rounds come before, to hold drafts against."""
+        times, trials, decision = self._times, self._trials, self._decider.decision
+        longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
+        times.decide_while_drafting(num_rows, begins, decision.is_known, longest_round)
+        apart = rounds_apart(decision.speedup, longest_round / plain_seconds, block_of(num_rows).rounds)
+        begins_try = trials.trying > 0 and not goes_on
+        if begins_try or self._experience.pace.kinds.wants_plain(apart):
+            trials.compare(num_rows, anew=begins_try)
+        if trials.trying:
+            times.decide_after(trials.block + trials.trying)
+
+    def _try_again(self) -> bool:
         """Whether drafts are tried where their layer would be looked at; looks pay for that."""
         decider = self._decider
         if self._looks.are_awaited or not decider.try_again(self._processes):
             return False
         self._looks.pay(decider.lost_by_trying)
-        self._made, self._trying = None, TRY_ROUNDS
+        self._trials.decide(is_tried=True, goes_on=False)
         self._times.decide_after(TRY_ROUNDS)
-        self._expect(num_rows)
         return True
-
-    def _expect(self, num_rows: int) -> None:
-        """What was decided is what rounds are held against."""
-        decision = self._decider.decision
-        self._experience.expect(decision.rate / num_rows, decision.rounds[: self.most + 1], decision.covered)
 
     def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
         """At all layers that could pay; only called when earlier rounds have paid for it."""
         emitted = 1 if exit_layer is None else 1 + math.ceil(self._decider.decision.length)
-        return self._looks.plan(self._layers_to_see(exit_layer), num_rows, emitted)
-
-    def _layers_to_see(self, exit_layer: int | None) -> tuple[int, ...]:
-        """Those that could pay, but the one that drafts, which shows itself."""
-        decider = self._decider
-        if self._promising is None:
-            assert decider.worth is not None
-            self._promising = decider.could_pay(decider.worth, max(HANDICAP, decider.decision.speedup))
-        return tuple([layer for layer in self._promising if layer != exit_layer])
+        return self._looks.plan(self._decider.layers_to_see(), num_rows, emitted)

@@ -9,6 +9,8 @@ from selfspec.control.decision import HANDICAP, Decision, decide, favour_of
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
 from selfspec.control.parts import Parts, Vocabulary
+from selfspec.control.pieces import MOST
+from selfspec.control.plan import Plan, ShadowPlan
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.worth import Worth
 
@@ -31,6 +33,7 @@ class Decider:
 
     Args:
         exit_layers: those to choose from.
+        most: tokens that a row may draft.
 
     Attributes:
         decision: what holds now.
@@ -38,8 +41,8 @@ class Decider:
         num_rows: of these.
     """
 
-    def __init__(self, costs: Costs, experience: Experience, exit_layers: Sequence[int]) -> None:
-        self._costs, self._experience, self._exit_layers = costs, experience, exit_layers
+    def __init__(self, costs: Costs, experience: Experience, exit_layers: Sequence[int], most: int = MOST) -> None:
+        self._costs, self._experience, self._exit_layers, self._most = costs, experience, exit_layers, most
         self._favour = favour_of(costs.num_layers) - 1
         self._has_copies = False
         self._vocabulary: Vocabulary | None = None
@@ -48,11 +51,13 @@ class Decider:
         self._worth_for = (0, 0)  # rows, and steps of context of the longest
         self.num_rows = 0
         self.decision = Decision()
+        self._made: Plan | None = None  # by what was decided
+        self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         self._tried: set[int] = set()  # bit lengths of batches' sizes
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        self._vocabulary = vocabulary
+        self._vocabulary, self._made, self._promising = vocabulary, None, None
         self._parts = Parts(self._costs, vocabulary, self._has_copies)
 
     def tell_copies(self, has_copies: bool) -> None:
@@ -76,7 +81,7 @@ class Decider:
 
     def price(self, rows: Sequence[RowState]) -> tuple[Worth, float]:
         """Price the rounds of these rows as the clock told; and the seconds that deciding takes."""
-        self.num_rows, pace = len(rows), self._experience.pace
+        self.num_rows, pace, self._promising = len(rows), self._experience.pace, None
         worth = self.worth_of(self.num_rows, max([row.content_length for row in rows]))
         lookups, deciding = pace.kinds.ratio(BY_LOOKUP, self.num_rows), pace.deciding_of(self.num_rows)
         around = deciding + pace.around_of(self.num_rows)
@@ -86,7 +91,13 @@ class Decider:
     def be_plain(self) -> None:
         """Decide that nothing is drafted by layers."""
         assert self.worth is not None
-        self.decision = Decision(self.num_rows / self.worth.plain_seconds)
+        self._hold(Decision(self.num_rows / self.worth.plain_seconds))
+
+    def _hold(self, decision: Decision) -> None:
+        """From now on, and what comes of it is held against what it promises."""
+        self.decision, self._made = decision, None
+        if decision.exit_layer is not None:
+            self._experience.expect(decision.rate / self.num_rows, decision.rounds[: self._most + 1], decision.covered)
 
     def decide(self, is_whole: bool, seconds_left: float) -> bool:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops.
@@ -99,10 +110,9 @@ class Decider:
             Whether that is only tried, for `TRY_ROUNDS`.
         """
         self.decision = self._decided(is_whole)
-        if not self._is_worth_a_try(seconds_left):
-            return False
-        self.decision = self._decided(is_whole, TRY)
-        return True
+        is_tried = self._is_worth_a_try(seconds_left)
+        self._hold(self._decided(is_whole, TRY) if is_tried else self.decision)
+        return is_tried
 
     def _decided(self, is_whole: bool, least: float | None = None) -> Decision:
         """See `control.decision.decide`."""
@@ -125,7 +135,7 @@ class Decider:
             return False
         if self.decision.speedup < NEARLY or not self._exit_layers:
             return False
-        self.decision = self._decided(is_whole, NEARLY)
+        self._hold(self._decided(is_whole, NEARLY))
         return self.decision.exit_layer is not None
 
     @property
@@ -159,6 +169,23 @@ class Decider:
         least = slower * speedup * worth.num_rows / worth.plain_seconds
         could = (worth.limits() >= least).tolist()
         return [layer for layer in self._exit_layers if could[layer - 1]]
+
+    def layers_to_see(self) -> tuple[int, ...]:
+        """Those that could pay, but the one that drafts, which shows itself; others only once something was decided."""
+        if self._promising is None:
+            assert self.worth is not None
+            self._promising = self.could_pay(self.worth, max(HANDICAP, self.decision.speedup))
+        return tuple([layer for layer in self._promising if layer != self.decision.exit_layer])
+
+    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:
+        """A round as was decided, of rows that draft so many tokens each, at most."""
+        made = self._made
+        if shadow is None and made is not None and (made.draft_lengths, made.guesses) == (draft_lengths, guesses):
+            return made
+        made = self.decision.plan(draft_lengths, shadow, guesses)
+        if shadow is None:
+            self._made = made
+        return made
 
     def guesses(self, chances: Sequence[float]) -> int:
         """How many guesses that are as likely, the first, the first two, .. an early pass of one row checks."""

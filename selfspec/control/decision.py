@@ -12,7 +12,7 @@ from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS
 from selfspec.control.parts import MARGIN, WHOLE, Choice, Part, choose
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import SecondChoices, SurvivalStop
+from selfspec.control.plan import Plan, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
 
@@ -43,6 +43,21 @@ class Decision(NamedTuple):
     most: int = MOST  # tokens drafted per row
     is_known: bool = True  # whether more than `UNKNOWN` picks of the layer were seen
     covered: float = 1.0  # see `control.parts.Choice`
+
+    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:
+        """A round of rows that draft so many tokens each, at most."""
+        return Plan(
+            self.exit_layer,
+            draft_lengths,
+            stop=self.stop,
+            keep_confidence=True,
+            shadow=shadow,
+            second_choices=self.second_choices,
+            guesses=guesses,
+            draft_vocab=self.part.size,
+            draft_bits=self.part.bits,
+            speedup=self.speedup,
+        )
 
 
 def decide(

@@ -30,6 +30,7 @@ class Free:
 
     def __init__(self, costs: Costs, decider: Decider, most: int | None, drafts: Sequence[str]) -> None:
         self._decider, self._finder = decider, Finder(most, drafts)
+        self._is_used = self._finder.looks_up or self._finder.recycles
         self._follower, self._crowd = Follower(self._finder), Crowd(self._finder)
         self._reading = Reading(costs.ragged is not None)
         self.follows = False
@@ -40,7 +41,7 @@ class Free:
 
     def is_on(self, num_rows: int) -> bool:
         """Whether so many rows may draft by lookup."""
-        return self._reading.is_on(num_rows) or self._may_follow(num_rows)
+        return self._is_used and (self._reading.is_on(num_rows) or self._may_follow(num_rows))
 
     def _may_follow(self, num_rows: int) -> bool:
         """Whether so many rows may be followed, as far as they have their own texts alone to look in."""
@@ -48,7 +49,12 @@ class Free:
 
     def branches(self, num_rows: int) -> bool:
         """Whether branches may be drafted beside what is found of so many rows."""
-        return self._finder.branches and num_rows <= FEW and (num_rows <= 1 or not self._may_follow(num_rows))
+        return (
+            self._is_used
+            and self._finder.branches
+            and num_rows <= FEW
+            and (num_rows <= 1 or not self._may_follow(num_rows))
+        )
 
     def recycles(self, num_rows: int) -> bool:
         """Whether what verification thought likely is kept of so many rows."""
@@ -66,7 +72,7 @@ class Free:
     def plan(self, rows: Sequence[RowState]) -> Plan | None:
         """Drafts of rows that are looked up, where that pays; asked once in a round that it may plan."""
         worth, decision = self._decider.worth, self._decider.decision
-        if worth is None:
+        if worth is None or not self._is_used:
             return None
         usual, drafts = self._decider.usual(len(rows)), decision.exit_layer is not None
         guesses = rows[0].guesses
@@ -140,6 +146,8 @@ class Free:
 
     def pass_plain(self, num_rounds: int, num_rows: int) -> None:
         """Count plain rounds that nobody asked about."""
+        if not self._is_used:
+            return
         self._finder.pass_time(num_rounds)
         self._follower.pass_plain(num_rounds)
         if self._crowds:
@@ -151,6 +159,8 @@ class Free:
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
         """What came of a round."""
         decider, finder = self._decider, self._finder
+        if not self._is_used:
+            return
         if self.follows and len(outcomes) == 1:
             self._follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
             return

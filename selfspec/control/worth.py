@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.costs import Costs
+from selfspec.control.measured import CONTEXT
 from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Pieces, coefficients
 from selfspec.control.tracker import Floats
 

@@ -188,14 +188,7 @@ class Engine:
         outcomes: list[RowOutcome] = []
         try:
             part = self._part(plan, ready)
-            verdicts = self._ahead.take(ready, plan, part, seconds)
-            is_ahead = verdicts is not None
-            if verdicts is None:
-                self._look_ahead(plan, ready)
-                teach = None if self.learn is None else self.learn.take
-                how = teach, self._picker, recycles, True, self._ahead
-                with torch.inference_mode():
-                    verdicts = decode_round(self.stack, self.cache, ready, plan, seconds, *how)
+            verdicts, is_ahead = self._verdicts(ready, plan, part, recycles, seconds)
             left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
             if hears_lookup:
@@ -206,18 +199,12 @@ class Engine:
             for row, verdict, looked, is_out in zip(ready, verdicts, looks, left_out, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
-                if not is_told:
-                    continue
-                outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
-                is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
-                outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
+                if is_told:
+                    outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
+                    is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
+                    outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
         finally:
-            for row in ready:
-                if row.has_raised:
-                    self._cancel(row)
-            if any(row.finish_reason is not None for row in ready):
-                self.rows = [row for row in self.rows if row.finish_reason is None]
-                self._ahead.forget()
+            self._drop_ended(ready)
         seconds.lap("rest")
         if is_told:
             asking.observe(plan, outcomes, seconds)
@@ -226,6 +213,28 @@ class Engine:
         else:
             asking.pass_plain(seconds)
         return plan, is_ahead
+
+    def _verdicts(
+        self, rows: Sequence[Row], plan: Plan, part: Part | None, recycles: bool, seconds: Seconds
+    ) -> tuple[list[Verdict], bool]:
+        """What a round comes to, and whether it was there already."""
+        waiting = self._ahead.take(rows, plan, part, seconds)
+        if waiting is not None:
+            return waiting, True
+        self._look_ahead(plan, rows)
+        teach = None if self.learn is None else self.learn.take
+        how = teach, self._picker, recycles, True, self._ahead
+        with torch.inference_mode():
+            return decode_round(self.stack, self.cache, rows, plan, seconds, *how), False
+
+    def _drop_ended(self, rows: Sequence[Row]) -> None:
+        """Rows that ended in a round, or whose own code raised in it, leave."""
+        for row in rows:
+            if row.has_raised:
+                self._cancel(row)
+        if any(row.finish_reason is not None for row in rows):
+            self.rows = [row for row in self.rows if row.finish_reason is None]
+            self._ahead.forget()
 
     def run(self) -> Iterator[Round]:
         """Rounds until nothing is left to do."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from selfspec.control.costs import Copies, Costs
+from selfspec.control.costs import Costs
+from selfspec.control.measured import Copies
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table
 

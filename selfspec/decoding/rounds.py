@@ -45,13 +45,9 @@ def decode_round(
     `whole` is decoded as one recording, where the stack has a runner that offers it; its time is then told as `verify`.
     Rounds that were decoded with this one wait with `ahead`.
     """
-    done = whole_round(stack, cache, rows, plan, recycles) if whole and teach is None else None
-    if done is not None:
-        seconds.lap("verify")
-        return done
     picker = picker or Picker(stack)
-    if teach is None and not recycles:
-        done = compiled_round(stack, cache, rows, plan, picker, seconds, ahead)
+    if teach is None:
+        done = _in_one_call(stack, cache, rows, plan, seconds, picker, recycles, whole, ahead)
         if done is not None:
             return done
     if teach is not None and plan.draft_bits is not None:
@@ -76,10 +72,8 @@ def decode_round(
     )
     if draft.trees is not None:
         settle(cache, rows, verdicts)
-    if chooser is not None and plan.reads_confidence:
-        verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
-    if chooser is not None and plan.keep_divergence:
-        verdicts = with_divergences(verdicts, chooser, scores)
+    if chooser is not None:
+        verdicts = _with_chosen(verdicts, chooser, plan, scores)
     taps: list[Tensor] = []
     if plan.shadow is not None:
         seconds.lap("rest")
@@ -92,6 +86,32 @@ def decode_round(
     if teach is not None:
         hand_on(teach, rows, plan, verdicts, draft.hidden, taps, logits)
     return verdicts
+
+
+def _in_one_call(
+    stack: Stack,
+    cache: PagedCache,
+    rows: Sequence[Row],
+    plan: Plan,
+    seconds: Seconds,
+    picker: Picker,
+    recycles: bool,
+    whole: bool,
+    ahead: Ahead | None,
+) -> list[Verdict] | None:
+    """The same as one recording or one compiled function, where there is either for such a round; else None."""
+    done = whole_round(stack, cache, rows, plan, recycles) if whole else None
+    if done is not None:
+        seconds.lap("verify")
+        return done
+    return None if recycles else compiled_round(stack, cache, rows, plan, picker, seconds, ahead)
+
+
+def _with_chosen(verdicts: list[Verdict], chooser: Chooser, plan: Plan, scores: Tensor) -> list[Verdict]:
+    """With what the plan asks of the layer that drafted."""
+    if plan.reads_confidence:
+        verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
+    return with_divergences(verdicts, chooser, scores) if plan.keep_divergence else verdicts
 
 
 def settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:

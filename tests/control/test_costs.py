@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.costs import CONTEXT, Copies, Costs
+from selfspec.control.costs import Costs
+from selfspec.control.measured import CONTEXT, Copies
 from selfspec.control.pieces import Pieces
 from selfspec.control.plan import LOOKUP
 from selfspec.control.table import Table

@@ -371,10 +371,10 @@ def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
         drafts = Decision(1.0, speedup, 2, rate=1.0)
         patch.setattr("selfspec.control.decider.decide", lambda *given: drafts if given[-1] == NEARLY else 1 / 0)
         before, looks.are_awaited = looks._credit, False
-        assert policy._try_again(rows) == tries
+        assert policy._try_again() == tries
     lost = TRY_ROUNDS * decider.worth.plain_seconds * (1 / speedup - 1)
     assert before - looks._credit == pytest.approx((lost + CALLING + DECIDING) * tries)
-    assert policy._trying == TRY_ROUNDS * tries
+    assert policy._trials.trying == TRY_ROUNDS * tries
 
 
 def test_the_first_rounds_of_a_try_are_not_looked_at():
@@ -384,14 +384,14 @@ def test_the_first_rounds_of_a_try_are_not_looked_at():
     experience, looked = policy._experience, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy._decider, "_is_worth_a_try", lambda left: not policy._decider._tried)
-        patch.setattr(experience, "add", lambda plan, outcomes, seconds, told: looked.append((policy._trying, told)))
+        patch.setattr(experience, "add", lambda plan, outcomes, seconds, told: looked.append((policy._trials.trying, told)))
         rows = [RowState(i, 60, 4000) for i in range(6)]
         for _ in range(30):
             plan = policy.plan(rows)
-            if looked and not policy._trying:
+            if looked and not policy._trials.trying:
                 break
             lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
-            trying = policy._trying > 0 and plan.exit_layer is not None
+            trying = policy._trials.trying > 0 and plan.exit_layer is not None
             policy.observe(plan, [RowOutcome(i, n, 0, (0.5,) * n) for i, n in enumerate(lengths)], Seconds())
             looked = looked if trying else []
     assert [told is not None for _, told in looked] == [False] * COLD + [True] * (TRY_ROUNDS - COLD)
@@ -421,7 +421,7 @@ def test_a_try_that_rows_interrupt_by_joining_is_made_after_all(sizes):
             rows = [RowState(i, 60, 4000) for i in range(size)]
             plan = policy.plan(rows)
             lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
-            tried.append(plan.exit_layer is not None and policy._trying > 0)
+            tried.append(plan.exit_layer is not None and policy._trials.trying > 0)
             outcomes = [RowOutcome(i, n, n * (i % 2), (0.5,) * n) for i, n in enumerate(lengths)]
             policy.observe(plan, outcomes, Seconds())
     assert COLD + LEAST <= sum(tried) <= TRY_ROUNDS + 1
@@ -446,7 +446,7 @@ def test_a_batch_looks_at_the_clock_half_as_often(monkeypatch):
         policy, looked = Adaptive(made_up_costs(LAYERS), drafts=("exit",)), []
         monkeypatch.setattr(policy._experience, "add", lambda *told: looked.append(told[-1] is not None))
         for _ in range(60):
-            policy._trying = 0
+            policy._trials.trying = 0
             plan = policy.plan([RowState(i, 60, 4000) for i in range(num_rows)])
             told = [RowOutcome(i, n, n, (0.9,) * n) for i, n in enumerate(plan.draft_lengths)]
             policy.observe(plan, told, Seconds())

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.costs import Copies
 from selfspec.control.laps import Seconds
+from selfspec.control.measured import Copies
 from selfspec.control.parts import WHOLE, Part, Parts, choose
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import DEFAULT_DRAFTS

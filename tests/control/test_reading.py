@@ -326,18 +326,18 @@ def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_d
         assert layers
         count = (len(layers), 16)
         policy.seed(row, Shadow(layers, np.ones(count, bool), np.full(count, 0.9, np.float32)))
-        policy._joining = 0
+        policy._seeding.begin_round()
         assert policy.seed_layers(row._replace(request_id=1)) == ()
         asked, could = [], policy._decider.could_pay
         policy._decider.could_pay = lambda *given, could=could, asked=asked: asked.append(1) or could(*given)
         for i in range(5):
-            policy._joining = 0
+            policy._seeding.begin_round()
             assert policy.seed_layers(row._replace(request_id=2 + i)) == ()
         assert not asked, "what could pay takes long to find out"
         policy.tell_copies(True)
-        policy._joining = 0
+        policy._seeding.begin_round()
         policy.seed_layers(row._replace(request_id=8))
         assert len(asked) == 1, "copies make other layers pay"
-        policy._experience = Experience(policy.costs, None, True)
-        policy._joining = 0
+        policy._seeding._experience = Experience(policy.costs, None, True)
+        policy._seeding.begin_round()
         assert policy.seed_layers(row._replace(request_id=9)) == layers
