@@ -384,7 +384,9 @@ def test_the_first_rounds_of_a_try_are_not_looked_at():
     experience, looked = policy._experience, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy._decider, "_is_worth_a_try", lambda left: not policy._decider._tried)
-        patch.setattr(experience, "add", lambda plan, outcomes, seconds, told: looked.append((policy._trials.trying, told)))
+        patch.setattr(
+            experience, "add", lambda plan, outcomes, seconds, told: looked.append((policy._trials.trying, told))
+        )
         rows = [RowState(i, 60, 4000) for i in range(6)]
         for _ in range(30):
             plan = policy.plan(rows)
