@@ -22,7 +22,7 @@ from selfspec.control.experience import Experience
 from selfspec.control.free import Free
 from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.laps import Seconds
-from selfspec.control.looks import Looks
+from selfspec.control.looks import Looks, waited_of
 from selfspec.control.measured import CONTEXT
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
@@ -60,14 +60,15 @@ class Adaptive:
         self.costs = costs
         self.most = MOST if most is None else min(most, MOST)
         self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        has_prior = prior is not None
         self._experience = Experience(costs, prior, "tree" in drafts)
+        has_prior = self._experience.has_seen(self._allowed)  # earlier texts have told of the layers
         self._decider = Decider(costs, self._experience, self._allowed, self.most)
         self._free = Free(costs, self._decider, most, drafts)
         self._cascades = "cascade" in drafts
         self._may_copy = "copies" in drafts
         self._seeding = Seeding(costs, self._experience, self._decider, [] if has_prior else self._allowed)
-        self._looks, self._times, self._trials = Looks(costs, has_prior), Timetable(has_prior), Trials()
+        self._looks = Looks(costs, has_prior, waited_of(prior))
+        self._times, self._trials = Timetable(has_prior), Trials()
         self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
         self._processes = False  # whether any row has processors
         self._context = CONTEXT
@@ -101,7 +102,7 @@ class Adaptive:
 
     def state(self) -> dict[str, Any]:
         """What it has seen, for a later one of the same model to start from."""
-        return self._experience.state()
+        return self._experience.state() | {"waited": self._looks.waited}
 
     @property
     def reads_lookup(self) -> bool:

@@ -21,7 +21,7 @@ from selfspec.control.second_choices import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
 
-KNOWN = 12.0  # lasting picks of a layer from which on misses of its copies are not held against it
+KNOWN = 12.0  # lasting picks of a layer; from there on misses of its copies are not held against it
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 # Rows of a batch whose drafts are counted in every round; of more rows, as many of them in fewer rounds: it is the
 # tokens that tell, and they take the interpreter as long as a small model takes for a layer.
@@ -57,6 +57,10 @@ class Experience:
     def tracker(self) -> Tracker:
         self._count()
         return self._tracker
+
+    def has_seen(self, exit_layers: Sequence[int]) -> bool:
+        """Whether any of these layers is known; what nobody ever looked at, no earlier text tells of."""
+        return any(self._tracker.num_lasting(layer) >= KNOWN for layer in exit_layers)
 
     def num_counted(self, exit_layer: int) -> float:
         """Lasting picks of a layer in rounds that are counted already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
@@ -24,7 +25,9 @@ PUT_OFF = 12  # rounds for which a look is put off where lookup drafts
 # Rows with no more tokens to come than this end before a look could be worth it: it waits for others, so many rounds.
 LAST, WAITS = 16, 64
 OWED = (0.1, 1.0)  # largest looks earned before the first: where nothing is known, and where there is a prior
-EARLY_SHARE = 0.04  # of the time that rows will take: where a first look takes more, it is earned as any other
+# Of the time that rows will take: where a first look takes more it waits, until it takes no more than this of that time
+# and all in which it waited, in earlier texts, too.
+EARLY_SHARE, WAITED_SHARE = 0.04, 0.02
 
 
 class Looks:
@@ -32,13 +35,17 @@ class Looks:
 
     Args:
         has_prior: whether earlier texts have told of the layers already.
+        waited: of an earlier one.
+
+    Attributes:
+        waited: seconds that were decoded since anybody looked, nothing being known.
     """
 
-    def __init__(self, costs: Costs, has_prior: bool) -> None:
+    def __init__(self, costs: Costs, has_prior: bool, waited: float = 0.0) -> None:
         self._costs = costs
         self._most = costs.shadow(costs.num_layers - 1, SHADOW_COLUMNS)
         self._credit = -OWED[has_prior] * self._most  # seconds that shadow picks may still take
-        self._has_begun = has_prior  # see `begin`
+        self._has_begun, self.waited = has_prior, waited  # the former: see `begin`
         self.are_awaited = False
         """Whether nothing is known, and finding out takes more than is likely to come of it for now."""
         self._paid = self._took = 0.0  # by a round lately, and its seconds
@@ -61,7 +68,7 @@ class Looks:
 
     def _await(self, seconds: float) -> None:
         first = DECIDING + self._costs.shadow(self._costs.num_layers - 1, 1)
-        awaited = first > EARLY_SHARE * seconds
+        awaited = first > max(EARLY_SHARE * seconds, WAITED_SHARE * (self.waited + seconds))
         if awaited and not self.are_awaited:
             self._credit = min(self._credit, -first)
         elif self.are_awaited and not awaited:
@@ -73,7 +80,7 @@ class Looks:
         """A prompt was looked at, which took so long: what comes of that is known before rounds begin."""
         if not self._has_begun:
             self._credit -= seconds  # the first look would have told as much; those of later prompts come beside
-        self._has_begun, self.are_awaited = True, False
+        self._has_begun, self.are_awaited, self.waited = True, False, 0.0
 
     @property
     def are_due(self) -> bool:
@@ -123,12 +130,15 @@ class Looks:
             if num_rows is None:  # such a round is not compiled as one, and what it tells is soon decided upon
                 looked += DECIDING + min(max(0.0, took - self._took), self._took)
                 took = min(took, self._took)
-        self.are_awaited = self.are_awaited and not looked
         self._pass(share, took, looked, 1)
+        if looked:
+            self.are_awaited, self.waited = False, 0.0
 
     def _pass(self, share: float, seconds: float, looked: float, num_rounds: int) -> None:
         """Rounds took so many seconds, and looking beside them."""
         paid, most = share * max(0.0, seconds), max(self._most, CALLING)
+        if self.are_awaited and seconds > 0:
+            self.waited += seconds
         self._credit = max(min(self._credit + paid - looked, most), -10 * most)  # a hiccup is forgiven
         self._round += num_rounds
         if seconds > 0 and num_rounds:
@@ -159,3 +169,11 @@ class Looks:
         chosen = tuple(sorted((self._turn + i) % num_rows for i in range(count)))
         self._turn = (self._turn + count) % num_rows
         return ShadowPlan(layers, chosen, 1 if emitted == 1 else SHADOW_COLUMNS)
+
+
+def waited_of(prior: Any) -> float:
+    """What `Looks.waited` was when a state was kept; 0 where it is not told, or nonsense."""
+    waited = prior.get("waited") if isinstance(prior, dict) else None
+    if not isinstance(waited, int | float) or isinstance(waited, bool):
+        return 0.0
+    return float(waited) if 0 <= waited < math.inf else 0.0

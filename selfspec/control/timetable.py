@@ -120,7 +120,7 @@ class Timetable:
             early = max(early, min(2 * self._held, EARLY, _rounds_to_pay(EARLY_DECIDING_SHARE, seconds)))
         known = early if is_early else max(usual, min(2 * self._held, RAREST, paid))
         first = min(MOST_FIRST, max(FIRST_REPLAN, _rounds_to_pay(FIRST_SHARE, seconds)))
-        self.decide_after(known if is_known or self._has_prior else first * rarer)
+        self.decide_after(known if is_known else first * rarer)
 
 
 def _rounds_to_pay(share: float, seconds: float) -> int:

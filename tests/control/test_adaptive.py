@@ -50,6 +50,31 @@ def speedup(acceptance, **kinds):
     return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
 
 
+def test_texts_in_which_nobody_looked_at_layers_tell_a_later_one_nothing_of_them():
+    """A model so fast that a look would be a good part of a text: the next ones are decoded as the first, and none
+    drafts by what nobody knows."""
+    costs = made_up_costs(LAYERS)
+    fast = {name: getattr(costs, name).scaled(0.005) for name in ("plain", "head", "pick", "rest")}
+    fast |= {name: {r: t.scaled(0.005) for r, t in getattr(costs, name).items()} for name in ("early", "late")}
+    costs, state, texts = replace(costs, context=0.0, **fast), None, traces(0.1, tokens=40)
+    for trace in texts[:3]:
+        policy = Adaptive(costs, prior=state)
+        run = replay([trace], policy, costs)
+        assert {round_.plan.exit_layer for round_ in run.rounds} == {None}
+        before, state = state, policy.state()
+        assert state["waited"] > (0.0 if before is None else before["waited"])
+    assert not Adaptive(costs, prior=state)._experience.has_seen(range(1, LAYERS))
+    known = Adaptive(costs, prior=seen(replace(made_up_costs(LAYERS))))
+    assert known._experience.has_seen(range(1, LAYERS))
+
+
+def seen(costs):
+    """What a policy has seen of a text in which it looked."""
+    policy = Adaptive(costs)
+    replay(traces(0.6), policy, costs)
+    return policy.state()
+
+
 @pytest.mark.parametrize("informative", [True, False])
 @pytest.mark.parametrize("acceptance", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1])
 def test_it_costs_next_to_nothing_where_drafts_do_not_pay_and_gains_where_they_do(acceptance, informative):

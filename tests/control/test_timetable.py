@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.control.laps import Seconds
-from selfspec.control.looks import CALLING, EARLY_SHARE, LAST, OFF_SHARE, SHADOW_SHARE, STEP, WAITS, Looks
+from selfspec.control.looks import (
+    CALLING,
+    EARLY_SHARE,
+    LAST,
+    OFF_SHARE,
+    SHADOW_SHARE,
+    STEP,
+    WAITED_SHARE,
+    WAITS,
+    Looks,
+    waited_of,
+)
 from selfspec.control.table import Table
 from selfspec.control.timetable import (
     CLOCK_EVERY,
@@ -79,7 +91,7 @@ def test_decisions_of_small_models_become_rarer_until_they_take_little_and_no_ra
         assert set(unknown) == {unknown[0]} and FIRST_REPLAN <= first <= MOST_FIRST
         assert DECIDING / (first * seconds) <= FIRST_SHARE or first == MOST_FIRST
         assert first == FIRST_REPLAN or DECIDING / ((first - 1) * seconds) > FIRST_SHARE, "later than need be"
-        assert intervals(seconds, 8, num_rows, is_known=False) == found, "earlier texts have told of it"
+        assert intervals(seconds, 3, num_rows, is_known=False) == unknown, "whatever earlier texts told of other layers"
     assert intervals(1e-3, 8)[-1] > 2 * REPLAN
     assert intervals(0.0, 8, num_rows) == slow  # of a clock that was set back
 
@@ -197,23 +209,54 @@ def test_a_clock_that_goes_backwards_and_hiccups_leave_looks_possible(rounds):
     assert passed(looks, 1e-3, 20_000)
 
 
-def test_the_first_look_of_a_text_that_takes_little_is_earned_as_any_other():
+def test_the_first_look_of_a_text_that_takes_little_waits_until_it_is_little():
     short, long, first = (Looks(looks_of()._costs, has_prior=False) for _ in range(3))
     cost = DECIDING + short._costs.shadow(LAYERS - 1, 1)
     long.begin(1.01 * cost / EARLY_SHARE, 1e-3)
     short.begin(0.99 * cost / EARLY_SHARE, 1e-3)
     assert short.are_awaited and not long.are_awaited
-    earned = 0.0
+    passed = 0.0
     while not short.are_due:
         short.pass_idle(1e-3)
         short.begin(0.0, 1e-3)
-        earned += OFF_SHARE * 1e-3
-    assert earned == pytest.approx(cost, rel=0.2)
+        passed += 1e-3
+    assert passed == pytest.approx(cost / WAITED_SHARE, rel=0.2)
     short.pass_round(None, True, Seconds(verify=1e-3, shadow=1e-5))
     assert not short.are_awaited
     first.take_seed(1e-3)
     first.begin(0.0, 1e-3)
     assert not first.are_awaited and not first.are_due, "prompts tell, and are paid for, too"
+
+
+def test_short_texts_that_nobody_looked_in_add_up_until_a_look_is_little_beside_all_of_them():
+    costs, seconds = looks_of()._costs, 5e-3
+    cost = DECIDING + costs.shadow(LAYERS - 1, 1)
+    waited, texts = 0.0, 0
+    while True:
+        looks = Looks(costs, has_prior=False, waited=waited)
+        looks.begin(seconds, 1e-3)
+        if not looks.are_awaited:
+            break
+        for _ in range(5):
+            looks.pass_idle(1e-3)
+        waited, texts = waited_of({"waited": looks.waited}), texts + 1
+        assert looks.waited == pytest.approx(texts * seconds), "looked in none"
+    assert texts + 1 == math.ceil(cost / WAITED_SHARE / seconds)
+    for tell in (
+        lambda: looks.pass_round(None, True, Seconds(verify=1e-3, shadow=1e-5)),
+        lambda: looks.take_seed(1e-5),
+    ):
+        looks.waited = 1.0
+        tell()
+        assert looks.waited == 0.0 and not looks.are_awaited, "then it begins anew"
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, {}, *({"waited": x} for x in (None, "1", True, [], -1.0, math.inf, math.nan))]
+)
+def test_no_time_was_waited_where_a_state_tells_nothing_of_it(given):
+    assert waited_of(given) == 0.0
+    assert waited_of({"waited": 3}) == 3.0
 
 
 def test_nobody_waits_for_a_first_look_any_longer_than_there_is_need():
