@@ -21,7 +21,7 @@ class Free:
     Args:
         decider: what drafts by layers are worth, and what was decided of them.
         most: longest draft; default: as long as it pays.
-        drafts: where they may come from, "lookup" or "recycle" among them.
+        drafts: where they may come from; nothing is planned unless "lookup" or "recycle" is among them.
 
     Attributes:
         follows: whether the round that was planned last is one of a single row that is followed.

@@ -17,7 +17,7 @@ CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and o
 
 @dataclass(frozen=True)
 class Copies:
-    """Drafting by copies of the layers and the head in 4 bits: as `first`, `early` and `head` of `Costs`."""
+    """Drafting by copies of the layers and the head in 4 bits: as `first`, `early` and `head` of `Measured`."""
 
     first: Mapping[int, Table]
     early: Mapping[int, Table]

@@ -15,7 +15,7 @@ class Trials:
         trying: rounds still to come of drafts that are tried.
         plain_run: plain rounds since the last one that drafted.
         tells: whether the clock of the round that was observed last is to be set beside the table of costs.
-        is_cold: whether the caches were as other rounds had left them, so that it is not, whatever else speaks for it.
+        is_cold: whether the caches were as other rounds had left them: then it is not, were it due ever so much.
         has_told: whether that round was one of a try that has told something.
     """
 
@@ -41,7 +41,8 @@ class Trials:
         self.is_cold, self.has_told = 0 < self.plain_run <= block.cold, False
         if self.trying and exit_layer:
             self.trying -= 1
-            self.tells, self.is_cold = self.trying < TRY_ROUNDS - COLD, True
+            self.tells = self.trying < TRY_ROUNDS - COLD
+            self.is_cold = not self.tells
             self.has_told = self.trying <= TRY_ROUNDS - COLD - LEAST
 
     def decide(self, is_tried: bool, goes_on: bool) -> None:

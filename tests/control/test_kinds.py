@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.costs import Table
 from selfspec.control.decider import COLD, NEARLY, TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, Decision
+from selfspec.control.experience import Experience
 from selfspec.control.kinds import (
     BLOCK_SHARE,
     BY_LAYERS,
@@ -31,6 +31,7 @@ from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING
 from selfspec.control.pace import DECIDING_ROUNDS, FAR, HELD, KEPT_DECIDING, Pace
 from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.table import Table
 from selfspec.control.timetable import DECIDING
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
@@ -375,6 +376,36 @@ def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
     lost = TRY_ROUNDS * decider.worth.plain_seconds * (1 / speedup - 1)
     assert before - looks._credit == pytest.approx((lost + CALLING + DECIDING) * tries)
     assert policy._trials.trying == TRY_ROUNDS * tries
+
+
+def test_a_try_is_held_against_what_was_forecast_of_the_rows_that_it_was_priced_for():
+    """Some of them may have left since, without another decision."""
+    policy, expected = Adaptive(made_up_costs(LAYERS), drafts=("exit",)), []
+    policy.plan([RowState(i, 60, 4000) for i in range(5)])
+    decider = policy._decider
+    with pytest.MonkeyPatch.context() as patch:
+        drafts = Decision(1.0, 0.96, 2, rate=10.0)
+        patch.setattr("selfspec.control.decider.decide", lambda *given: drafts)
+        patch.setattr(policy._experience, "expect", lambda rate, *given: expected.append(rate))
+        decider.decision = Decision(5 / decider.worth.plain_seconds, 0.96)
+        policy._looks._credit, policy._looks._due, policy._looks.are_awaited = 1.0, 0, False
+        plan = policy.plan([RowState(i, 60, 4000) for i in range(4)])
+    assert plan.exit_layer == 2 and expected == [2.0]
+
+
+def test_plans_are_of_what_was_decided_last():
+    costs = made_up_costs(LAYERS)
+    decider = Decider(costs, Experience(costs, None, False), range(1, LAYERS))
+    decider.price([RowState(0, 60, 4000)])
+    plans = []
+    for exit_layer in (2, 3, None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("selfspec.control.decider.decide", lambda *given, at=exit_layer: Decision(1.0, 2.0, at))
+            decider.decide(False, 1.0)
+        plans.append(decider.plan((3,), None, 0))
+        assert decider.plan((3,), None, 0) is plans[-1]
+        assert [decider.plan((n,), None, 0).draft_lengths for n in (4, 3)] == [(4,), (3,)]
+    assert [plan.exit_layer for plan in plans] == [2, 3, None]
 
 
 def test_the_first_rounds_of_a_try_are_not_looked_at():

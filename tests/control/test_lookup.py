@@ -57,6 +57,14 @@ def test_match_lengths_fall_into_eight_bins():
     assert [bin_of(match) for match in matches] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
 
+def test_one_wrong_token_does_not_spoil_what_is_thought_of_long_matches():
+    matches = Matches()
+    before = [matches.survivals(match)[0] for match in (1, 4, 12, 40)]
+    matches.add(Looked(40, 1, 0))
+    *shorter, longest = [matches.survivals(match)[0] for match in (1, 4, 12, 40)]
+    assert shorter == before[:-1] and 0.6 < longest < before[-1] - 0.1
+
+
 looks = st.builds(
     lambda match, right, wrong: Looked(match, right + wrong, right), *[st.integers(1, 20)] * 2, st.integers(0, 3)
 )

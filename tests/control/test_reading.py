@@ -10,7 +10,6 @@ import pytest
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.experience import Experience
 from selfspec.control.laps import Seconds
 from selfspec.control.lengths import WEIGH_SECONDS
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Steady
@@ -319,6 +318,25 @@ def test_a_row_that_is_too_fast_to_be_followed_has_no_index_and_is_seldom_asked_
     assert len(run.rounds) == 192 and policy.asked < 0.3 * len(run.rounds)
 
 
+class Unread:
+    is_own, is_stored = True, False
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} makes an index")
+
+
+@pytest.mark.parametrize("drafts", [("exit",), ("exit", "cascade"), ("exit", "copies", "tree")])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_a_policy_that_may_not_look_anything_up_wants_to_know_nothing_of_it(drafts, num_rows):
+    policy = Adaptive(made_up_costs(LAYERS), drafts=drafts)
+    for _ in range(3):
+        rows = [RowState(i, 60, 4000, Unread()) for i in range(num_rows)]
+        plan = policy.plan(rows)
+        assert not (policy.reads_lookup or policy.hears_lookup or policy.reads_ranks or policy.recycles)
+        outcomes = [RowOutcome(i, n, n, (0.9,) * n) for i, n in enumerate(plan.draft_lengths)]
+        policy.observe(plan, outcomes, Seconds())
+
+
 def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_draft():
     for exit_layers in (None, [5]):
         policy, row = Adaptive(made_up_costs(LAYERS), exit_layers=exit_layers), RowState(0, 100, 10_000)
@@ -338,6 +356,5 @@ def test_prompts_are_looked_at_until_something_is_known_of_the_layers_that_may_d
         policy._seeding.begin_round()
         policy.seed_layers(row._replace(request_id=8))
         assert len(asked) == 1, "copies make other layers pay"
-        policy._seeding._experience = Experience(policy.costs, None, True)
-        policy._seeding.begin_round()
-        assert policy.seed_layers(row._replace(request_id=9)) == layers
+        anew = Adaptive(policy.costs, exit_layers=exit_layers)
+        assert anew.seed_layers(row._replace(request_id=9)) == layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ from selfspec.control.rows import Tally
 from selfspec.drafting.compiled_lookup import CompiledLookup, lookup_of
 from selfspec.drafting.lookup import Lookup
 from selfspec.kernels import compiled_call
+from selfspec.kernels.compiled_call import functions
 
 
 def naive(content, most, num_tokens):
@@ -148,3 +150,18 @@ def test_compiled_indices_are_given_back():
     del lookup
     gc.collect()
     assert not freeing.alive
+
+
+@pytest.mark.parametrize("count", [5, 127, 200, 255, 256, 300])
+def test_a_call_may_tell_the_index_of_as_many_tokens_as_fill_a_counter(count):
+    """After the first of them, all follow a longest match; what is more than a byte holds is left out."""
+    content, tokens = [7] * 40, [7] * count
+    lookup = CompiledLookup(content)
+    lookup.take_tally()
+    out = (ctypes.c_int64 * (4 + lookup.most))()
+    told = functions().selfspec_index_add(lookup.lend(), (ctypes.c_int64 * count)(*tokens), count, out)
+    lookup.foresee([out[: 4 + told]], [count])
+    content += tokens
+    tally = lookup.take_tally()
+    assert tally.num_tokens == count and tally.seen == tally.right == [0] * (NUM_MATCH_BINS - 1) + [min(count, 255)]
+    assert lookup.draft(9) == ([7] * 9, lookup.most)

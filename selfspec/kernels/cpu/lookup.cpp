@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t NO_KEY = -1, BEGINNING = -1;  // the latter: the token before the first
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15;
 constexpr int64_t EDGES[] = {2, 3, 4, 6, 9, 16, 32};  // between bins of matches: `MATCH_EDGES` of selfspec.control.plan
+static_assert(std::size(EDGES) < sizeof(uint64_t), "a byte for every bin");
 
 class Index {
     int64_t most, count = 0;                      // longest match; children in the table
@@ -65,9 +66,11 @@ class Index {
     void add(int64_t token) {
         int64_t position = int64_t(content.size()), node = 0, depth = 0;
         if (match) {
-            uint64_t one = uint64_t(1) << 8 * (std::upper_bound(EDGES, std::end(EDGES), match) - EDGES);
-            seen += one;
-            if (content[place + 1] == token) right += one;
+            int64_t shift = 8 * (std::upper_bound(EDGES, std::end(EDGES), match) - EDGES);
+            if ((seen >> shift & 0xFF) < 0xFF) {  // of longer drafts than anybody makes, the first tokens count
+                seen += uint64_t(1) << shift;
+                if (content[place + 1] == token) right += uint64_t(1) << shift;
+            }
         }
         content.push_back(int32_t(token));
         if (4 * (count + 2) > 3 * int64_t(keys.size())) grow();
@@ -135,7 +138,7 @@ void selfspec_index_draft(const void* index, int64_t n, int64_t* out) {
     static_cast<const Index*>(index)->draft(n, out);
 }
 
-// Add at most 255 tokens; out [4 + most]: the match of the last one, its place, `seen` and `right` of these tokens, and
+// Add tokens; out [4 + most]: the match of the last one, its place, `seen` and `right` of these tokens, and
 // where the shorter ones were. Returns how many of those, or -1 where there is too little memory.
 int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out) try {
     Index& one = *static_cast<Index*>(index);
