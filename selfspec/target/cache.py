@@ -98,10 +98,15 @@ class PagedCache:
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
         self.num_layers = num_layers
-        self._store = self if shares is None else shares  # who has the storage
+        self._shares = shares
         self._layers: dict[int, tuple[Tensor, Tensor]] = {} if shares is None else shares._layers
         self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
         self._others: list[Tensor] = []  # storage that is not in it
+
+    @property
+    def _store(self) -> PagedCache:
+        """Who has the storage. Nothing refers to itself: keys and values are given back when nobody needs them."""
+        return self if self._shares is None else self._shares
 
     @property
     def num_free_pages(self) -> int:

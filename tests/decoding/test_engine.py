@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -29,6 +31,24 @@ def test_request_ids_count_up_and_completions_carry_them(target):
     assert ids == [0, 1, 2]
     assert {c.request_id for c in drain(engine).completions.values()} == {0, 1, 2}
     assert engine.submit([5], max_new_tokens=1) == 3
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed", "adaptive"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "any engine"])
+def test_keys_and_values_are_given_back_as_soon_as_nobody_decodes_with_them(policy, views):
+    """They may be gigabytes: they do not wait for the collector of reference cycles."""
+    target = Target(build("llama"), engine="views" if views else "auto")
+    engine = Engine(target, policy=policy, max_batch_size=2)
+    submit_all(engine, make_prompts([9, 5]), max_new_tokens=12)
+    drain(engine)
+    storage = [weakref.ref(tensor) for pair in engine.cache._layers.values() for tensor in pair]
+    cache = weakref.ref(engine.cache)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None and storage and not any(one() for one in storage)
+    finally:
+        gc.enable()
 
 
 def test_a_waiting_list_longer_than_the_batch_is_drained(target):
