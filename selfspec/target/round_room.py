@@ -261,13 +261,9 @@ class Room:
         """What the index of every row told in every round; None where it was not told of its tokens."""
         if further is None or not further.indices:
             return [None] * num_rows
-        size = further.found_size
-        told = self._found[: num_rows * size]
-        indices = [*further.indices] * (num_rows // self.count)
-        return [
-            None if index is None else told[at * size + 1 : at * size + 5 + told[at * size]]
-            for at, index in enumerate(indices)
-        ]
+        size, told = further.found_size, self._found
+        firsts = zip(range(0, num_rows * size, size), [*further.indices] * (num_rows // self.count), strict=True)
+        return [None if index is None else told[at + 1 : at + 5 + told[at]] for at, index in firsts]
 
 
 def _ints(count: int) -> Any:
