@@ -13,6 +13,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,9 @@ class Tracker:
         self._later: list[int] = []  # what is not counted there yet, and `_clock` then
         self._later_at: list[float] = []
         self._clock = self._overall_at = 0.0  # tokens emitted per row, ever, and when `_overall` was last faded
-        self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # of offset and slope, [2, L - 1]
-        self._mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
-        self._curve = self._mean.copy()
+        self._mean = _mean_curve(num_layers)
+        known = None if prior is None else read_curve(prior, num_layers)
+        self._curve = self._mean.copy() if known is None else known
         self._wider = np.full(self._shape, SHARE_WEIGHTS[1] / NUM_BINS)  # of rates and of shares, with its weight
         self._asked = 0
         self._draw_curves()
@@ -79,11 +80,7 @@ class Tracker:
         if prior is not None:
             counts = read_prior(prior, num_layers)
             self._counts[1], self._overall[:] = _thinned(counts, PRIOR_SIZE), _thinned(counts, OVERALL_SIZE)
-            curve = read_curve(prior, num_layers)
-            if curve is not None:
-                self._curve = curve
-                self._draw_curves()
-            for _ in range(FITS if curve is None else FITS_FROM_CURVE):
+            for _ in range(FITS if known is None else FITS_FROM_CURVE):
                 self._fit()
             self._asked = EARLY_FITS[-1]
 
@@ -225,6 +222,15 @@ class Tracker:
         step /= a * d - b * b
         self._curve += np.minimum(np.maximum(step, -1.5), 1.5)
         self._draw_curves()
+
+
+@lru_cache(maxsize=8)
+def _mean_curve(num_layers: int) -> Floats:
+    """Of offset and slope, `[2, L - 1]`; not to be written to."""
+    mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)
+    mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
+    mean.setflags(write=False)
+    return mean
 
 
 def read_prior(given: Any, num_layers: int) -> Floats:
