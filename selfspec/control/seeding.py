@@ -48,6 +48,8 @@ class Seeding:
             return ()  # to ask what could pay takes as long as half a decision
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SHARE * row.room * self._costs.plain_round(1)
+        if self._costs.seed(1, positions) > budget:
+            return ()
         could = self._decider.could_pay(self._decider.worth_of(max(1, num_rows), row.content_length), HANDICAP)
         order = [layer for layer in spread(self._costs.num_layers) if layer in could]
         self._first_to_see = order[0] if order else 0
