@@ -21,7 +21,7 @@ from selfspec.control.second_choices import SecondRates
 from selfspec.control.tracker import Tracker
 from selfspec.control.trust import Trust
 
-KNOWN = 12.0  # lasting picks of a layer; from there on misses of its copies are not held against it
+KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it
 MOST_RECORDED = 32  # rounds; then they are counted, asked or not
 # Rows of a batch whose drafts are counted in every round; of more rows, as many of them in fewer rounds: it is the
 # tokens that tell, and they take the interpreter as long as a small model takes for a layer.

@@ -35,7 +35,7 @@ class Looks:
 
     Args:
         has_prior: whether earlier texts have told of the layers already.
-        waited: of an earlier one.
+        waited: of an earlier one, see below.
 
     Attributes:
         waited: seconds that were decoded since anybody looked, nothing being known.

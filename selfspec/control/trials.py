@@ -15,7 +15,7 @@ class Trials:
         trying: rounds still to come of drafts that are tried.
         plain_run: plain rounds since the last one that drafted.
         tells: whether the clock of the round that was observed last is to be set beside the table of costs.
-        is_cold: whether the caches were as other rounds had left them: then it is not, were it due ever so much.
+        is_cold: whether that round found the caches as other rounds had left them, so that its clock says nothing.
         has_told: whether that round was one of a try that has told something.
     """
 
