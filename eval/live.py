@@ -1,8 +1,9 @@
 """Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
 
-All speedups are of decoding: live, the reading of prompts (and what a policy looks at in it) is taken off every call,
-and replay has none. Replay prices rounds by costs that were measured beside every repeat, and counts what the
-interpreter took there in rounds that draft. The speedup of whole calls, with everything in it, is reported beside them.
+All speedups are of decoding: live, what precedes the first round and the reading of prompts (and what a policy looks at
+in it) is taken off every call, and replay has none. Replay prices the forwards of rounds by costs that were measured
+beside every repeat, and counts what the interpreter took there in rounds that draft and in those that do not. The
+speedup of whole calls, with everything in it, is reported beside them.
 Stages and the reading of prompts are timed by the engine's own clock, which off the CPU measures launches.
 """
 
@@ -101,13 +102,11 @@ def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConf
 
 def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
     """By a policy that knows what the live one did when it began, in the time that rounds take by the costs measured
-    beside that call, and with what the interpreter took in its rounds that drafted."""
+    beside that call, and with what the interpreter took in its rounds."""
     policy, costs = way.make(), live.costs or scene.costs
     if isinstance(policy, Adaptive) and live.pace is not None:
         policy.tell_pace(live.pace)
-    deciding, around = live.beside
-    beside = deciding, max(0.0, around - costs.rest(batch_size))
-    return replay(scene.traces, policy, costs, batch_size, beside=beside)
+    return replay(scene.traces, policy, costs, batch_size, beside=live.beside)
 
 
 def way_of(scene: Scene, policy: str) -> Way:

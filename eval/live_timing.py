@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from eval.methods import Endless, Ids
@@ -14,6 +15,7 @@ from eval.traces import Trace
 from selfspec.api import WHOLE_BURST
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
+from selfspec.control.laps import Seconds
 from selfspec.control.plan import Policy
 from selfspec.decoding.measure import measure
 from selfspec.decoding.pick import Sampling
@@ -66,20 +68,22 @@ class Call(NamedTuple):
 
     wall: float
     seconds: dict[str, float]  # by stage of a round
+    before: float  # seconds before the first round, which weights are checked and caches made in
     prefill: float
     rounds: int
     exits: Counter[int | None]  # rounds by planned exit layer; None is plain
     rows: int  # rows of drafting rounds, added up
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
-    beside: tuple[float, float] = (0.0, 0.0)  # of its rounds that drafted: seconds of control, and around forwards
+    # What the interpreter took per round, by whether it drafted: seconds of control, and around forwards.
+    beside: Mapping[bool, tuple[float, float]] = MappingProxyType({})
     pace: Any = None  # what the clock had told earlier policies, of one that minds it
     costs: Costs | None = None  # of this machine, measured right before the repeat it is of
 
     @property
     def decoding(self) -> float:
-        """Seconds without the reading of prompts, which replay leaves out as well."""
-        return self.wall - self.prefill
+        """Seconds of rounds alone, as replay has them: without what precedes them and the reading of prompts."""
+        return self.wall - self.before - self.prefill
 
 
 def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Scene:
@@ -103,28 +107,46 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
     sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
     options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, "burst": WHOLE_BURST, **sampling}
     stream = scene.target.stream
-    rounds, wall = timed(lambda: list(stream(scene.prompts, **options)), scene.target.stack.device)  # type: ignore[arg-type]
+    device = scene.target.stack.device
+    coming, before = timed(lambda: stream(scene.prompts, **options), device)  # type: ignore[arg-type]
+    rounds, after = timed(lambda: list(coming), device)
     if paces is not None and isinstance(policy, Adaptive):
         paces[way.name] = policy.state()["pace"]
-    return _call(rounds, wall)._replace(pace=pace)
+    return _call(rounds, before, after)._replace(pace=pace)
 
 
-def _call(rounds: Sequence[Round], wall: float) -> Call:
+def _call(rounds: Sequence[Round], before: float, after: float) -> Call:
     rows = [row for round_ in rounds for row in round_.rows]
     done = sorted((row.completion for row in rows if row.completion is not None), key=lambda c: c.request_id)
     planned = [round_ for round_ in rounds if round_.plan is not None]
-    drafting = [r.seconds for r in planned if r.plan is not None and r.plan.exit_layer is not None]
     return Call(
-        wall,
+        before + after,
         seconds={stage: sum(getattr(round_.seconds, stage) for round_ in rounds) for stage in STAGES},
+        before=before,
         prefill=sum(round_.seconds.prefill for round_ in rounds),
         rounds=len(planned),
         exits=Counter(r.plan.exit_layer for r in planned if r.plan is not None),
         rows=sum(len(r.rows) for r in planned if r.plan is not None and r.plan.exit_layer is not None),
         stats=sum((completion.stats for completion in done), SpecStats()),
         tokens=[completion.tokens for completion in done],
-        beside=(fmean([s.control for s in drafting]), fmean([s.rest for s in drafting])) if drafting else (0.0, 0.0),
+        beside=_beside(planned, (after - sum(round_.seconds.total for round_ in rounds)) / max(1, len(planned))),
     )
+
+
+def _beside(rounds: Sequence[Round], between: float) -> dict[bool, tuple[float, float]]:
+    """See `Call.beside`.
+
+    Args:
+        between: seconds between two rounds.
+    """
+    taken: dict[bool, list[Seconds]] = {}
+    for each in rounds:
+        if each.plan is not None:
+            taken.setdefault(each.plan.exit_layer is not None, []).append(each.seconds)
+    return {
+        drafts: (fmean([one.control for one in of]), fmean([one.rest for one in of]) + between)
+        for drafts, of in taken.items()
+    }
 
 
 def interleave(

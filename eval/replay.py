@@ -8,8 +8,9 @@ and second choices beside theirs are always taken to be the layers'.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
 
 PREFILL_CHUNK = 512  # the engine's default
+Beside = Mapping[bool, tuple[float, float]]
 
 
 class ReplayedRow(NamedTuple):
@@ -103,12 +105,13 @@ def replay(
     batch_size: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
     datastore: Datastore | None = None,
-    beside: tuple[float, float] = (0.0, 0.0),
+    beside: Beside = MappingProxyType({}),
 ) -> Replayed:
     """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
 
     Args:
-        beside: seconds that deciding takes in a round that drafts, and what is spent around it beyond a plain round's.
+        beside: by whether a round drafts, the seconds that deciding takes in it, and those spent around its forwards;
+            where it does not say, none and what the table has.
     """
     done = Replayed()
     recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
@@ -153,12 +156,12 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, beside: tuple[float, float]) -> None:
+def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, beside: Beside) -> None:
     clock = Seconds()
     plan, is_told = asking.plan(ready)
     clock.lap("control")
     hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
-    context = max(row.state.content_length for row in ready)
+    context = costs.context_of([row.state.content_length for row in ready])
     outcomes = _outcomes(ready, plan)
     if hears_lookup:
         pairs = zip(ready, outcomes, strict=True)
@@ -168,8 +171,9 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
             came = slice(row.at, row.at + outcome.num_emitted)
             row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
     took = _seconds(plan, outcomes, context, costs)
-    if plan.exit_layer is not None:
-        took.control, took.rest = beside[0], took.rest + beside[1]
+    drafts = plan.exit_layer is not None
+    if drafts in beside:
+        took.control, took.rest = beside[drafts]
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
     done.rounds.append(ReplayedRound(plan, replayed, took.total))
     done.seconds += took.total
@@ -186,7 +190,7 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
 
 
 def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: int, costs: Costs) -> Seconds:
-    """What a round would take whose longest row holds `context` tokens."""
+    """What a round would take whose rows hold `context` tokens each, see `Costs.context_of`."""
     beside = [o.num_beside for o in outcomes]
     drafted = [o.num_drafted for o in outcomes]
     widths = outcomes[0].widths  # of a cascade, which is of a single row

@@ -32,7 +32,7 @@ from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 19  # of the files; another number makes every older file stale
+SCHEMA = 20  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
@@ -197,11 +197,13 @@ def _joined(known: Costs, more: Costs) -> Costs:
         ours, theirs = known.copies, more.copies
         passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
         copies = Copies(*passes, both("head", ours, theirs))
-    context_rows = known.context_rows
+    context_rows, padding = known.context_rows, known.padding
     if more.context_rows is not None:
+        if context_rows is None:  # which says nothing of several rows
+            padding = more.padding
         alone = Table.of({1: known.context})
         context_rows = both("context_rows", replace(known, context_rows=known.context_rows or alone), more)
-    return replace(joined, ragged=ragged, copies=copies, context_rows=context_rows)
+    return replace(joined, ragged=ragged, copies=copies, context_rows=context_rows, padding=padding)
 
 
 def _joined_rest(known: Table, more: Table) -> Table:

@@ -23,7 +23,6 @@ from selfspec.control.free import Free
 from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import Looks, waited_of
-from selfspec.control.measured import CONTEXT
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import DEFAULT_DRAFTS, Plan, ShadowPlan, Steady
@@ -71,7 +70,7 @@ class Adaptive:
         self._times, self._trials = Timetable(has_prior), Trials()
         self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
         self._processes = False  # whether any row has processors
-        self._context = CONTEXT
+        self._held: Sequence[int] = ()  # tokens of each row of the round that was planned last
         self._idle = Plan(None, (0,), speedup=1.0)
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
@@ -184,7 +183,7 @@ class Adaptive:
         self._decide_if_due(rows)
         if len(rows) != len(self._idle.draft_lengths):
             self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
-        self._context = max([row.content_length for row in rows])
+        self._held = [row.content_length for row in rows]
         self._looks.tell_room(max([row.room for row in rows]))
         if self._trials.begin():
             self._likely = self._idle
@@ -220,7 +219,7 @@ class Adaptive:
         """Count a round that is planned as the one before."""
         self._seeding.begin_round()
         self._times.begin()
-        self._context = row.content_length
+        self._held = [row.content_length]
         self._looks.tell_room(row.room)
         self._free.pass_quiet(match)
 
@@ -286,7 +285,7 @@ class Adaptive:
             self._decider.note_tried()
         is_due = self._times.round % LOOK_EVERY[self._batch > 1] == 0
         looks = trials.tells or (is_due and not trials.is_cold)
-        looked = (self._context, self._decider.share(plan.draft_vocab)) if looks else None
+        looked = (self.costs.context_of(self._held), self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
         self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
 

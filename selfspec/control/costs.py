@@ -37,7 +37,7 @@ class Costs(Measured):
         Where nothing comes of a lookup, the round is a plain one.
 
         Args:
-            context: cached tokens of the longest row.
+            context: cached tokens of every row, see `context_of`.
             beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
             widths: of a cascade, tokens of each early pass but the last; empty: one each.
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.

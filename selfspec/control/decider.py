@@ -25,7 +25,7 @@ NEARLY = 0.92
 # If they are as much better than promised as may be hoped, that has to make up for the try, which takes so many seconds
 # of two decisions and of calls that end for them, beside its rounds.
 TRYING = 2e-3
-CONTEXT_STEP = 64  # tokens by which the longest row grows until rounds are priced anew
+CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew
 
 
 class Decider:
@@ -48,7 +48,7 @@ class Decider:
         self._vocabulary: Vocabulary | None = None
         self._parts = Parts(costs)  # ways of drafting
         self.worth: Worth | None = None
-        self._worth_for = (0, 0)  # rows, and steps of context of the longest
+        self._worth_for = (0, 0)  # rows, and steps of context
         self.num_rows = 0
         self.decision = Decision()
         self._made: Plan | None = None  # by what was decided
@@ -69,9 +69,9 @@ class Decider:
         """Of the vocabulary, that a draft is over."""
         return self._parts.share(draft_vocab)
 
-    def worth_of(self, num_rows: int, longest: int) -> Worth:
-        """Of so many rows, the longest of so many tokens."""
-        step = longest // CONTEXT_STEP
+    def worth_of(self, num_rows: int, context: float) -> Worth:
+        """Of so many rows, of so many tokens each."""
+        step = int(context) // CONTEXT_STEP
         if self.worth is None or self._worth_for[0] != num_rows:
             self.worth, self._worth_for = Worth(self._costs, num_rows, copies=self._has_copies), (num_rows, -1)
         if self._worth_for[1] != step:
@@ -82,7 +82,7 @@ class Decider:
     def price(self, rows: Sequence[RowState]) -> tuple[Worth, float]:
         """Price the rounds of these rows as the clock told; and the seconds that deciding takes."""
         self.num_rows, pace, self._promising = len(rows), self._experience.pace, None
-        worth = self.worth_of(self.num_rows, max([row.content_length for row in rows]))
+        worth = self.worth_of(self.num_rows, self._costs.context_of([row.content_length for row in rows]))
         lookups, deciding = pace.kinds.ratio(BY_LOOKUP, self.num_rows), pace.deciding_of(self.num_rows)
         around = deciding + pace.around_of(self.num_rows)
         worth.price(pace.pick, (pace.passes[0], pace.passes[1]), around, lookups)

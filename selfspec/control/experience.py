@@ -120,8 +120,8 @@ class Experience:
         """Put a round on record.
 
         Args:
-            looked: to set its clock beside the table of costs, the tokens of its longest row, and the share of the
-                vocabulary that it drafted over.
+            looked: to set its clock beside the table of costs, the tokens of its rows, see `Costs.context_of`, and the
+                share of the vocabulary that it drafted over.
         """
         if len(self._recorded) >= MOST_RECORDED:
             self._count()

@@ -6,13 +6,13 @@ whole range, since real costs have steps (arXiv 2310.18813; the field's engines 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from selfspec.control.table import Table, interpolate
 
-CONTEXT = 64  # cached tokens of the longest row at which the tables hold, and of shorter ones
+CONTEXT = 64  # cached tokens of a row at which the tables hold, and with fewer
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class Measured:
         pick: picking tokens and copying them to the host, by tokens.
         rest: everything else of a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
-        context: one layer's extra seconds per row and cached token of the longest row, beyond `CONTEXT`: rows are read
-            together, as far as the longest of them goes.
+        context: one layer's extra seconds per row and cached token beyond `CONTEXT`, see `context_of`.
         context_rows: the same for each of several rows, whose keys leave the caches sooner, by their number; beyond the
             last as there. None: as for a single one.
         context_width: what a layer takes longer, per row and such token, for every further token of a row in the pass.
+        padding: how far reading goes by the longest row of a batch: 1 where all are read as far as that one goes, 0
+            where each is read as far as it goes itself.
         wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
         ragged: how many times as long as `late` has it the layers of a verification take in which few rows have many
             tokens and the others one, by rows; None where nobody measured it. It is 1 where tokens are packed end to
@@ -73,6 +74,7 @@ class Measured:
     context: float = 0.0
     context_rows: Table | None = None
     context_width: float = 0.0
+    padding: float = 1.0
     first: Mapping[int, Table] = field(default_factory=dict)
     wide: Table | None = None
     ragged: Table | None = None
@@ -115,8 +117,16 @@ class Measured:
         colder = 0.0 if self.plain_head is None else self.plain_head(num_rows) - self.head(num_rows)
         return self.head(num_tokens) + max(0.0, colder)
 
+    def context_of(self, num_cached: Sequence[int]) -> float:
+        """The tokens that every row would have to hold for reading them to take as long as it does of these rows."""
+        longest = max(num_cached)
+        if len(num_cached) == 1 or self.padding == 1:
+            return longest
+        mean = sum(num_cached) / len(num_cached)
+        return mean + self.padding * (longest - mean)
+
     def reading(self, num_rows: int, context: float, width: float = 1.0) -> float:
-        """One layer's extra seconds for the cached tokens beyond `CONTEXT` of the longest row.
+        """One layer's extra seconds for the cached tokens beyond `CONTEXT` of rows that hold `context` each.
 
         Args:
             width: tokens per row in the pass.
@@ -136,6 +146,7 @@ class Measured:
             **{name: _plain(getattr(self, name)) for name in ("first", "early", "late")},
             "context": self.context,
             "context_width": self.context_width,
+            "padding": self.padding,
             **{
                 name: None if (table := getattr(self, name)) is None else table.as_dict()
                 for name in ("context_rows", "wide", "ragged", "copies", "plain_head")
@@ -152,9 +163,12 @@ class Measured:
             if not all(1 in tables for name, tables in many.items() if tables or name != "first"):
                 raise ValueError("tables of a single row are missing")
             single = {"context": float(given["context"]), "context_width": float(given.get("context_width", 0.0))}
+            single["padding"] = float(given.get("padding", 1.0))
             for name, value in single.items():
                 if not 0 <= value < float("inf"):
                     raise ValueError(f"{name} must be finite and not negative, got {value}")
+            if single["padding"] > 1:
+                raise ValueError(f"padding must be at most 1, got {single['padding']}")
             names = ("context_rows", "wide", "ragged", "plain_head")
             some = {name: None if given.get(name) is None else Table.read(given[name]) for name in names}
             copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])

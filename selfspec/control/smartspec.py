@@ -90,7 +90,7 @@ class SmartSpec:
         if self._off >= PROBE:
             self._length = self.most
         else:
-            context = max(row.content_length for row in rows)
+            context = self.costs.context_of([row.content_length for row in rows])
             best = HANDICAP * self.goodput(0, len(rows), context)
             self._length = 0
             while self._length < self.most:

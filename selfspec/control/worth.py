@@ -24,7 +24,7 @@ WHOLE: Way = (1.0, False)
 
 
 class Worth:
-    """Costs of a round of `num_rows` rows, the longest of `context` tokens, in arrays, and what they say of drafts.
+    """Costs of a round of `num_rows` rows of `context` tokens each, in arrays, and what they say of drafts.
 
     One row's draft is taken to go on while its tokens' bins of confidence lie above a bound, and at most for a number
     of tokens, each independently of those before it; it stops after the first token below. Several rows are taken to
@@ -47,7 +47,7 @@ class Worth:
         self.move(context)
 
     def move(self, context: float) -> None:
-        """Take on that the longest row has `context` tokens: every layer of a pass then reads as much more."""
+        """Take on that every row has `context` tokens: every layer of a pass then reads as much more."""
         self._context = context
         # Seconds a layer, in a pass of one token per row, and for each further one of all rows.
         self._more = self._costs.reading(self.num_rows, context)

@@ -25,12 +25,14 @@ QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the m
 REPEATS = 7
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
-BATCH_WIDTHS, MOST = (1, 2, 4, 8, 18, 32), 256  # of several rows: tokens per row, and in all
+# Of several rows: tokens per row, and in all. Products of matrices take tokens by sixteens, so that those of several
+# rows, in even numbers, would all be measured where they fill such a step.
+BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 256
 BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT, LONG_WIDTH = 512, 8  # tokens cached, and per row of a verification beside them
-LONGER = 128  # tokens by which rows of a batch become longer
+LONGER = 128  # tokens by which rows of a batch become longer, all of them or every second one
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
@@ -140,8 +142,10 @@ class _Clock:
         half = max(self.middle, layers // 2)
         few = sorted({1, self.middle, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
         for rows in self.batch_sizes:
-            widths = self.widths if rows == 1 else [w for w in self.widths if w in BATCH_WIDTHS]
-            widths = [w for w in widths if rows * w <= max(MOST, 2 * rows) and (not self.thin or w in THIN_WIDTHS)]
+            widths = self.widths if rows == 1 else [w for w in BATCH_WIDTHS if w <= self.widths[-1]]
+            if self.thin:
+                widths = [w for w in THIN_WIDTHS if w <= self.widths[-1]]
+            widths = [w for w in widths if rows * w <= max(MOST, 2 * rows)]
             exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
@@ -159,6 +163,7 @@ class _Clock:
             yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
         for rows in self.batch_sizes[1:] if self.base + LONGER < self.long else ():
             yield partial(self.plain, rows, self.base + LONGER, "longer")
+            yield partial(self.plain, rows, self.base, "uneven", LONGER)
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
@@ -167,14 +172,14 @@ class _Clock:
         """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
         return self.picker.rounds is not None and self.is_fast and self.engines.fits
 
-    def plain(self, rows: int, context: int, piece: str) -> None:
-        single, *warm = self.laps(rows, Plan(None, (0,) * rows), context)
+    def plain(self, rows: int, context: int, piece: str, uneven: int = 0) -> None:
+        single, *warm = self.laps(rows, Plan(None, (0,) * rows), context, uneven)
         (around, *_), (layers, *_) = single["rest"], single["verify"]
         if self.picker.rounds is None:
             layers += around  # which other rounds spend beside layers, too
         elif not self.has_calls:
             self.keep("rest", rows, 1, around)
-        if context == self.base:
+        if piece == "plain":
             self.keep("single", rows, 1, layers)
         for laps in warm or [single]:
             self.keep(piece, rows, 1, laps["verify"][0] if warm else layers)
@@ -233,10 +238,12 @@ class _Clock:
         [laps] = self.laps(rows, Plan(LOOKUP, tuple(lengths), trees=trees))
         self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
 
-    def laps(self, num_rows: int, plan: Plan, context: int | None = None) -> list[dict[str, list[float]]]:
+    def laps(
+        self, num_rows: int, plan: Plan, context: int | None = None, uneven: int = 0
+    ) -> list[dict[str, list[float]]]:
         """See `TimedRounds.laps`."""
         further = FURTHER if self.has_calls and plan.exit_layer != LOOKUP else 0
-        return self.timed.laps(num_rows, self.base if context is None else context, plan, further)
+        return self.timed.laps(num_rows, self.base if context is None else context, plan, further, uneven)
 
     def head(self, num_tokens: int) -> None:
         """The head and picks of many tokens, after a forward: as in a round, nothing of the head is in the caches."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from selfspec.control.costs import Costs
 from selfspec.control.measured import Copies
@@ -61,7 +62,7 @@ class Readings:
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
         plain = self._plain()
-        context, by_rows, by_width = self._reading(layers, middle, beyond, longer) if beyond else (0.0, None, 0.0)
+        reading = self._reading(layers, middle, beyond, longer) if beyond else {}
         costs = Costs(
             layers,
             plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
@@ -72,12 +73,10 @@ class Readings:
             pick=Table.of(self.typical("pick")[1]),
             rest=self._rest(),
             short=Table.of(self.typical("short")[1]),
-            context=context,
-            context_rows=by_rows,
-            context_width=by_width,
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
             plain_head=Table.of(heads[1]) if (heads := self.typical("plain head")) else None,
+            **reading,
         )
         if self._counts is low:
             costs = _as_wholes(costs, middle)
@@ -90,18 +89,34 @@ class Readings:
         }
         return replace(costs, ragged=Table.of(factors)) if factors else costs
 
-    def _reading(self, layers: int, middle: int, beyond: int, longer: int) -> tuple[float, Table | None, float]:
-        """`Costs.context`, `context_rows` and `context_width`, each of readings of its own."""
+    def _reading(self, layers: int, middle: int, beyond: int, longer: int) -> dict[str, Any]:
+        """`Costs.context`, `context_rows`, `context_width` and `padding`, each of readings of its own."""
         plain, late, by_width = self.typical("plain"), self.typical("late")[1], 0.0
         context = max(0.0, self.typical("long")[1][1] - plain[1][1]) / beyond / layers
         for width, seconds in self.typical("long late").get(1, {}).items():
             of_all = (seconds - late[width]) / beyond / (layers - middle)
             by_width = max(0.0, of_all - context) / (width - 1)
-        by_rows = {
-            rows: max(0.0, of_rows[1] - plain[rows][1]) / longer / layers / rows
-            for rows, of_rows in self.typical("longer").items()
+        more = {rows: max(0.0, of_rows[1] - plain[rows][1]) for rows, of_rows in self.typical("longer").items()}
+        by_rows = {rows: seconds / longer / layers / rows for rows, seconds in more.items()}
+        return {
+            "context": context,
+            "context_rows": Table.of({1: context, **by_rows}) if by_rows else None,
+            "context_width": by_width,
+            "padding": self._padding(more),
         }
-        return context, Table.of({1: context, **by_rows}) if by_rows else None, by_width
+
+    def _padding(self, more: Mapping[int, float]) -> float:
+        """How much of what longer rows take longer is taken as well where only every second one is longer.
+
+        Args:
+            more: rows -> seconds that a forward takes longer where all of them are.
+        """
+        plain, of_all, of_half, least = self.typical("plain"), 0.0, 0.0, 0.0
+        for rows, of_rows in self.typical("uneven").items():
+            of_all += more[rows]
+            of_half += of_rows[1] - plain[rows][1]
+            least += rows // 2 / rows * more[rows]  # where each is read as far as it goes itself
+        return min(max((of_half - least) / (of_all - least), 0.0), 1.0) if of_all > least else 1.0
 
     def _plain(self) -> dict[int, dict[int, float]]:
         """rows -> {1: seconds} of a whole forward, which takes no longer than one in two parts."""

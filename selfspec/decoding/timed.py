@@ -18,7 +18,7 @@ from selfspec.decoding.row import Row
 from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
-RAGGED = 9  # tokens by which rows of a batch differ in length
+RAGGED = 4  # tokens by which rows of a batch differ in length, about their mean
 # Rounds after the first of a call of many, of which the last half count: the first ones find caches as the interpreter
 # left them, and take up to twice as long, plain ones most of all.
 FURTHER, LEAST_FURTHER = 12, 3
@@ -55,31 +55,39 @@ class TimedRounds:
 
     Args:
         num_rows: most rows of a round.
-        room: tokens that each may come to hold.
+        room: tokens that each may come to hold, without what makes them ragged.
         far_room: what a single one may, where that is more.
     """
 
     def __init__(self, stack: Stack, num_rows: int, room: int, far_room: int) -> None:
         self._stack, self.picker = stack, Picker(stack)
-        self._room = room + 8 * FURTHER
+        self._room = room + 8 * FURTHER + 4 * RAGGED
         self._cache, self._pages = _rows(stack, num_rows, self._room)
         self._far = _rows(stack, 1, far_room + 8 * FURTHER)
         self._grown: dict[tuple[int, int, Plan], int] = {}
         self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
-    def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:
+    def laps(
+        self, num_rows: int, context: int, plan: Plan, further: int, uneven: int = 0
+    ) -> list[dict[str, list[float]]]:
         """Stage -> its seconds, one by one, of a round; and of the last half of so many further ones of its call.
 
         Rows grow by what is accepted, which takes longer to read: they begin as much shorter as they were too long, by
         the time that counts, when this was asked last.
+
+        Args:
+            uneven: tokens that every second row holds beyond its `context`.
         """
-        further = min(further, max(LEAST_FURTHER, GROWTH // (1 + max(plan.draft_lengths))))
-        is_far = context + 1 + max(plan.draft_lengths) + 8 * FURTHER > self._room
+        drafted = max(plan.draft_lengths)
+        further = min(further, max(LEAST_FURTHER, GROWTH // (1 + drafted)))
+        is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._room
         cache, pages = self._far if is_far else (self._cache, self._pages)
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
-        rows, stopper = [], cast(Any, _Stopper(min(cache.page_size, self._stack.context_limit)))
+        most = min(cache.page_size, self._stack.context_limit)
+        rows, stopper = [], cast(Any, _Stopper(most))
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
-            content = [0] * max(0, start - RAGGED * (i % 8)) + [token]
+            away = round(RAGGED * (i % 8 - (min(num_rows, 8) - 1) / 2)) + uneven * (i % 2)
+            content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
             rows.append(Row(i, Request([0]), stopper, pages[i], content))
         laps, ahead = _Laps(self.now), Ahead(burst=1.0)
         ahead.allow(Steady(further), plan, None, False)

@@ -203,6 +203,13 @@ def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
     assert cascade == pytest.approx(3 * (0.2 + 0.1))  # of three tokens, and the last one
 
 
+@pytest.mark.parametrize(("padding", "context"), [(1.0, 300), (0.0, 200), (0.25, 225)])
+def test_rows_of_different_lengths_are_read_as_far_as_each_goes_or_as_the_longest(padding, context):
+    costs = replace(some_costs(), padding=padding)
+    assert costs.context_of([100, 300]) == pytest.approx(context) and costs.context_of([300]) == 300
+    assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))).padding == padding
+
+
 def test_shadow_picks_cost_a_shortlist_or_the_whole_head():
     costs = some_costs()
     assert costs.shadow(0, 4) == costs.seed(0, 4) == 0
@@ -244,7 +251,7 @@ def test_costs_survive_a_file(one, other, context):
 
 
 def test_older_tables_without_a_first_pass_are_read():
-    new = ("first", "context_rows", "context_width", "plain_head")
+    new = ("first", "context_rows", "context_width", "plain_head", "padding")
     older = {name: value for name, value in some_costs().as_dict().items() if name not in new}
     assert Costs.from_dict(older) == some_costs()
 
@@ -274,6 +281,8 @@ BAD = {
     "context by rows is a number": _broken(context_rows=2.0),
     "head of plain rounds is a number": _broken(plain_head=2.0),
     "context by width infinite": _broken(context_width=float("inf")),
+    "padding beyond the longest row": _broken(padding=1.5),
+    "padding negative": _broken(padding=-0.1),
     "layers": _broken(num_layers="many"),
     "infinitely many layers": _broken(num_layers=float("inf")),
 }

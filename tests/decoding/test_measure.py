@@ -47,7 +47,7 @@ def test_every_piece_is_measured(family):
     assert costs.early[1].points == (1, 2, 3) and set(costs.early) == set(costs.late) == {1, 3}
     assert costs.late[1].points == module.WIDTHS and costs.late[3].points == module.BATCH_WIDTHS
     assert costs.ragged.points == (3,) and costs.ragged(3) > 0
-    assert {1, 3, 8, 24, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
+    assert {1, 3, 8, 27, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
 
 
 def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():
@@ -210,6 +210,8 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
         ("longer", 2, 1): 7.2,  # .003 a layer, row and token
         ("plain", 9, 1): 7.0,
         ("longer", 9, 1): 7.9,  # .0005: taken together with that of fewer, since more rows never take less
+        ("uneven", 2, 1): 6.7,  # of 1.2 seconds that two longer rows take, one takes .6 at least
+        ("uneven", 9, 1): 7.5,  # four of nine longer rows at least .4 of .9
         ("halves", 1, 1): 3.9,  # which is the table's whole forward, and says nothing of what is cached
         ("late", 1, 1): 3.0,
         ("early", 1, 1): 1.0,
@@ -223,8 +225,37 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
     assert costs.context_rows is not None and costs.plain(1) == 3.9
     assert [costs.context_rows(rows) for rows in (1, 2, 9)] == pytest.approx([0.0055 / 3] * 3)
     assert costs.plain_head is not None and (costs.plain_head(1), costs.head(1)) == (0.2, 0.1)
+    assert costs.padding == pytest.approx((1.2 - 1.0) / (2.1 - 1.0))
     without = readings.costs(4, 1, 0, 50)
-    assert (without.context, without.context_rows, without.context_width) == (0.0, None, 0.0)
+    assert (without.context, without.context_rows, without.context_width, without.padding) == (0.0, None, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("half", "padding"), [(5.0, 1.0), (4.0, 0.5), (3.0, 0.0), (9.0, 1.0), (1.0, 0.0)])
+def test_reading_goes_by_the_longest_row_as_far_as_one_longer_row_of_two_takes_what_two_take(half, padding):
+    readings = Readings()
+    for piece, seconds in {"plain": 1.0, "long": 3.0, "longer": 5.0, "uneven": half}.items():
+        readings.keep(piece, 2, 1, seconds)
+    for piece in ("plain", "long", "early", "late", "head", "pick", "short"):
+        readings.keep(piece, 1, 1, 0.1)
+    assert readings.costs(4, 1, 100, 50).padding == pytest.approx(padding)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
+def test_rows_hold_what_they_are_said_to_in_the_mean_and_every_second_one_more(rows, monkeypatch):
+    stack = tiny("llama").stack
+    rounds, seen = TimedRounds(stack, rows, 200, 200), []
+
+    def noted(stack, cache, rows, *given, **named):
+        seen.append([len(row.content) - 1 for row in rows])
+        return decode_round(stack, cache, rows, *given, **named)
+
+    monkeypatch.setattr("selfspec.decoding.timed.decode_round", noted)
+    with torch.inference_mode():
+        for uneven in (0, 50):
+            rounds.laps(rows, 60, Plan(None, (0,) * rows), 0, uneven)
+    even, uneven = seen
+    assert sum(even[:8]) / len(even[:8]) == pytest.approx(60, abs=0.5) and len(set(even)) == min(rows, 8)
+    assert [b - a for a, b in zip(even, uneven, strict=True)] == [50 * (i % 2) for i in range(rows)]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -233,7 +264,7 @@ def test_rows_are_as_long_as_they_are_said_to_be_by_the_time_that_counts(rows, m
     rounds, lengths = TimedRounds(stack, rows, 200, 200), []
 
     def noted(stack, cache, rows, *given, **named):
-        lengths.append(len(rows[0].content) - 1)
+        lengths.append(sum(len(row.content) - 1 for row in rows) / len(rows))
         return decode_round(stack, cache, rows, *given, **named)
 
     monkeypatch.setattr("selfspec.decoding.timed.decode_round", noted)

@@ -13,7 +13,7 @@ from eval import live, live_timing, plots, synthetic
 from eval.__main__ import main
 from eval.config import LIVE, LiveConfig, Task, load_live_config
 from eval.live import best_in_replay, compare, fixed, way_of
-from eval.live_timing import STAGES, call, interleave, scene_of
+from eval.live_timing import STAGES, Way, call, interleave, scene_of
 from eval.methods import Endless
 from eval.replay import replay
 from eval.traces import load
@@ -23,6 +23,7 @@ from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
 from selfspec.control.policies import POLICIES
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs
+from tests.helpers import Schedule
 from tests.models import build
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print(", "x"]
@@ -139,8 +140,8 @@ def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_
 
 def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(scene, monkeypatch):
     """By the table that policies decide with, drafts never pay; by the others they do, the more the later."""
-    seen, price, spent = [], made_up_costs(4), [0.0]
-    monkeypatch.setattr(live_timing, "fmean", lambda taken: spent[0])
+    seen, price, spent = [], made_up_costs(4), {}
+    monkeypatch.setattr(live_timing, "_beside", lambda rounds, between: dict(spent))
     monkeypatch.setattr(
         live_timing, "measure", lambda *given, **options: seen.append(given) or faster(price, len(seen))
     )
@@ -151,11 +152,23 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(sc
     by = [done.plain_seconds / done.seconds for done in expected]
     assert plain["predicted"] == 1 and by == sorted(by) and by[2] > 1.05 * by[0]
     assert drafting["predicted"] == pytest.approx(by[1], 1e-6)
-    spent[0] = price.plain_round(2)  # of the interpreter, twice, in every round that drafts
-    again = compare(scene, ways, 2, LiveConfig(repeats=1, warmup_tokens=1), ignore)[1]
-    longer = again["predicted_seconds"] - replay(scene.traces, ways[1].make(), faster(price, 4), 2).seconds
-    drafts = sum(round_.plan.exit_layer is not None for round_ in expected[0].rounds)
-    assert longer == pytest.approx(drafts * (2 * spent[0] - price.rest(2)), 1e-6)
+    spent |= {True: (price.plain_round(2), 1.0), False: (2.0, 3.0)}  # of the interpreter, in every round
+    again = compare(scene, ways, 2, LiveConfig(repeats=1, warmup_tokens=1), ignore)
+    for way, method in zip(ways, again, strict=True):
+        alone = replay(scene.traces, way.make(), faster(price, 4), 2)
+        kinds = [round_.plan.exit_layer is not None for round_ in alone.rounds]
+        longer = sum(sum(spent[drafts]) - price.rest(2) for drafts in kinds)
+        assert method["predicted_seconds"] == pytest.approx(alone.seconds + longer, 1e-6)
+
+
+def test_what_the_interpreter_takes_is_told_apart_by_whether_a_round_drafts(scene):
+    way = Way("mixed", "other", lambda: Schedule(1, scene.costs.num_layers), {})
+    one = call(scene, way, 2)
+    assert set(one.beside) == {True, False} and all(min(of) > 0 for of in one.beside.values())
+    drafts, plain = one.exits.total() - one.exits[None], one.exits[None]
+    told = sum(count * sum(one.beside[kind]) for kind, count in ((True, drafts), (False, plain)))
+    forwards = sum(one.seconds[stage] for stage in ("draft", "verify", "head", "pick", "shadow"))
+    assert told == pytest.approx(one.decoding - forwards, rel=1e-6)
 
 
 def faster(costs, times):
@@ -182,7 +195,8 @@ def test_an_output_that_is_not_plain_decodings_is_counted(scene):
 def test_the_reading_of_prompts_is_not_decoding(scene):
     done = call(scene, way_of(scene, "plain"), 2)
     assert 0 < done.prefill < done.wall
-    assert done.decoding == done.wall - done.prefill >= sum(done.seconds.values())
+    assert done.before > 0
+    assert done.decoding == done.wall - done.before - done.prefill >= sum(done.seconds.values())
     assert [len(tokens) for tokens in done.tokens] == [12, 12, 12]
     assert [len(tokens) for tokens in call(scene, way_of(scene, "plain"), 2, most=5).tokens] == [5, 5, 5]
 
