@@ -296,13 +296,14 @@ class Adaptive:
         self._free.price(num_rows, deciding)
         self._batch = self._fewest = num_rows
         times.decide_after(IDLE_ROUNDS)
-        seconds_left = worth.plain_seconds * max([row.room for row in rows])
+        rooms = [row.room for row in rows]
+        seconds_left, in_step = worth.plain_seconds * max(rooms), num_rows - len(set(rooms))
         self._looks.begin(seconds_left, worth.plain_seconds)
         if not self._allowed or self._looks.are_awaited:
             decider.be_plain()
             return
         before = decider.decision.exit_layer
-        self._trials.decide(decider.decide(self._processes, seconds_left), goes_on)
+        self._trials.decide(decider.decide(self._processes, seconds_left, in_step), goes_on)
         if decider.decision.exit_layer is not None:
             self._begin_drafts(num_rows, worth.plain_seconds, before is None, goes_on)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.control.costs import Costs
-from selfspec.control.decision import HANDICAP, Decision, decide, favour_of
+from selfspec.control.decision import HANDICAP, OFF, Decision, decide, favour_of
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
 from selfspec.control.parts import Parts, Vocabulary
@@ -25,6 +25,10 @@ NEARLY = 0.92
 # If they are as much better than promised as may be hoped, that has to make up for the try, which takes so many seconds
 # of two decisions and of calls that end for them, beside its rounds.
 TRYING = 2e-3
+# Rows of a batch that go on in step end together, and apart once they draft: for each a call ends, another begins on
+# cold caches, and those that are left take longer per token. In seconds and in plain rounds of all rows; and how many
+# times as much drafts must promise for that, at most.
+PARTING, PARTING_ROUNDS, MOST_PARTING = 1e-3, 0.5, 1.5
 CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew
 
 
@@ -53,6 +57,7 @@ class Decider:
         self.decision = Decision()
         self._made: Plan | None = None  # by what was decided
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
+        self._parting = 1.0  # how much more they must promise than they would to rows that end apart anyway
         self._tried: set[int] = set()  # bit lengths of batches' sizes
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
@@ -99,27 +104,33 @@ class Decider:
         if decision.exit_layer is not None:
             self._experience.expect(decision.rate / self.num_rows, decision.rounds[: self._most + 1], decision.covered)
 
-    def decide(self, is_whole: bool, seconds_left: float) -> bool:
+    def decide(self, is_whole: bool, seconds_left: float, in_step: int = 0) -> bool:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops.
 
         Args:
             is_whole: whether drafts must be by the layers themselves, over the whole vocabulary.
             seconds_left: that the rows will take, if they are decoded plainly.
+            in_step: rows that would then end together with another one.
 
         Returns:
             Whether that is only tried, for `TRY_ROUNDS`.
         """
-        self.decision = self._decided(is_whole)
+        assert self.worth is not None
+        apart = in_step * (PARTING + PARTING_ROUNDS * self.worth.plain_seconds)
+        self._parting = seconds_left / max(seconds_left - apart, seconds_left / MOST_PARTING) if apart else 1.0
+        self.decision = self._decided(is_whole, HANDICAP if self.decision.exit_layer is None else OFF)
         is_tried = self._is_worth_a_try(seconds_left)
         self._hold(self._decided(is_whole, TRY) if is_tried else self.decision)
         return is_tried
 
-    def _decided(self, is_whole: bool, least: float | None = None) -> Decision:
-        """See `control.decision.decide`."""
+    def _decided(self, is_whole: bool, least: float) -> Decision:
+        """See `control.decision.decide`; `least` is of rows that end apart."""
         assert self.worth is not None
         favour = 1 + self._favour / self.num_rows  # many rows soon tell which layers are right
         parts = self._parts.now(is_whole)
-        return decide(self.decision, self.worth, parts, self._exit_layers, self._experience, favour, least)
+        return decide(
+            self.decision, self.worth, parts, self._exit_layers, self._experience, favour, least * self._parting
+        )
 
     def note_tried(self) -> None:
         """Such a try has told something: rows that joined meanwhile did not end it before."""
@@ -133,7 +144,7 @@ class Decider:
         """
         if self.num_rows == 1 or self.worth is None or self.decision.exit_layer is not None:
             return False
-        if self.decision.speedup < NEARLY or not self._exit_layers:
+        if self.decision.speedup < NEARLY * self._parting or not self._exit_layers:
             return False
         self._hold(self._decided(is_whole, NEARLY))
         return self.decision.exit_layer is not None
@@ -148,6 +159,7 @@ class Decider:
         """Whether a batch's drafts, which promise about as much as plain rounds, are to be held against the clock."""
         known, speedup = self._experience.pace.kinds.has_compared(BY_LAYERS, self.num_rows), self.decision.speedup
         least, most = (NEARLY, HANDICAP) if known else (TRY, SURE)
+        least, most = least * self._parting, most * self._parting
         if not least <= speedup < most or self.num_rows == 1 or self.num_rows.bit_length() in self._tried:
             return False
         return (1 - least / speedup) * seconds_left >= self.lost_by_trying + TRYING

@@ -67,7 +67,7 @@ def decide(
     allowed: Sequence[int],
     experience: Experience,
     favour: Floats,
-    least: float | None = None,
+    least: float,
 ) -> Decision:
     """The best of the `allowed` exit layers, and the chance of being all right below which a row's draft stops.
 
@@ -75,13 +75,11 @@ def decide(
         now: what holds until then.
         parts: of the vocabulary, to draft over.
         favour: see `favour_of`.
-        least: speedup that drafts must promise; default: `HANDICAP`, or `OFF` where something is drafted already.
+        least: speedup that drafts must promise.
     """
     num_rows, trust = worth.num_rows, experience.trust
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
-    if least is None:
-        least = HANDICAP if now.exit_layer is None else OFF
     enough = least * num_rows / worth.plain_seconds * slower / trust
 
     def choice(margin: float) -> Choice:

@@ -13,6 +13,9 @@ from selfspec.control.rows import RowState
 
 SHARE = 0.01  # of the time, for looks at a prompt's last positions
 SEEN = 6  # lasting picks of a likely exit, with which no prompt is looked at: earlier texts have told
+# Of those that are read together so many are looked at: what one alone tells is off by a tenth. Rounds tell the rest
+# soon enough, and of what the model writes.
+PROMPTS = 4
 
 
 class Seeding:
@@ -42,8 +45,8 @@ class Seeding:
             num_rows: that are decoded beside it.
         """
         self._joining += 1
-        if not self._can_tell or self._joining > 1 or num_rows > 1:
-            return ()  # rounds tell soon enough, and of what the model writes
+        if not self._can_tell or self._joining > PROMPTS or num_rows > 1:
+            return ()
         if self._first_to_see and self._experience.num_counted(self._first_to_see) >= SEEN:
             return ()  # to ask what could pay takes as long as half a decision
         positions = min(SEED_POSITIONS, row.content_length - 1)

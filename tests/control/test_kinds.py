@@ -314,7 +314,8 @@ def drafting_rounds(policy, spent):
 
 def in_batch(acceptance, told, real, rows=4):
     """(how many times as fast as plain decoding, share of the rounds that draft), of several rows at a time."""
-    run = replay(traces(acceptance, count=8, tokens=256), Adaptive(told, drafts=("exit",)), real, rows)
+    texts = [trace.cut(256 - i) for i, trace in enumerate(traces(acceptance, count=8, tokens=256))]  # that end apart
+    run = replay(texts, Adaptive(told, drafts=("exit",)), real, rows)
     drafting = [round_.plan.exit_layer is not None for round_ in run.rounds]
     return run.plain_seconds / run.seconds, sum(drafting) / len(drafting)
 
@@ -365,7 +366,7 @@ def test_a_batch_tries_drafts_in_the_place_of_looks_where_earlier_texts_promised
 @pytest.mark.parametrize(("speedup", "rows", "tries"), [(0.96, 4, True), (NEARLY - 0.01, 4, False), (0.96, 1, False)])
 def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
     policy = Adaptive(made_up_costs(LAYERS), drafts=("exit",))
-    policy.plan([RowState(i, 60, 4000) for i in range(rows)])
+    policy.plan([RowState(i, 60, 4000 - i) for i in range(rows)])
     decider, looks = policy._decider, policy._looks
     decider.decision = Decision(rows / decider.worth.plain_seconds, speedup)
     with pytest.MonkeyPatch.context() as patch:
@@ -451,7 +452,7 @@ def test_a_try_that_rows_interrupt_by_joining_is_made_after_all(sizes):
         patch.setattr(decider, "_is_worth_a_try", lambda left: decider.num_rows.bit_length() not in decider._tried)
         tried = []
         for size in sizes:  # of one bit length
-            rows = [RowState(i, 60, 4000) for i in range(size)]
+            rows = [RowState(i, 60, 4000 - i) for i in range(size)]
             plan = policy.plan(rows)
             lengths = [n if plan.exit_layer else 0 for n in plan.draft_lengths]
             tried.append(plan.exit_layer is not None and policy._trials.trying > 0)
@@ -486,6 +487,29 @@ def test_a_batch_looks_at_the_clock_half_as_often(monkeypatch):
         return sum(looked)
 
     assert looks(8) < 0.7 * looks(1)
+
+
+@pytest.mark.parametrize(
+    ("in_step", "tokens", "times"), [(0, 100, 1), (3, 100, 1 / 0.7), (3, 1000, 1 / 0.97), (3, 50, 1.5)]
+)
+def test_drafts_must_make_up_for_rows_that_would_have_ended_together(in_step, tokens, times, monkeypatch):
+    """Each that ends by itself takes as long as ten plain rounds."""
+    decider = Decider(made_up_costs(LAYERS), Experience(made_up_costs(LAYERS), None, False), range(1, LAYERS))
+    decider.price([RowState(i, 60, 4000) for i in range(4)])
+    plain, asked = decider.worth.plain_seconds, []
+    monkeypatch.setattr("selfspec.control.decider.PARTING", 9.5 * plain)
+    monkeypatch.setattr("selfspec.control.decider.decide", lambda *given: asked.append(given[-1]) or Decision())
+    decider.decide(False, tokens * plain, in_step)
+    assert asked[0] == pytest.approx(HANDICAP * times)
+
+
+@pytest.mark.parametrize("rooms", [(40, 40, 40, 40), (40, 39, 38, 37), (40, 40, 31, 31), (40,)])
+def test_rows_are_in_step_as_far_as_they_have_room_for_as_many_tokens(rooms, monkeypatch):
+    policy, told = Adaptive(made_up_costs(LAYERS), drafts=("exit",)), []
+    policy._looks.begin = lambda *given: None
+    monkeypatch.setattr(Decider, "decide", lambda self, whole, left, in_step: told.append(in_step) or False)
+    policy.plan([RowState(i, 60, room) for i, room in enumerate(rooms)])
+    assert told == [len(rooms) - len({*rooms})]
 
 
 @pytest.mark.parametrize(("tokens", "tries"), [(20, False), (4000, True)])

@@ -23,6 +23,7 @@ from selfspec.control.reading import (
     could_pay,
 )
 from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.seeding import PROMPTS
 from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.drafting.lookup import Lookup
@@ -268,10 +269,10 @@ def test_a_batch_that_shrinks_to_rows_that_will_be_asked_about_foresees_nothing(
     assert policy.reads_lookup and policy.steady == Steady()
 
 
-def test_prompts_of_a_batch_are_not_looked_at():
+def test_of_the_prompts_of_a_batch_the_first_are_looked_at():
     policy = Adaptive(made_up_costs(LAYERS))
-    first, *others = [policy.seed_layers(RowState(i, 100, 10_000)) for i in range(4)]
-    assert first and not any(others)  # the first may be on its own
+    looked = [policy.seed_layers(RowState(i, 100, 10_000)) for i in range(PROMPTS + 3)]
+    assert all(looked[:PROMPTS]) and not any(looked[PROMPTS:])
     policy.plan(rows_of(4))
     assert policy.seed_layers(RowState(9, 100, 10_000)) == ()
 
