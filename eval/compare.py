@@ -16,8 +16,7 @@ from eval.timing import Say
 from eval.traces import Trace
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.plan import DEFAULT_DRAFTS
-from selfspec.control.policies import BY_LOOKUP, CHOOSES_EXIT, POLICIES
+from selfspec.control.policies import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
 BY_EXIT = "clairvoyant without lookup"
@@ -36,13 +35,6 @@ def compare(tasks: Sequence[Recorded], config: ReplayConfig, say: Say) -> list[d
             rows = [_row(same, tasks) for same in zip(*columns, strict=True)]
             sections.append({"length": length, "head_layers": head, "rows": rows})
     return sections
-
-
-def optimum(name: str) -> str:
-    """The bound of what a policy's sources allow: without lookup, unless it may draft by more than early layers."""
-    policy, drafts = split_policy(name)
-    sources = DEFAULT_DRAFTS if policy == WITH_SOURCES and drafts is None else drafts or ()
-    return CLAIRVOYANT if policy in BY_LOOKUP or set(sources) - {"exit"} else BY_EXIT
 
 
 class Cell(NamedTuple):

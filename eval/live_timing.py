@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from eval.methods import Endless, Ids
+from eval.replay import Beside
 from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
@@ -75,8 +76,7 @@ class Call(NamedTuple):
     rows: int  # rows of drafting rounds, added up
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
-    # What the interpreter took per round, by whether it drafted: seconds of control, and around forwards.
-    beside: Mapping[bool, tuple[float, float]] = MappingProxyType({})
+    beside: Beside = MappingProxyType({})  # what the interpreter took per round
     pace: Any = None  # what the clock had told earlier policies, of one that minds it
     costs: Costs | None = None  # of this machine, measured right before the repeat it is of
 
@@ -133,8 +133,8 @@ def _call(rounds: Sequence[Round], before: float, after: float) -> Call:
     )
 
 
-def _beside(rounds: Sequence[Round], between: float) -> dict[bool, tuple[float, float]]:
-    """See `Call.beside`.
+def _beside(rounds: Sequence[Round], between: float) -> dict[bool, tuple[float, float, float]]:
+    """See `Call.beside`; where no round is of a kind, as of the other one.
 
     Args:
         between: seconds between two rounds.
@@ -143,10 +143,11 @@ def _beside(rounds: Sequence[Round], between: float) -> dict[bool, tuple[float, 
     for each in rounds:
         if each.plan is not None:
             taken.setdefault(each.plan.exit_layer is not None, []).append(each.seconds)
-    return {
-        drafts: (fmean([one.control for one in of]), fmean([one.rest for one in of]) + between)
+    told = {
+        drafts: (fmean([one.control for one in of]), fmean([one.rest for one in of]), between)
         for drafts, of in taken.items()
     }
+    return {kind: told.get(kind, told.get(not kind, (0.0, 0.0, 0.0))) for kind in (False, True)}
 
 
 def interleave(

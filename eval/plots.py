@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eval.compare import BOUNDS, CLAIRVOYANT, STOPPED
+from eval.compare import BOUNDS, BY_EXIT, CLAIRVOYANT, STOPPED
 from eval.knee import KNEE
 
 STYLE: dict[Any, Any] = {
@@ -43,7 +43,7 @@ def figure(path: Path, columns: int, size: tuple[float, float], **shared: Any) -
 
 
 def plot_policies(section: Mapping[str, Any], path: Path) -> None:
-    """Speedup of every policy by task, as bars, beside the two bounds, as lines."""
+    """Speedup of every policy by task, as bars, beside the bounds, as lines."""
     rows = [row for row in section["rows"] if row["kind"] == "policy" and row["start"] == section["rows"][0]["start"]]
     bounds = {row["name"]: row for row in section["rows"] if row["name"] in BOUNDS}
     columns = list(rows[0]["speedup"])
@@ -55,7 +55,7 @@ def plot_policies(section: Mapping[str, Any], path: Path) -> None:
             axes.barh(range(len(rows)), bars, color=colours, height=0.7)
             for i, value in enumerate(bars):
                 axes.text(0, i, f" {value:.2f}", va="center", fontsize=8)  # at the foot, where no line crosses it
-            for name, style in ((STOPPED, "--"), (CLAIRVOYANT, ":")):
+            for name, style in ((STOPPED, "--"), (BY_EXIT, "-."), (CLAIRVOYANT, ":")):
                 axes.axvline(_value(bounds[name], column), color=PLAIN, linestyle=style, linewidth=1.2, label=name)
             axes.set_title(column, loc="left")
             axes.set_xlim(0, 1.08 * max(*bars, _value(bounds[CLAIRVOYANT], column)))
@@ -64,7 +64,7 @@ def plot_policies(section: Mapping[str, Any], path: Path) -> None:
         panels[0].invert_yaxis()
         whole, lines = panels[0].figure, panels[0].get_legend_handles_labels()
         whole.supxlabel("speedup over plain decoding", fontsize=10)
-        whole.legend(*lines, loc="outside upper right", ncols=2, frameon=False)
+        whole.legend(*lines, loc="outside upper right", ncols=3, frameon=False)
 
 
 def _value(row: Mapping[str, Any], column: str) -> float:

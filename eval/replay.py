@@ -29,7 +29,8 @@ from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
 
 PREFILL_CHUNK = 512  # the engine's default
-Beside = Mapping[bool, tuple[float, float]]
+# Seconds per round by whether it drafts: of deciding and around its forwards, as a policy is told; and between rounds.
+Beside = Mapping[bool, tuple[float, float, float]]
 
 
 class ReplayedRow(NamedTuple):
@@ -110,8 +111,7 @@ def replay(
     """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
 
     Args:
-        beside: by whether a round drafts, the seconds that deciding takes in it, and those spent around its forwards;
-            where it does not say, none and what the table has.
+        beside: what the interpreter takes; where that does not say, none and what the table has around forwards.
     """
     done = Replayed()
     recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
@@ -171,12 +171,12 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
             came = slice(row.at, row.at + outcome.num_emitted)
             row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
     took = _seconds(plan, outcomes, context, costs)
-    drafts = plan.exit_layer is not None
+    drafts, between = plan.exit_layer is not None, 0.0
     if drafts in beside:
-        took.control, took.rest = beside[drafts]
+        took.control, took.rest, between = beside[drafts]
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
-    done.rounds.append(ReplayedRound(plan, replayed, took.total))
-    done.seconds += took.total
+    done.rounds.append(ReplayedRound(plan, replayed, took.total + between))
+    done.seconds += took.total + between
     most = max(row.num_emitted for row in replayed)
     emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
@@ -189,7 +189,7 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
     done.control += clock.control
 
 
-def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: int, costs: Costs) -> Seconds:
+def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> Seconds:
     """What a round would take whose rows hold `context` tokens each, see `Costs.context_of`."""
     beside = [o.num_beside for o in outcomes]
     drafted = [o.num_drafted for o in outcomes]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from eval.compare import STOPPED, optimum
+from eval.compare import BY_EXIT, CLAIRVOYANT, STOPPED
 from eval.config import MEASURED, STORED
 from eval.sources import CHAIN
 from eval.table import table
@@ -35,7 +35,7 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
             yield f"{length} tokens: mean over tasks by what the head costs, in layers\n\n{_by_head(sections, several)}"
         if config["renumbered"] != "no":
             yield from _of_chain(length, sections, several)
-        beside = f"the mean beside that of the {STOPPED}, and of the clairvoyant who drafts as it may"
+        beside = f"the mean beside that of the {STOPPED}, of the {BY_EXIT} and of the {CLAIRVOYANT}"
         yield f"{length} tokens: {beside}; by what the head costs, in layers\n\n{_of_bounds(sections, several)}"
 
 
@@ -87,7 +87,7 @@ def _of(chain: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _shares(row: dict[str, Any], bounds: dict[str, float]) -> str:
-    return f"{row['mean'] / bounds[STOPPED]:.3f}, {row['mean'] / bounds[optimum(row['name'])]:.3f}"
+    return ", ".join(f"{row['mean'] / bounds[name]:.3f}" for name in (STOPPED, BY_EXIT, CLAIRVOYANT))
 
 
 def _head(section: dict[str, Any]) -> str:

@@ -199,7 +199,7 @@ def _joined(known: Costs, more: Costs) -> Costs:
         copies = Copies(*passes, both("head", ours, theirs))
     context_rows, padding = known.context_rows, known.padding
     if more.context_rows is not None:
-        if context_rows is None:  # which says nothing of several rows
+        if context_rows is None or more.context_rows.points[-1] > context_rows.points[-1]:  # more rows tell more
             padding = more.padding
         alone = Table.of({1: known.context})
         context_rows = both("context_rows", replace(known, context_rows=known.context_rows or alone), more)

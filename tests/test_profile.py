@@ -372,9 +372,9 @@ def test_what_reading_contexts_takes_more_rows_is_joined_too(had, points):
     assert profile._joined(more, known).context_rows(8) == 3.0
 
 
-@pytest.mark.parametrize(("had", "padding"), [(None, 0.25), (Table((1, 2), (1.0, 2.0)), 0.75)])
-def test_how_far_rows_are_read_is_told_by_who_first_measured_several(had, padding):
-    known = replace(some_costs(7.0, rows=(1, 2)), context_rows=had, padding=0.75)
+@pytest.mark.parametrize(("had", "padding"), [(None, 0.25), (2, 0.25), (4, 0.75), (8, 0.75)])
+def test_how_far_rows_are_read_is_told_by_who_measured_more_of_them(had, padding):
+    known = replace(some_costs(7.0, rows=(1, 2)), context_rows=had and Table((1, had), (1.0, 2.0)), padding=0.75)
     more = replace(some_costs(7.0, rows=(1, 4)), context_rows=Table((1, 4), (1.0, 2.0)), padding=0.25)
     assert profile._joined(known, more).padding == padding
     assert profile._joined(known, replace(more, context_rows=None)).padding == 0.75

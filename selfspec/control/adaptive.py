@@ -70,7 +70,7 @@ class Adaptive:
         self._times, self._trials = Timetable(has_prior), Trials()
         self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
         self._processes = False  # whether any row has processors
-        self._held: Sequence[int] = ()  # tokens of each row of the round that was planned last
+        self._held: Sequence[int] = (0,)  # tokens of each row of the round that was planned last
         self._idle = Plan(None, (0,), speedup=1.0)
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request

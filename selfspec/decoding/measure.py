@@ -25,9 +25,9 @@ QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the m
 REPEATS = 7
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
-# Of several rows: tokens per row, and in all. Products of matrices take tokens by sixteens, so that those of several
-# rows, in even numbers, would all be measured where they fill such a step.
-BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 256
+# Of several rows: tokens per row, and in all. Products of matrices take tokens by sixteens, and by even widths up to
+# eight rows would be measured only where they fill such a step.
+BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 288
 BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
 SHADOW_POSITIONS = (1, 4, 8, 32)

@@ -85,8 +85,9 @@ class TimedRounds:
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
         most = min(cache.page_size, self._stack.context_limit)
         rows, stopper = [], cast(Any, _Stopper(most))
+        mean = sum([i % 8 for i in range(num_rows)]) / num_rows
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
-            away = round(RAGGED * (i % 8 - (min(num_rows, 8) - 1) / 2)) + uneven * (i % 2)
+            away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)
             content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
             rows.append(Row(i, Request([0]), stopper, pages[i], content))
         laps, ahead = _Laps(self.now), Ahead(burst=1.0)

@@ -152,7 +152,7 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(sc
     by = [done.plain_seconds / done.seconds for done in expected]
     assert plain["predicted"] == 1 and by == sorted(by) and by[2] > 1.05 * by[0]
     assert drafting["predicted"] == pytest.approx(by[1], 1e-6)
-    spent |= {True: (price.plain_round(2), 1.0), False: (2.0, 3.0)}  # of the interpreter, in every round
+    spent |= {True: (price.plain_round(2), 1.0, 0.5), False: (2.0, 3.0, 0.25)}  # of the interpreter, in every round
     again = compare(scene, ways, 2, LiveConfig(repeats=1, warmup_tokens=1), ignore)
     for way, method in zip(ways, again, strict=True):
         alone = replay(scene.traces, way.make(), faster(price, 4), 2)

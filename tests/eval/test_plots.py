@@ -38,7 +38,7 @@ def test_the_policies_plot_is_small_and_the_same_twice_and_names_all(tmp_path):
     assert one == (tmp_path / "two.svg").read_bytes()
     assert len(one) < 60_000
     shown = texts(tmp_path / "one.svg")
-    assert {"plain", "fixed", "adaptive", "code", "stories", "mean", "clairvoyant"} <= set(shown)
+    assert {"plain", "fixed", "adaptive", "code", "stories", "mean", *BOUNDS[1:]} <= set(shown)
     assert "1.67" in [text.strip() for text in shown]
     assert b"Date" not in one and b"date" not in one
 
