@@ -23,7 +23,7 @@ TRY, SURE, TRY_ROUNDS, COLD = 0.8, 1.15, 6, 3
 # of every look at layers: all rows tell of the exit then, and their tokens count.
 NEARLY = 0.92
 # If they are as much better than promised as may be hoped, that has to make up for the try, which takes so many seconds
-# of two decisions and of calls that end for them, beside its rounds and what follows if rows part for it.
+# of two decisions and of calls that end for them, beside its rounds.
 TRYING = 2e-3
 # Rows of a batch that go on in step end together, and apart once they draft: for each a call ends, another begins on
 # cold caches, and those that are left take longer per token. In seconds and in plain rounds of all rows; and how many
@@ -57,9 +57,8 @@ class Decider:
         self.decision = Decision()
         self._made: Plan | None = None  # by what was decided
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
-        # What it takes that rows end apart which would end together, in seconds, and how many times as much drafts must
-        # promise for that, before they are begun.
-        self._apart, self._parting = 0.0, 1.0
+        # How many times as much drafts must promise for rows to end apart that would end together.
+        self._parting = 1.0
         self._tried: set[int] = set()  # bit lengths of batches' sizes
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
@@ -118,10 +117,11 @@ class Decider:
             Whether that is only tried, for `TRY_ROUNDS`.
         """
         assert self.worth is not None
-        begins = self.decision.exit_layer is None  # else they are apart already
-        self._apart = apart = begins * in_step * (PARTING + PARTING_ROUNDS * self.worth.plain_seconds)
+        if 2 * in_step < self.num_rows:  # rows that are apart have as much room as another one by chance
+            in_step = 0
+        apart = in_step * (PARTING + PARTING_ROUNDS * self.worth.plain_seconds)
         self._parting = seconds_left / max(seconds_left - apart, seconds_left / MOST_PARTING) if apart else 1.0
-        self.decision = self._decided(is_whole, HANDICAP if begins else OFF)
+        self.decision = self._decided(is_whole, HANDICAP if self.decision.exit_layer is None else OFF)
         is_tried = self._is_worth_a_try(seconds_left)
         self._hold(self._decided(is_whole, TRY) if is_tried else self.decision)
         return is_tried
@@ -165,7 +165,7 @@ class Decider:
         least, most = least * self._parting, most * self._parting
         if not least <= speedup < most or self.num_rows == 1 or self.num_rows.bit_length() in self._tried:
             return False
-        return (1 - least / speedup) * seconds_left >= self.lost_by_trying + TRYING + self._apart
+        return (1 - least / speedup) * seconds_left >= self.lost_by_trying + TRYING
 
     def usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""
@@ -189,7 +189,7 @@ class Decider:
         """Those that could pay, but the one that drafts, which shows itself; others only once something was decided."""
         if self._promising is None:
             assert self.worth is not None
-            self._promising = self.could_pay(self.worth, max(HANDICAP * self._parting, self.decision.speedup))
+            self._promising = self.could_pay(self.worth, max(HANDICAP, self.decision.speedup))
         return tuple([layer for layer in self._promising if layer != self.decision.exit_layer])
 
     def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:

@@ -50,7 +50,7 @@ class Seeding:
         if self._first_to_see and self._experience.num_counted(self._first_to_see) >= SEEN:
             return ()  # to ask what could pay takes as long as half a decision
         positions = min(SEED_POSITIONS, row.content_length - 1)
-        budget = SHARE * row.room * self._costs.plain_round(1) / (1 if self._joining == 1 else PROMPTS)
+        budget = SHARE * row.room * self._costs.plain_round(1)
         if self._costs.seed(1, positions) > budget:
             return ()
         could = self._decider.could_pay(self._decider.worth_of(max(1, num_rows), row.content_length), HANDICAP)

@@ -490,7 +490,7 @@ def test_a_batch_looks_at_the_clock_half_as_often(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("in_step", "tokens", "times"), [(0, 100, 1), (3, 100, 1 / 0.7), (3, 1000, 1 / 0.97), (3, 50, 1.5)]
+    ("in_step", "tokens", "times"), [(0, 100, 1), (1, 100, 1), (3, 100, 1 / 0.7), (3, 1000, 1 / 0.97), (3, 50, 1.5)]
 )
 def test_drafts_must_make_up_for_rows_that_would_have_ended_together(in_step, tokens, times, monkeypatch):
     """Each that ends by itself takes as long as ten plain rounds."""
