@@ -21,7 +21,7 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{env['cpu']}, {env['threads']} threads on {env['cpu_cores']} cores, load average {env['load_average']} to "
         f"{env['load_average_at_end']}; {config['repeats']} interleaved repeats, greedy; speedups over plain decoding, "
-        "without the reading of prompts, but for 'whole call'"
+        "without the reading of prompts and what precedes it, but for 'whole call'"
     )
     for task in record["tasks"]:
         model, prompts, name = task["model"], task["prompts"], task["name"]

@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     wall: float
     seconds: dict[str, float]  # by stage of a round
-    before: float  # seconds before the first round, which weights are checked and caches made in
+    before: float  # seconds before the first round, in which weights are checked and requests made
     prefill: float
     rounds: int
     exits: Counter[int | None]  # rounds by planned exit layer; None is plain

@@ -111,7 +111,7 @@ class Decider:
         Args:
             is_whole: whether drafts must be by the layers themselves, over the whole vocabulary.
             seconds_left: that the rows will take, if they are decoded plainly.
-            in_step: by how many of them fewer calls would then end than if each ended by itself.
+            in_step: rows that would then end with another one, of each such group all but one.
 
         Returns:
             Whether that is only tried, for `TRY_ROUNDS`.

@@ -58,6 +58,7 @@ def measure(
 
     Args:
         batch_sizes: numbers of rows to measure; a single row is always among them.
+        widths: tokens of a single row's verifications; several rows have their own, up to the widest of these.
         within: seconds after which no further repeat is begun (each point is timed at least once, and a slow model
             is measured at fewer of them); None: no limit.
         say: told what is being measured.

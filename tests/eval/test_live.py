@@ -164,11 +164,14 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(sc
 def test_what_the_interpreter_takes_is_told_apart_by_whether_a_round_drafts(scene):
     way = Way("mixed", "other", lambda: Schedule(1, scene.costs.num_layers), {})
     one = call(scene, way, 2)
-    assert set(one.beside) == {True, False} and all(min(of) > 0 for of in one.beside.values())
     drafts, plain = one.exits.total() - one.exits[None], one.exits[None]
+    assert drafts and plain and one.beside[True] != one.beside[False]
+    assert all(min(of) > 0 for of in one.beside.values())
     told = sum(count * sum(one.beside[kind]) for kind, count in ((True, drafts), (False, plain)))
     forwards = sum(one.seconds[stage] for stage in ("draft", "verify", "head", "pick", "shadow"))
     assert told == pytest.approx(one.decoding - forwards, rel=1e-6)
+    alike = call(scene, way_of(scene, "plain"), 2).beside  # no round of which drafts
+    assert alike[True] == alike[False] and min(alike[True]) > 0
 
 
 def faster(costs, times):
