@@ -188,7 +188,9 @@ class Adaptive:
         if self._trials.begin():
             self._likely = self._idle
             return self._idle
-        return self._by_lookup(rows) or self._without_lookup(rows)
+        found = self._by_lookup(rows)
+        self._free.keep_until(self._next_alike)
+        return found or self._without_lookup(rows)
 
     def _decide_if_due(self, rows: Sequence[RowState]) -> None:
         processes = True in [row.has_processors for row in rows]

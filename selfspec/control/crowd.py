@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from selfspec.control.finder import Finder
-from selfspec.control.lengths import FIRST_KEPT, KEPT, MOST_KEPT, SAME, SHORTEST, WEIGHING
+from selfspec.control.lengths import ENDING, FIRST_KEPT, KEPT, MOST_KEPT, SAME, SHORTEST, WEIGHING
 from selfspec.control.matches import LEAST, LONG, MOST_FOUND, bin_of
 from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import LOOKUP, Lookups, Plan, Steady
@@ -23,6 +23,9 @@ from selfspec.control.worth import Worth
 WEIGH_SECONDS, WEIGH_ROW = 2e-4, 5e-5
 # By match, longer ones as the last, where in `SHORTEST`: what is drafted after a bin's shortest is after all of it.
 AFTER = [0, *[1 + bin_of(match) for match in range(1, LONG + 1)]]
+# What is known is kept so much longer where a call ends soon after for something else, and where rows came or went less
+# long: every call that ends is followed by one on cold caches.
+SOON = 0.25
 TYPICAL = 8  # tokens drafted by a row in rounds by which a token more is priced
 Line = tuple[tuple[int, ...], tuple[float, ...]]  # of a row, by match: tokens, and those likely to be right
 NOTHING: Line = (0,) * (LONG + 1), (0.0,) * (LONG + 1)
@@ -41,7 +44,8 @@ class Crowd:
         self._lookups: Lookups | None = None  # of the rows of the round that was planned last
         self._rows: list[tuple[int, int]] = []  # whose those are
         self._usual = self._each = 0.0  # per row, when that was weighed; and chances below which no token is drafted
-        self._left, self._kept = 0, FIRST_KEPT // 2  # rounds, and for how many what was weighed is kept
+        self._left, self._kept = 0, FIRST_KEPT // 2  # rounds, and for how many what was weighed is kept at least
+        self._held = 0  # for how many it was when that was weighed
         self._has_drafted = False  # since
         self._could_pay = False  # if every draft was right; else nobody looks into the rows' texts
         self._read: set[tuple[int, int]] = set()  # rows whose indices are made: to ask for a match makes one
@@ -57,9 +61,11 @@ class Crowd:
         """
         self._left -= 1
         each = usual / len(rows)
-        if self._left < 0 or abs(each - self._usual) > SAME * self._usual:
+        are_others = [row.whole for row in rows] != self._rows
+        is_old = self._left < (SOON * self._held if are_others else 0)
+        if is_old or abs(each - self._usual) > SAME * self._usual:
             self._weigh(rows, worth, each)
-        elif [row.whole for row in rows] != self._rows:
+        elif are_others:
             self._tell(rows, worth)
         self._forecast = 0.0
         lookups = self._lookups
@@ -87,6 +93,11 @@ class Crowd:
         """Rounds after this one for which what is known is kept."""
         return max(0, self._left)
 
+    def keep_until(self, num_rounds: int) -> None:
+        """After so many rounds a call ends for something else: what is known is kept as long, if that is soon after."""
+        if self._left < num_rounds <= self._left + SOON * self._held:
+            self._left = num_rounds
+
     def learn(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
         """What came of a round."""
         count = len(outcomes)
@@ -102,8 +113,8 @@ class Crowd:
     def _weigh(self, rows: Sequence[RowState], worth: Worth, usual: float) -> None:
         """Take on what came after matches in the rows' texts, and what that makes their drafts worth."""
         self._kept = KEPT if self._has_drafted else min(2 * self._kept, MOST_KEPT)
-        takes = WEIGH_SECONDS + WEIGH_ROW * len(rows)
-        self._left = max(self._kept, math.ceil(takes / (WEIGHING * worth.plain_seconds)))
+        takes = WEIGH_SECONDS + WEIGH_ROW * len(rows) + ENDING
+        self._left = self._held = max(self._kept, math.ceil(takes / (WEIGHING * worth.plain_seconds)))
         self._has_drafted, self._usual = False, usual
         seconds, count = worth.lookups(), len(rows)
         self._could_pay = any(count + n > usual * count * taken for n, taken in enumerate(seconds))

@@ -131,6 +131,11 @@ class Free:
             return min(FOLLOWED_PAUSE, self._crowd.rounds_left)
         return self._reading.pause if self.told_of else AHEAD
 
+    def keep_until(self, num_rounds: int) -> None:
+        """After so many rounds a call ends whatever is looked up."""
+        if self._crowds:
+            self._crowd.keep_until(num_rounds)
+
     def match_of(self, row: RowState) -> int:
         """Of the row that is followed; 0 where none is, since to ask for it makes an index."""
         return row.match if self.follows else 0
