@@ -126,11 +126,15 @@ class Going {
         }
         if (a.needs) share(matches);
         auto [is_known, total] = drafted();
+        bool was_drafting = false, is_drafting = false;  // by layers
         for (int64_t r = 0; r < d.num_rows; r++) {
-            goes_on = goes_on && a.rooms[r] >= (total ? drafts[r] : std::min<int64_t>(1, lengths[r]));
+            goes_on = goes_on && a.rooms[r] >= drafts[r];
+            was_drafting = was_drafting || lengths[r];
             lengths[r] = std::min(lengths[r], a.rooms[r]);
+            is_drafting = is_drafting || lengths[r];
         }
-        return goes_on && is_known;
+        // Rows that have room for their last token alone take it beside others that draft.
+        return goes_on && is_known && (total || is_drafting || !was_drafting);
     }
 
     // To the arrays of the next round, and the drafts of rows that are found.
