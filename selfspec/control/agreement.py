@@ -73,7 +73,8 @@ class Agreement:
 
     @property
     def is_good(self) -> bool:
-        return self.pooled >= AS_GOOD
+        """Whether it is known that what copies get wrong, the layers mostly would, too."""
+        return self.is_known and self.pooled >= AS_GOOD
 
     @property
     def is_known(self) -> bool:

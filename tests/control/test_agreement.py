@@ -9,6 +9,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.agreement import AS_GOOD, BELIEVED, KNOWN, Agreement
 from selfspec.control.fading import Passed
 from selfspec.control.laps import Seconds
+from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from tests.control.test_adaptive import LAYERS
 from tests.control.test_parts import with_copies
@@ -17,9 +18,9 @@ from tests.eval.replays import made_up_costs
 
 def test_full_agreement_is_believed_until_something_came():
     seen = Agreement(LAYERS, Passed())
-    assert seen.pooled == 1 and seen.is_good and (seen.ratios() == 1).all()
+    assert seen.pooled == 1 and not seen.is_good and (seen.ratios() == 1).all()
     seen.add(2, 10.0, 40.0)
-    assert seen.pooled == pytest.approx(30 / 60) and not seen.is_good
+    assert seen.pooled == pytest.approx(30 / 60) and seen.is_known and not seen.is_good
     ratios = seen.ratios()
     assert ratios[1] < ratios[0] == pytest.approx(0.5)
 
@@ -38,9 +39,8 @@ def test_it_is_never_more_than_full_and_older_observations_fade():
 def test_it_is_known_once_more_tokens_came_than_are_believed_and_is_forgotten():
     passed = Passed()
     seen = Agreement(LAYERS, passed)
-    assert seen.is_good and not seen.is_known
     for _ in range(int(KNOWN * BELIEVED)):
-        assert not seen.is_known
+        assert not seen.is_known and not seen.is_good
         seen.add(1, 0.9, 1.0)
     assert seen.is_good and seen.is_known
     passed.tokens += 40_000
@@ -57,7 +57,8 @@ def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense
     assert later.state() == seen.state()
     assert later.ratios().argmin() == 1 and later.ratios()[1] < 0.5 and not later.is_good
     passed.tokens += 5000
-    assert seen.is_good and not Agreement(LAYERS, Passed(), seen.state()).is_good, "it is kept for longer than it holds"
+    kept = Agreement(LAYERS, Passed(), seen.state()).pooled
+    assert kept < AS_GOOD < seen.pooled, "it is kept for longer than it holds"
     much = Agreement(LAYERS, Passed(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])
     for _ in range(4):
         much.add(1, 100.0, 100.0)
@@ -97,6 +98,17 @@ def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_r
     costs = with_copies(made_up_costs(LAYERS), faster=1.5)
     last = drafted_by(policy_of(costs), costs, copies_are_right, 300)[-100:]
     assert last.count(4) > 80 if copies_are_right else last.count(None) > 80
+
+
+def test_what_copies_get_wrong_at_first_is_not_held_against_a_layer_that_a_prompt_showed():
+    costs = with_copies(made_up_costs(LAYERS), faster=1.5)
+    policy, layers = policy_of(costs), tuple(range(1, LAYERS))
+    hits = np.ones((len(layers), SEED_POSITIONS), bool)
+    policy.seed(RowState(0, 40, 40_000), Shadow(layers, hits, np.full(hits.shape, 0.9, np.float32)))
+    by = drafted_by(policy, costs, False, 40)
+    assert by[0] == 4 and by[-1] is None
+    recent = policy.tracker.recent
+    assert recent[0].sum() > 0 and recent[1].sum() == 0
 
 
 def test_copies_that_were_never_right_do_not_draft_first_in_a_later_text():
