@@ -6,9 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from selfspec.control import crowd
 from selfspec.control.crowd import Crowd
 from selfspec.control.finder import Finder
-from selfspec.control.lengths import FIRST_KEPT, KEPT
+from selfspec.control.lengths import FIRST_KEPT, KEPT, WEIGHING
 from selfspec.control.matches import LONG, Matches
 from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import LOOKUP, MATCH_EDGES, NUM_MATCH_BINS, Lookups, Plan, Steady
@@ -183,6 +184,36 @@ def test_plain_rounds_that_nobody_asked_about_make_what_was_weighed_older():
     left = batch.crowd.rounds_left
     batch.crowd.pass_rounds(5)
     assert batch.crowd.rounds_left == left - 5
+
+
+@pytest.mark.parametrize(("more", "is_soon"), [(0, True), (1, True), (4, True), (5, False), (100, False)])
+def test_what_was_weighed_is_kept_until_a_call_ends_that_ends_soon_after(more, is_soon):
+    batch = Batch()
+    batch.plan(*[row(i) for i in range(4)])
+    left = batch.crowd.rounds_left
+    assert left == FIRST_KEPT
+    batch.crowd.keep_until(left + more)
+    assert batch.crowd.rounds_left == left + more * is_soon
+    batch.crowd.keep_until(3)
+    assert batch.crowd.rounds_left == left + more * is_soon, "it is not kept for less long"
+
+
+def test_other_rows_are_weighed_at_once_where_that_was_to_come_soon(monkeypatch):
+    weighed, weigh = [], Crowd._weigh
+    monkeypatch.setattr(Crowd, "_weigh", lambda *given: weighed.append(passed) or weigh(*given))
+    for passed in (10, 14):
+        batch = Batch()
+        batch.plan(*[row(i) for i in range(4)])
+        batch.crowd.pass_rounds(passed)
+        batch.plan(*[row(i) for i in range(1, 5)])
+    assert weighed == [10, 14, 14]
+
+
+def test_weighing_pays_for_the_call_that_it_ends(monkeypatch):
+    batch = Batch()
+    monkeypatch.setattr(crowd, "ENDING", 1000 * WEIGHING * batch.worth.plain_seconds)
+    batch.plan(*[row(i) for i in range(4)])
+    assert 1000 < batch.crowd.rounds_left < 1100
 
 
 def test_rows_that_join_have_tables_of_their_own_and_others_keep_theirs():

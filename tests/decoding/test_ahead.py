@@ -460,6 +460,22 @@ def test_drafts_are_cut_to_what_rows_have_room_for(monkeypatch):
     assert len(calls) < 0.6 * sum(calls)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_row_with_room_for_its_last_token_alone_takes_it_beside_others_that_draft(monkeypatch, num_rows):
+    monkeypatch.setattr(ahead, "BURST", 60.0)
+    last = []
+    for left in range(8, 30):
+        engine = Engine(compiled("llama"), policy=Fixed(2, 1), max_batch_size=2)
+        for prompt, more in zip(make_prompts([9, 4])[:num_rows], (left, 40), strict=False):
+            engine.submit(prompt, max_new_tokens=more)
+        rounds = [round_ for round_ in engine.run() if round_.rows]
+        for round_ in rounds[2:]:
+            if round_.rows[0].request_id == 0 and len(round_.rows) == num_rows and not round_.plan.draft_lengths[0]:
+                last.append((round_.is_ahead, round_.rows[0].completion is not None, sum(round_.plan.draft_lengths)))
+    # A round in which nothing is drafted is another plan.
+    assert last and set(last) == {(num_rows > 1, True, num_rows - 1)}
+
+
 def test_after_some_time_no_round_begins(monkeypatch):
     monkeypatch.setattr(ahead, "BURST", 0.0)
     calls = counted(monkeypatch)
