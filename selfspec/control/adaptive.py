@@ -189,8 +189,11 @@ class Adaptive:
             self._likely = self._idle
             return self._idle
         found = self._by_lookup(rows)
-        self._free.keep_until(self._next_alike)
-        return found or self._without_lookup(rows)
+        if found is not None:
+            return found
+        if not self._looks.are_due:
+            self._free.keep_until(self._next_alike)
+        return self._without_lookup(rows)
 
     def _decide_if_due(self, rows: Sequence[RowState]) -> None:
         processes = True in [row.has_processors for row in rows]

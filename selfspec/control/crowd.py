@@ -23,8 +23,8 @@ from selfspec.control.worth import Worth
 WEIGH_SECONDS, WEIGH_ROW = 2e-4, 5e-5
 # By match, longer ones as the last, where in `SHORTEST`: what is drafted after a bin's shortest is after all of it.
 AFTER = [0, *[1 + bin_of(match) for match in range(1, LONG + 1)]]
-# What is known is kept so much longer where a call ends soon after for something else, and where rows came or went less
-# long: every call that ends is followed by one on cold caches.
+# What was weighed is kept for up to so much longer where a call then ends for something else, and for so much less long
+# where rows come or go: every call that ends is followed by one on cold caches.
 SOON = 0.25
 TYPICAL = 8  # tokens drafted by a row in rounds by which a token more is priced
 Line = tuple[tuple[int, ...], tuple[float, ...]]  # of a row, by match: tokens, and those likely to be right
@@ -45,7 +45,7 @@ class Crowd:
         self._rows: list[tuple[int, int]] = []  # whose those are
         self._usual = self._each = 0.0  # per row, when that was weighed; and chances below which no token is drafted
         self._left, self._kept = 0, FIRST_KEPT // 2  # rounds, and for how many what was weighed is kept at least
-        self._held = 0  # for how many it was when that was weighed
+        self._held, self._more = 0, 0.0  # for how many it was when that was weighed, and how many it yet may be beyond
         self._has_drafted = False  # since
         self._could_pay = False  # if every draft was right; else nobody looks into the rows' texts
         self._read: set[tuple[int, int]] = set()  # rows whose indices are made: to ask for a match makes one
@@ -95,8 +95,9 @@ class Crowd:
 
     def keep_until(self, num_rounds: int) -> None:
         """After so many rounds a call ends for something else: what is known is kept as long, if that is soon after."""
-        if self._left < num_rounds <= self._left + SOON * self._held:
-            self._left = num_rounds
+        longer = num_rounds - self._left
+        if 0 < longer <= self._more:
+            self._left, self._more = num_rounds, self._more - longer
 
     def learn(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
         """What came of a round."""
@@ -114,7 +115,9 @@ class Crowd:
         """Take on what came after matches in the rows' texts, and what that makes their drafts worth."""
         self._kept = KEPT if self._has_drafted else min(2 * self._kept, MOST_KEPT)
         takes = WEIGH_SECONDS + WEIGH_ROW * len(rows) + ENDING
-        self._left = self._held = max(self._kept, math.ceil(takes / (WEIGHING * worth.plain_seconds)))
+        to_pay = math.ceil(takes / (WEIGHING * worth.plain_seconds))
+        self._left = self._held = max(self._kept, min(to_pay, MOST_KEPT))
+        self._more = SOON * self._held
         self._has_drafted, self._usual = False, usual
         seconds, count = worth.lookups(), len(rows)
         self._could_pay = any(count + n > usual * count * taken for n, taken in enumerate(seconds))

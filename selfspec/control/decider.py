@@ -103,7 +103,8 @@ class Decider:
         """From now on, and what comes of it is held against what it promises."""
         self.decision, self._made = decision, None
         if decision.exit_layer is not None:
-            self._experience.expect(decision.rate / self.num_rows, decision.rounds[: self._most + 1], decision.covered)
+            rounds = decision.rounds[: self._most + 1]
+            self._experience.expect(decision.exit_layer, decision.rate / self.num_rows, rounds, decision.covered)
 
     def decide(self, is_whole: bool, seconds_left: float, in_step: int = 0) -> bool:
         """Choose the exit layer, and the chance of being all right below which a row's draft stops.

@@ -77,24 +77,25 @@ def decide(
         favour: see `favour_of`.
         least: speedup that drafts must promise.
     """
-    num_rows, trust = worth.num_rows, experience.trust
+    num_rows, trusts = worth.num_rows, experience.trusts()
     slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
     right, share = experience.tracker.estimates()
-    enough = least * num_rows / worth.plain_seconds * slower / trust
+    enough = least * num_rows / worth.plain_seconds * slower
 
     def choice(margin: float) -> Choice:
         at, agreement = (now.part, now.exit_layer), experience.agreement.ratios()
-        return choose(parts, allowed, worth, right, share, at, 1 + STAY / num_rows, favour, agreement, margin)
+        return choose(parts, allowed, worth, right, share, at, 1 + STAY / num_rows, favour * trusts, agreement, margin)
 
     chosen = choice(MARGIN)
-    if chosen.rates[chosen.exit_layer - 1].max() < enough and experience.agreement.is_known and len(parts) > 1:
+    line = chosen.exit_layer - 1
+    is_short = trusts[line] * chosen.rates[line].max() < enough
+    if is_short and experience.agreement.is_known and len(parts) > 1:
         chosen = choice(1.0)  # where the layers themselves do not pay, copies that are known need no margin over them
-    rate = float(chosen.rates[chosen.exit_layer - 1].max())
-    trusted = trust * rate / slower
+        line = chosen.exit_layer - 1
+    trusted = float(trusts[line] * chosen.rates[line].max()) / slower
     speedup = trusted * worth.plain_seconds / num_rows
     if speedup < least:
         return Decision(num_rows / worth.plain_seconds, speedup)
-    line = chosen.exit_layer - 1
     often_right = [chance * chosen.covered for chance in right[line].tolist()]
     return _drafting(chosen, often_right, share[line].tolist(), worth, experience)._replace(
         usual=trusted, speedup=speedup

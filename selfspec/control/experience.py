@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from selfspec.control.agreement import Agreement
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
@@ -18,7 +20,7 @@ from selfspec.control.pace import Pace
 from selfspec.control.plan import LOOKUP, Plan, confidence_bins
 from selfspec.control.rows import RowOutcome
 from selfspec.control.second_choices import SecondRates
-from selfspec.control.tracker import Tracker
+from selfspec.control.tracker import Floats, Tracker
 from selfspec.control.trust import Trust
 
 KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it
@@ -48,10 +50,11 @@ class Experience:
         self._agreement = Agreement(costs.num_layers, self._passed, (prior or {}).get("agreement"))
         self._covered = 1.0  # how much less right than the layers the plans' calibration takes a draft to be
         self._trust = Trust(self._passed)  # in forecasts of rounds that layers drafted in
+        self._trust_in_known = Trust(self._passed)  # the same of layers that were known then
         self._pace = Pace(costs, (prior or {}).get("pace"))
         self._recorded: list[_Recorded] = []
         self._num_idle = self._uncounted = 0
-        self._rate, self._rounds = 0.0, [0.0]
+        self._rate, self._rounds, self._is_known = 0.0, [0.0], False
 
     @property
     def tracker(self) -> Tracker:
@@ -83,6 +86,12 @@ class Experience:
         self._count()
         return self._trust.ratio
 
+    def trusts(self) -> Floats:
+        """`[L - 1]`: the same for each layer's. That a layer did not do what next to nothing told of it is in its
+        estimates soon, and says how good other layers are that nobody knows; not what is known of others."""
+        is_known = self.tracker.lasting.sum((0, 2)) >= KNOWN
+        return np.where(is_known, self._trust_in_known.ratio, self._trust.ratio)
+
     @property
     def pace(self) -> Pace:
         self._count()
@@ -96,8 +105,8 @@ class Experience:
         """Start from what `Pace.state` of an earlier one returned."""
         self._pace = Pace(self._costs, prior)
 
-    def expect(self, rate: float, rounds: Sequence[float], covered: float = 1.0) -> None:
-        """Rounds that layers draft in are from now on forecast to bring so many tokens per second and row.
+    def expect(self, exit_layer: int, rate: float, rounds: Sequence[float], covered: float = 1.0) -> None:
+        """Rounds that this layer drafts in are from now on forecast to bring so many tokens per second and row.
 
         Args:
             rounds: their seconds, by drafted tokens per row.
@@ -105,6 +114,7 @@ class Experience:
         """
         self._count()
         self._rate, self._rounds, self._covered = rate, list(rounds), covered
+        self._is_known = self._tracker.num_lasting(exit_layer) >= KNOWN
 
     def add_idle(self, num_rounds: int = 1) -> None:
         """Plain rounds that nothing but their tokens is to be said of."""
@@ -154,6 +164,8 @@ class Experience:
             longest = max([outcome.num_drafted for outcome in outcomes])
             took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
             self._trust.add(emitted / rows, self._rate * took)
+            if self._is_known:
+                self._trust_in_known.add(emitted / rows, self._rate * took)
         around = None if exit_layer is None else seconds.rest
         self._pace.pass_round(seconds.decided or seconds.control, num_idle, around, rows)
         if looked is not None:

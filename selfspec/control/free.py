@@ -132,7 +132,7 @@ class Free:
         return self._reading.pause if self.told_of else AHEAD
 
     def keep_until(self, num_rounds: int) -> None:
-        """After so many rounds a call ends whatever is looked up."""
+        """After so many rounds a call ends for something else, unless rows are looked up meanwhile."""
         if self._crowds:
             self._crowd.keep_until(num_rounds)
 

@@ -158,7 +158,7 @@ class Lookups(NamedTuple):
 
 class Steady(NamedTuple):
     """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
-    are no longer than rows have room for, as long as that is a token; and lookup may draft some of the rounds."""
+    are no longer than rows have room for, as long as one has room for any; and lookup may draft some of the rounds."""
 
     num_rounds: int = 0
     lengths: tuple[int, ...] = (0,)

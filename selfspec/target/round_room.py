@@ -50,8 +50,8 @@ Lookups = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[flo
 
 
 class Further(NamedTuple):
-    """How far rounds go on after the first one: as long as every row has room, one of them for a drafted token where any
-    are, no token ends one, and nobody has to be asked."""
+    """How far rounds go on after the first one: as long as every row has room, no token ends one, and nobody has to be
+    asked. Where layers draft, one row has room for that; another may have room for its last token alone."""
 
     num_rounds: int  # at most, with the first one
     seconds: float  # none begins later

@@ -44,7 +44,7 @@ def test_it_is_known_once_more_tokens_came_than_are_believed_and_is_forgotten():
         seen.add(1, 0.9, 1.0)
     assert seen.is_good and seen.is_known
     passed.tokens += 40_000
-    assert not seen.is_known and not seen.is_known
+    assert not seen.is_known and not seen.is_good
 
 
 def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from selfspec.control import crowd
 from selfspec.control.crowd import Crowd
 from selfspec.control.finder import Finder
-from selfspec.control.lengths import FIRST_KEPT, KEPT, WEIGHING
+from selfspec.control.lengths import FIRST_KEPT, KEPT, MOST_KEPT, WEIGHING
 from selfspec.control.matches import LONG, Matches
 from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import LOOKUP, MATCH_EDGES, NUM_MATCH_BINS, Lookups, Plan, Steady
@@ -198,6 +198,16 @@ def test_what_was_weighed_is_kept_until_a_call_ends_that_ends_soon_after(more, i
     assert batch.crowd.rounds_left == left + more * is_soon, "it is not kept for less long"
 
 
+def test_however_often_that_is_asked_weighing_comes_at_last(monkeypatch):
+    weighed, weigh = [], Crowd._weigh
+    monkeypatch.setattr(Crowd, "_weigh", lambda *given: weighed.append(at) or weigh(*given))
+    batch, rows = Batch(), [row(i, match=0) for i in range(4)]
+    for at in range(FIRST_KEPT + 10):  # noqa: B007  # it is told of above
+        batch.plan(*rows)
+        batch.crowd.keep_until(batch.crowd.rounds_left + 1)
+    assert weighed == [0, FIRST_KEPT + FIRST_KEPT // 4 + 1]
+
+
 def test_other_rows_are_weighed_at_once_where_that_was_to_come_soon(monkeypatch):
     weighed, weigh = [], Crowd._weigh
     monkeypatch.setattr(Crowd, "_weigh", lambda *given: weighed.append(passed) or weigh(*given))
@@ -209,11 +219,14 @@ def test_other_rows_are_weighed_at_once_where_that_was_to_come_soon(monkeypatch)
     assert weighed == [10, 14, 14]
 
 
-def test_weighing_pays_for_the_call_that_it_ends(monkeypatch):
+@pytest.mark.parametrize(("rounds", "kept"), [(0, FIRST_KEPT), (50, 50), (10_000, MOST_KEPT)])
+def test_weighing_pays_for_the_call_that_it_ends_within_bounds(monkeypatch, rounds, kept):
     batch = Batch()
-    monkeypatch.setattr(crowd, "ENDING", 1000 * WEIGHING * batch.worth.plain_seconds)
+    monkeypatch.setattr(crowd, "WEIGH_SECONDS", 0.0)
+    monkeypatch.setattr(crowd, "WEIGH_ROW", 0.0)
+    monkeypatch.setattr(crowd, "ENDING", (rounds - 0.5) * WEIGHING * batch.worth.plain_seconds)
     batch.plan(*[row(i) for i in range(4)])
-    assert 1000 < batch.crowd.rounds_left < 1100
+    assert batch.crowd.rounds_left == kept
 
 
 def test_rows_that_join_have_tables_of_their_own_and_others_keep_theirs():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.experience import COUNTED_ROWS, MOST_RECORDED, Experience
+from selfspec.control.experience import COUNTED_ROWS, KNOWN, MOST_RECORDED, Experience
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.control.rows import RowOutcome, Shadow
@@ -40,7 +40,7 @@ def rounds(draw):
 def trust_after(plan, accepted, count):
     seen = Experience(made_up_costs(LAYERS), None, False)
     seen.tracker.add(2, [True] * 20, [0.9] * 20)
-    seen.expect(50.0, [0.01 * n for n in range(7)])
+    seen.expect(2, 50.0, [0.01 * n for n in range(7)])
     for _ in range(count):
         seen.add(plan, [RowOutcome(0, 6, accepted, (0.9,) * 6)], Seconds(), None)
     return seen.trust
@@ -52,6 +52,19 @@ def test_what_copies_get_wrong_is_not_held_against_forecasts_for_the_layers_unti
     assert trust_after(by_layers, 0, 6) < 0.7
     assert trust_after(by_copies, 0, 6) == 1
     assert trust_after(by_copies, 6, 30) > 1, "copies that are known tell of forecasts"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_layer_that_nobody_knew_did_not_do_is_not_held_against_those_that_are_known(is_known):
+    seen, picks = Experience(made_up_costs(LAYERS), None, False), int(KNOWN) + 1
+    for layer in (1, 2)[: 1 + is_known]:
+        seen.tracker.add(layer, [True] * picks, [0.9] * picks)
+    seen.expect(2, 50.0, [0.01 * n for n in range(7)])
+    for _ in range(3):
+        seen.add(Plan(2, (6,)), [RowOutcome(0, 6, 0, (0.9,) * 6)], Seconds(), None)
+    trusts = seen.trusts()
+    assert trusts.shape == (LAYERS - 1,) and trusts[2] == seen.trust < 0.9, "what is not known either is trusted less"
+    assert trusts[0] == (seen.trust if is_known else 1.0)
 
 
 @pytest.mark.parametrize(("num_rows", "every"), [(1, 1), (COUNTED_ROWS, 1), (2 * COUNTED_ROWS, 2), (32, 6)])
@@ -67,7 +80,7 @@ def test_of_large_batches_as_many_rows_are_counted_in_fewer_rounds(num_rows, eve
 def test_counting_rounds_together_is_counting_them_one_by_one(given_rounds):
     late, at_once = (Experience(made_up_costs(LAYERS), None, True) for _ in range(2))
     for one in (late, at_once):
-        one.expect(500.0, [0.01 * n for n in range(7)])
+        one.expect(2, 500.0, [0.01 * n for n in range(7)])
     for at, (plan, outcomes, seconds, num_idle) in enumerate(given_rounds):
         for one in (late, at_once):
             one.add(plan, outcomes, seconds, (100.0, 1.0) if at % 4 == 0 else None)
@@ -77,6 +90,7 @@ def test_counting_rounds_together_is_counting_them_one_by_one(given_rounds):
     for name in ("recent", "lasting", "overall"):
         np.testing.assert_allclose(getattr(late.tracker, name), getattr(at_once.tracker, name))
     assert late.trust == pytest.approx(at_once.trust)
+    np.testing.assert_allclose(late.trusts(), at_once.trusts())
     assert late.second_rates.of(2) == pytest.approx(at_once.second_rates.of(2))
     for name in ("pick", "passes", "deciding"):
         assert getattr(late.pace, name) == getattr(at_once.pace, name)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.crowd import Crowd
 from selfspec.control.laps import Seconds
-from selfspec.control.lengths import WEIGH_SECONDS
+from selfspec.control.lengths import MOST_KEPT, WEIGH_SECONDS
 from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Steady
 from selfspec.control.reading import (
     ASK_SECONDS,
@@ -258,6 +259,30 @@ def test_rounds_that_nobody_asked_about_make_what_was_weighed_of_a_batch_older()
     assert ahead <= left
     policy.pass_plain(ahead, 1e-3 * ahead)
     assert policy._free._crowd.rounds_left == left - ahead
+
+
+@pytest.mark.parametrize("later", [3, 100])
+def test_a_batch_is_weighed_when_a_look_ends_the_call_if_that_comes_soon_after(later):
+    policy = Adaptive(costs_of(4), drafts=("exit", "lookup"))
+    rows = [row._replace(guesses=found(0)) for row in rows_of(4)]
+    policy.plan(rows)
+    left, looks = policy._free._crowd.rounds_left - 1, policy._looks
+    looks._due, looks.are_awaited = looks._round + left + later + 1, False
+    policy._times.decide_after(1000)
+    policy.plan(rows)
+    assert looks.rounds_left == left + later
+    assert policy._free._crowd.rounds_left == policy.steady.num_rounds == left + (later if later == 3 else 0)
+
+
+def test_looks_that_are_due_for_ever_do_not_put_off_weighing(monkeypatch):
+    weighed, weigh = [], Crowd._weigh
+    monkeypatch.setattr(Crowd, "_weigh", lambda *given: weighed.append(at) or weigh(*given))
+    policy, rows = Adaptive(costs_of(4), drafts=("lookup",)), [r._replace(guesses=found(0)) for r in rows_of(4)]
+    policy._looks._credit, policy._looks._due = 1.0, 0
+    for at in range(1000):  # noqa: B007  # it is told of above
+        policy.plan(rows)
+    assert policy._looks.are_due
+    assert max(later - first for first, later in pairwise(weighed)) == MOST_KEPT + 1
 
 
 def test_a_batch_that_shrinks_to_rows_that_will_be_asked_about_foresees_nothing():
