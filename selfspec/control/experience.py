@@ -80,15 +80,9 @@ class Experience:
         self._count()
         return self._agreement
 
-    @property
-    def trust(self) -> float:
-        """How far forecasts came true."""
-        self._count()
-        return self._trust.ratio
-
     def trusts(self) -> Floats:
-        """`[L - 1]`: the same for each layer's. That a layer did not do what next to nothing told of it is in its
-        estimates soon, and says how good other layers are that nobody knows; not what is known of others."""
+        """`[L - 1]`: how far forecasts for layers like each came true, for those that are known or for all. That one
+        did not do what next to nothing told of it says how good others are that nobody knows, not what is known."""
         is_known = self.tracker.lasting.sum((0, 2)) >= KNOWN
         return np.where(is_known, self._trust_in_known.ratio, self._trust.ratio)
 
