@@ -32,7 +32,7 @@ from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
 
-SCHEMA = 20  # of the files; another number makes every older file stale
+SCHEMA = 21  # of the files; another number makes every older file stale
 PRIOR_SCHEMA = 2  # of what is in a prior
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # measured at first use; tables go on by their last slope
@@ -190,20 +190,17 @@ def _joined(known: Costs, more: Costs) -> Costs:
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
     rest = _joined_rest(known.rest, more.rest)
     joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
-    if known.plain_head is not None and more.plain_head is not None:
-        joined = replace(joined, plain_head=both("plain_head"))
+    known_by_both = [n for n in ("plain_head", "plain_pick") if getattr(known, n) and getattr(more, n)]
+    of_plain: dict[str, Any] = {name: both(name) for name in known_by_both}
     copies = known.copies or more.copies
     if known.copies is not None and more.copies is not None:
         ours, theirs = known.copies, more.copies
         passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
         copies = Copies(*passes, both("head", ours, theirs))
-    context_rows, padding = known.context_rows, known.padding
-    if more.context_rows is not None:
-        if context_rows is None or more.context_rows.points[-1] > context_rows.points[-1]:  # more rows tell more
-            padding = more.padding
-        alone = Table.of({1: known.context})
-        context_rows = both("context_rows", replace(known, context_rows=known.context_rows or alone), more)
-    return replace(joined, ragged=ragged, copies=copies, context_rows=context_rows, padding=padding)
+    contexts = {**more.contexts, **known.contexts}
+    tells_more = max(more.contexts, default=1) > max(known.contexts, default=1)  # of more rows
+    padding = more.padding if tells_more else known.padding
+    return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding, **of_plain)
 
 
 def _joined_rest(known: Table, more: Table) -> Table:

@@ -362,30 +362,30 @@ def test_what_was_measured_before_stays_when_rows_are_added(cache, stack, fake):
     assert costs.early == thorough.early and costs.head == thorough.head and costs.context == thorough.context
 
 
-@pytest.mark.parametrize(("had", "points"), [(None, (1, 4, 8)), (Table((1, 2), (1.0, 1.5)), (1, 2, 4, 8))])
-def test_what_reading_contexts_takes_more_rows_is_joined_too(had, points):
-    known = replace(some_costs(7.0, rows=(1, 2)), context_rows=had)  # whose context is 1
-    more = replace(some_costs(7.0, rows=(1, 4, 8)), context_rows=Table((1, 4, 8), (1.2, 2.0, 3.0)))
-    joined = profile._joined(known, more)
-    assert joined.context == 1.0 and joined.context_rows is not None and joined.context_rows.points == points
-    assert joined.context_rows(1) == 1.0 and joined.context_rows(8) == 3.0
-    assert profile._joined(more, known).context_rows(8) == 3.0
+def test_what_reading_contexts_takes_more_rows_is_joined_too():
+    one, other = (Table((0, 50), (0.0, seconds)) for seconds in (1.0, 2.0))
+    known = replace(some_costs(7.0, rows=(1, 2, 4)), contexts={2: one, 4: one})
+    more = replace(some_costs(7.0, rows=(1, 4, 8)), contexts={4: other, 8: other})
+    assert profile._joined(known, more).contexts == {2: one, 4: one, 8: other}
+    assert profile._joined(more, known).contexts == {2: one, 4: other, 8: other}
+    assert profile._joined(some_costs(7.0, rows=(1, 2)), more).contexts == more.contexts
 
 
 @pytest.mark.parametrize(("had", "padding"), [(None, 0.25), (2, 0.25), (4, 0.75), (8, 0.75)])
 def test_how_far_rows_are_read_is_told_by_who_measured_more_of_them(had, padding):
-    known = replace(some_costs(7.0, rows=(1, 2)), context_rows=had and Table((1, had), (1.0, 2.0)), padding=0.75)
-    more = replace(some_costs(7.0, rows=(1, 4)), context_rows=Table((1, 4), (1.0, 2.0)), padding=0.25)
+    reading = Table((0, 50), (0.0, 1.0))
+    known = replace(some_costs(7.0, rows=(1, 2)), contexts={had: reading} if had else {}, padding=0.75)
+    more = replace(some_costs(7.0, rows=(1, 4)), contexts={4: reading}, padding=0.25)
     assert profile._joined(known, more).padding == padding
-    assert profile._joined(known, replace(more, context_rows=None)).padding == 0.75
+    assert profile._joined(known, replace(more, contexts={})).padding == 0.75
 
 
-def test_heads_of_plain_rounds_are_joined_where_both_were_measured():
-    known = replace(some_costs(7.0, rows=(1, 2)), plain_head=Table((1, 2), (1.0, 1.5)))
-    more = replace(some_costs(7.0, rows=(1, 4)), plain_head=Table((1, 4), (1.1, 2.0)))
-    joined = profile._joined(known, more).plain_head
-    assert joined == Table((1, 2, 4), (1.0, 1.5, 2.0))
-    assert profile._joined(known, replace(more, plain_head=None)).plain_head == known.plain_head
+@pytest.mark.parametrize("name", ["plain_head", "plain_pick"])
+def test_heads_and_picks_of_plain_rounds_are_joined_where_both_were_measured(name):
+    known = replace(some_costs(7.0, rows=(1, 2)), **{name: Table((1, 2), (1.0, 1.5))})
+    more = replace(some_costs(7.0, rows=(1, 4)), **{name: Table((1, 4), (1.1, 2.0))})
+    assert getattr(profile._joined(known, more), name) == Table((1, 2, 4), (1.0, 1.5, 2.0))
+    assert getattr(profile._joined(known, replace(more, **{name: None})), name) == getattr(known, name)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])

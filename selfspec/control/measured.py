@@ -47,12 +47,13 @@ class Measured:
         head: final norm and vocabulary product, by tokens.
         plain_head: the same of a token per row after a whole forward, by rows, where no early pass has brought the head
             into the caches; None: as any other.
+        plain_pick: picks after a whole forward, by rows, of which nobody asks how confident they are; None: as `pick`.
         pick: picking tokens and copying them to the host, by tokens.
         rest: everything else of a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
         context: one layer's extra seconds per row and cached token beyond `CONTEXT`, see `context_of`.
-        context_rows: the same for each of several rows, whose keys leave the caches sooner, by their number; beyond the
-            last as there. None: as for a single one.
+        contexts: rows -> the same for each of several rows together, whose keys leave the caches sooner: seconds by
+            cached tokens beyond `CONTEXT`. Of more rows as of the most; empty: as of a single one.
         context_width: what a layer takes longer, per row and such token, for every further token of a row in the pass.
         padding: how far reading goes by the longest row of a batch: 1 where all are read as far as that one goes, 0
             where each is read as far as it goes itself.
@@ -72,7 +73,7 @@ class Measured:
     rest: Table
     short: Table
     context: float = 0.0
-    context_rows: Table | None = None
+    contexts: Mapping[int, Table] = field(default_factory=dict)
     context_width: float = 0.0
     padding: float = 1.0
     first: Mapping[int, Table] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Measured:
     ragged: Table | None = None
     copies: Copies | None = None
     plain_head: Table | None = None
+    plain_pick: Table | None = None
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def early_pass(
@@ -133,23 +135,25 @@ class Measured:
         """
         if context <= CONTEXT:
             return 0.0
-        of_rows, each = self.context_rows, self.context
-        if of_rows is not None:
-            each = of_rows(min(num_rows, of_rows.points[-1]))
-        return (context - CONTEXT) * num_rows * (each + self.context_width * (width - 1))
+        beyond, tables = context - CONTEXT, self.contexts
+        alone = each = beyond * self.context
+        if tables and num_rows > 1:
+            rows = (1, *sorted(tables))
+            each = interpolate(rows, min(num_rows, rows[-1]), lambda n: alone if n == 1 else tables[n](beyond))
+        return num_rows * (each + beyond * self.context_width * (width - 1))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a profile file."""
         return {
             "num_layers": self.num_layers,
             **{name: getattr(self, name).as_dict() for name in ("plain", "head", "pick", "rest", "short")},
-            **{name: _plain(getattr(self, name)) for name in ("first", "early", "late")},
+            **{name: _plain(getattr(self, name)) for name in ("first", "early", "late", "contexts")},
             "context": self.context,
             "context_width": self.context_width,
             "padding": self.padding,
             **{
                 name: None if (table := getattr(self, name)) is None else table.as_dict()
-                for name in ("context_rows", "wide", "ragged", "copies", "plain_head")
+                for name in ("wide", "ragged", "copies", "plain_head", "plain_pick")
             },
         }
 
@@ -158,9 +162,9 @@ class Measured:
         """What `as_dict` wrote; ValueError when it is anything else."""
         try:
             ones = {name: Table.read(given[name]) for name in ("plain", "head", "pick", "rest", "short")}
-            tables = {"first": {}, **given}  # older tables know of no first pass
-            many = {name: _by_rows(tables[name]) for name in ("first", "early", "late")}
-            if not all(1 in tables for name, tables in many.items() if tables or name != "first"):
+            tables = {"first": {}, "contexts": {}, **given}  # older tables know of neither
+            many = {name: _by_rows(tables[name]) for name in ("first", "early", "late", "contexts")}
+            if not all(1 in many[name] for name in ("first", "early", "late") if many[name] or name != "first"):
                 raise ValueError("tables of a single row are missing")
             single = {"context": float(given["context"]), "context_width": float(given.get("context_width", 0.0))}
             single["padding"] = float(given.get("padding", 1.0))
@@ -169,7 +173,7 @@ class Measured:
                     raise ValueError(f"{name} must be finite and not negative, got {value}")
             if single["padding"] > 1:
                 raise ValueError(f"padding must be at most 1, got {single['padding']}")
-            names = ("context_rows", "wide", "ragged", "plain_head")
+            names = ("wide", "ragged", "plain_head", "plain_pick")
             some = {name: None if given.get(name) is None else Table.read(given[name]) for name in names}
             copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])
             return cls(int(given["num_layers"]), **ones, **many, **single, **some, copies=copies)  # type: ignore[arg-type]

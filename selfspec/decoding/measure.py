@@ -32,7 +32,7 @@ BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT, LONG_WIDTH = 512, 8  # tokens cached, and per row of a verification beside them
-LONGER = 128  # tokens by which rows of a batch become longer, all of them or every second one
+LONGER = (64, 128)  # tokens by which rows of a batch become longer; by the last also every second one alone
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
@@ -108,7 +108,7 @@ class _Clock:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER + 1)
+        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER[-1] + 1)
         self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(counts)
@@ -136,7 +136,7 @@ class _Clock:
             for rows in self.batch_sizes if self.has_calls else ():
                 self.around(rows)  # which is many rounds itself
         beyond = self.long - self.base
-        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0, LONGER)
+        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
 
     def probes(self) -> Iterator[Callable[[], None]]:
         layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
@@ -162,9 +162,9 @@ class _Clock:
         yield partial(self.plain, 1, self.long, "long")
         if LONG_WIDTH in self.widths:
             yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
-        for rows in self.batch_sizes[1:] if self.base + LONGER < self.long else ():
-            yield partial(self.plain, rows, self.base + LONGER, "longer")
-            yield partial(self.plain, rows, self.base, "uneven", LONGER)
+        for rows in self.batch_sizes[1:] if self.base + LONGER[-1] < self.long else ():
+            yield from (partial(self.plain, rows, self.base + longer, "longer", longer) for longer in LONGER)
+            yield partial(self.plain, rows, self.base, "uneven", LONGER[-1])
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
@@ -173,8 +173,12 @@ class _Clock:
         """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
         return self.picker.rounds is not None and self.is_fast and self.engines.fits
 
-    def plain(self, rows: int, context: int, piece: str, uneven: int = 0) -> None:
-        single, *warm = self.laps(rows, Plan(None, (0,) * rows), context, uneven)
+    def plain(self, rows: int, context: int, piece: str, size: int = 1) -> None:
+        """A plain round, kept as `piece` of such a size; of "uneven" ones every second row is so much longer."""
+        plan, uneven = Plan(None, (0,) * rows), size if piece == "uneven" else 0
+        if self.has_calls and (uneven or context > self.base):
+            self.laps(rows, plan, context, uneven)  # brings all keys into the caches, in which decoding finds them
+        single, *warm = self.laps(rows, plan, context, uneven)
         (around, *_), (layers, *_) = single["rest"], single["verify"]
         if self.picker.rounds is None:
             layers += around  # which other rounds spend beside layers, too
@@ -183,8 +187,9 @@ class _Clock:
         if piece == "plain":
             self.keep("single", rows, 1, layers)
         for laps in warm or [single]:
-            self.keep(piece, rows, 1, laps["verify"][0] if warm else layers)
+            self.keep(piece, rows, size, laps["verify"][0] if warm else layers)
             self.keep("plain head", 1, rows, laps["head"][0])
+            self.keep("plain pick", 1, rows, laps["pick"][0])
             if self.steps == 1:  # no draft shows any other
                 self.keep("head", 1, rows, laps["head"][0])
 

@@ -51,18 +51,17 @@ class Readings:
         """Add a reading. `size` is what a piece's table is by: an exit layer, tokens, or tokens per row."""
         self._taken.setdefault((piece, rows, size), []).append(seconds)
 
-    def costs(self, layers: int, middle: int, beyond: int, longer: int) -> Costs:
+    def costs(self, layers: int, middle: int, beyond: int) -> Costs:
         """Tables of all pieces.
 
         Args:
             layers: of the model.
             middle: the exit layer from which verifications were read.
             beyond: tokens by which the context of "long" passes is longer than the others'; 0: it says nothing.
-            longer: the same of "longer" ones, of several rows.
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
         plain = self._plain()
-        reading = self._reading(layers, middle, beyond, longer) if beyond else {}
+        reading = self._reading(layers, middle, beyond) if beyond else {}
         costs = Costs(
             layers,
             plain=Table.of({rows: of_one[1] for rows, of_one in plain.items()}),
@@ -76,6 +75,7 @@ class Readings:
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
             plain_head=Table.of(heads[1]) if (heads := self.typical("plain head")) else None,
+            plain_pick=Table.of(picks[1]) if (picks := self.typical("plain pick")) else None,
             **reading,
         )
         if self._counts is low:
@@ -89,33 +89,39 @@ class Readings:
         }
         return replace(costs, ragged=Table.of(factors)) if factors else costs
 
-    def _reading(self, layers: int, middle: int, beyond: int, longer: int) -> dict[str, Any]:
-        """`Costs.context`, `context_rows`, `context_width` and `padding`, each of readings of its own."""
+    def _reading(self, layers: int, middle: int, beyond: int) -> dict[str, Any]:
+        """`Costs.context`, `contexts`, `context_width` and `padding`, each of readings of its own."""
         plain, late, by_width = self.typical("plain"), self.typical("late")[1], 0.0
         context = max(0.0, self.typical("long")[1][1] - plain[1][1]) / beyond / layers
         for width, seconds in self.typical("long late").get(1, {}).items():
             of_all = (seconds - late[width]) / beyond / (layers - middle)
             by_width = max(0.0, of_all - context) / (width - 1)
-        more = {rows: max(0.0, of_rows[1] - plain[rows][1]) for rows, of_rows in self.typical("longer").items()}
-        by_rows = {rows: seconds / longer / layers / rows for rows, seconds in more.items()}
+        more = {
+            rows: {longer: max(0.0, seconds - plain[rows][1]) for longer, seconds in of_rows.items()}
+            for rows, of_rows in self.typical("longer").items()
+        }
         return {
             "context": context,
-            "context_rows": Table.of({1: context, **by_rows}) if by_rows else None,
+            "contexts": {
+                rows: Table.of({0: 0.0, **{longer: seconds / layers / rows for longer, seconds in of_rows.items()}})
+                for rows, of_rows in more.items()
+            },
             "context_width": by_width,
             "padding": self._padding(more),
         }
 
-    def _padding(self, more: Mapping[int, float]) -> float:
+    def _padding(self, more: Mapping[int, Mapping[int, float]]) -> float:
         """How much of what longer rows take longer is taken as well where only every second one is longer.
 
         Args:
-            more: rows -> seconds that a forward takes longer where all of them are.
+            more: rows -> tokens -> seconds that a forward takes longer where all of them are longer by so many.
         """
         plain, of_all, of_half, least = self.typical("plain"), 0.0, 0.0, 0.0
         for rows, of_rows in self.typical("uneven").items():
-            of_all += more[rows]
-            of_half += of_rows[1] - plain[rows][1]
-            least += rows // 2 / rows * more[rows]  # where each is read as far as it goes itself
+            for longer, seconds in of_rows.items():
+                of_all += more[rows][longer]
+                of_half += seconds - plain[rows][1]
+                least += rows // 2 / rows * more[rows][longer]  # where each is read as far as it goes itself
         return min(max((of_half - least) / (of_all - least), 0.0), 1.0) if of_all > least else 1.0
 
     def _plain(self) -> dict[int, dict[int, float]]:

@@ -170,6 +170,16 @@ def test_the_head_after_a_whole_forward_has_a_price_of_its_own():
     assert other.with_head(1.0) == costs.with_head(1.0)
 
 
+def test_picks_after_a_whole_forward_have_a_price_of_their_own():
+    costs, other = some_costs(), replace(some_costs(), plain_pick=line(0.0, 0.0))
+    picks = costs.pick(3)
+    assert picks > 0
+    assert other.plain_round(3) == pytest.approx(costs.plain_round(3) - picks)
+    assert other.round(LOOKUP, (0, 0, 0)) == pytest.approx(costs.round(LOOKUP, (0, 0, 0)) - picks)
+    assert other.round(LOOKUP, (2, 1)) == costs.round(LOOKUP, (2, 1))
+    assert other.round(2, (2, 1)) == costs.round(2, (2, 1))
+
+
 def test_a_rounds_first_pass_has_a_price_of_its_own():
     costs = replace(some_costs(), first={1: line(1.7, 1.0)})
     assert costs.round(2, (2,)) == pytest.approx(some_costs().round(2, (2,)) + 0.7)
@@ -184,10 +194,13 @@ def test_a_longer_context_costs_every_layer_alike():
 
 
 def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
-    costs = replace(some_costs(context=1e-3), context_rows=Table((1, 3), (1e-3, 2e-3)), context_width=5e-4)
+    costs = replace(some_costs(context=1e-3), context_width=5e-4)
+    costs = replace(costs, contexts={3: Table((0, 50, 100), (0.0, 0.05, 0.2))})
     assert costs.reading(1, CONTEXT + 100) == pytest.approx(0.1) and costs.reading(1, CONTEXT - 1) == 0
     assert costs.reading(2, CONTEXT + 100) == pytest.approx(2 * 0.15)
-    assert costs.reading(7, CONTEXT + 100) == pytest.approx(7 * 0.2)  # as the last that was measured
+    assert costs.reading(3, CONTEXT + 25) == pytest.approx(3 * 0.025) and costs.reading(3, CONTEXT) == 0
+    assert costs.reading(3, CONTEXT + 120) == pytest.approx(3 * 0.26)  # along the last slope
+    assert costs.reading(7, CONTEXT + 100) == pytest.approx(7 * 0.2)  # as the most that were measured
     assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(2 * 0.25)
 
     def longer(*how):
@@ -245,13 +258,14 @@ def test_costs_survive_a_file(one, other, context):
     first = {1: b, 3: a} if context else {}
     costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context, first=first)
     costs = replace(
-        costs, context_rows=a if context else None, context_width=context, plain_head=b if context else None
+        costs, contexts={2: a, 4: b} if context else {}, context_width=context, plain_head=b if context else None
     )
+    costs = replace(costs, plain_pick=costs.plain_head)
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
 def test_older_tables_without_a_first_pass_are_read():
-    new = ("first", "context_rows", "context_width", "plain_head", "padding")
+    new = ("first", "contexts", "context_width", "plain_head", "plain_pick", "padding")
     older = {name: value for name, value in some_costs().as_dict().items() if name not in new}
     assert Costs.from_dict(older) == some_costs()
 
@@ -278,8 +292,10 @@ BAD = {
     "rows that are a list": _broken(late=[{"1": 1.0}]),
     "context NaN": _broken(context=float("nan")),
     "context negative": _broken(context=-1e-9),
-    "context by rows is a number": _broken(context_rows=2.0),
+    "contexts of rows are a number": _broken(contexts=2.0),
+    "a context of rows is a number": _broken(contexts={"2": 2.0}),
     "head of plain rounds is a number": _broken(plain_head=2.0),
+    "picks of plain rounds are a number": _broken(plain_pick=2.0),
     "context by width infinite": _broken(context_width=float("inf")),
     "padding beyond the longest row": _broken(padding=1.5),
     "padding negative": _broken(padding=-0.1),

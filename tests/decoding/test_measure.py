@@ -13,6 +13,7 @@ import torch
 
 from selfspec.api import Target
 from selfspec.control.costs import Costs
+from selfspec.control.measured import CONTEXT
 from selfspec.control.plan import Plan
 from selfspec.control.table import Table
 from selfspec.decoding import measure as module
@@ -207,37 +208,42 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
         ("late", 1, 8): 9.0,
         ("long late", 1, 8): 12.0,  # .01, of 8 tokens
         ("plain", 2, 1): 6.0,
-        ("longer", 2, 1): 7.2,  # .003 a layer, row and token
+        ("longer", 2, 25): 6.4,  # .05 a layer and row
+        ("longer", 2, 50): 7.2,  # .15
         ("plain", 9, 1): 7.0,
-        ("longer", 9, 1): 7.9,  # .0005: taken together with that of fewer, since more rows never take less
-        ("uneven", 2, 1): 6.7,  # of 1.2 seconds that two longer rows take, one takes .6 at least
-        ("uneven", 9, 1): 7.5,  # four of nine longer rows at least .4 of .9
+        ("longer", 9, 50): 7.9,  # .025: priced as fewer rows, since more never take less
+        ("uneven", 2, 50): 6.7,  # of 1.2 seconds that two longer rows take, one takes .6 at least
+        ("uneven", 9, 50): 7.5,  # four of nine longer rows at least .4 of .9
         ("halves", 1, 1): 3.9,  # which is the table's whole forward, and says nothing of what is cached
         ("late", 1, 1): 3.0,
         ("early", 1, 1): 1.0,
         ("plain head", 1, 1): 0.2,
+        ("plain pick", 1, 1): 0.05,
         **{(piece, 1, 1): 0.1 for piece in ("head", "pick", "short")},
     }
     for (piece, rows, size), seconds in told.items():
         readings.keep(piece, rows, size, seconds)
-    costs = readings.costs(4, 1, 100, 50)
+    costs = readings.costs(4, 1, 100)
     assert costs.context == pytest.approx(0.002) and costs.context_width == pytest.approx(0.008 / 7)
-    assert costs.context_rows is not None and costs.plain(1) == 3.9
-    assert [costs.context_rows(rows) for rows in (1, 2, 9)] == pytest.approx([0.0055 / 3] * 3)
+    assert costs.plain(1) == 3.9
+    assert costs.contexts[2].points == (0, 25, 50) and costs.contexts[2].seconds == pytest.approx((0.0, 0.05, 0.15))
+    assert costs.contexts[9](50) == pytest.approx(0.025)
+    assert costs.reading(9, CONTEXT + 50) / 9 == costs.reading(2, CONTEXT + 50) / 2 == pytest.approx(0.15)
     assert costs.plain_head is not None and (costs.plain_head(1), costs.head(1)) == (0.2, 0.1)
+    assert costs.plain_pick is not None and (costs.plain_pick(1), costs.pick(1)) == (0.05, 0.1)
     assert costs.padding == pytest.approx((1.2 - 1.0) / (2.1 - 1.0))
-    without = readings.costs(4, 1, 0, 50)
-    assert (without.context, without.context_rows, without.context_width, without.padding) == (0.0, None, 0.0, 1.0)
+    without = readings.costs(4, 1, 0)
+    assert (without.context, without.contexts, without.context_width, without.padding) == (0.0, {}, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(("half", "padding"), [(5.0, 1.0), (4.0, 0.5), (3.0, 0.0), (9.0, 1.0), (1.0, 0.0)])
 def test_reading_goes_by_the_longest_row_as_far_as_one_longer_row_of_two_takes_what_two_take(half, padding):
     readings = Readings()
-    for piece, seconds in {"plain": 1.0, "long": 3.0, "longer": 5.0, "uneven": half}.items():
-        readings.keep(piece, 2, 1, seconds)
+    for piece, size, seconds in (("plain", 1, 1.0), ("longer", 50, 5.0), ("uneven", 50, half)):
+        readings.keep(piece, 2, size, seconds)
     for piece in ("plain", "long", "early", "late", "head", "pick", "short"):
         readings.keep(piece, 1, 1, 0.1)
-    assert readings.costs(4, 1, 100, 50).padding == pytest.approx(padding)
+    assert readings.costs(4, 1, 100).padding == pytest.approx(padding)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
