@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from collections import Counter
 from time import perf_counter
 
 import pytest
@@ -244,6 +245,23 @@ def test_reading_goes_by_the_longest_row_as_far_as_one_longer_row_of_two_takes_w
     for piece in ("plain", "long", "early", "late", "head", "pick", "short"):
         readings.keep(piece, 1, 1, 0.1)
     assert readings.costs(4, 1, 100).padding == pytest.approx(padding)
+
+
+def test_what_long_rows_hold_is_read_once_before_it_is_timed(monkeypatch):
+    stack = Target(build("llama", max_position_embeddings=1024), engine="compiled").stack
+    asked, laps = [], TimedRounds.laps
+
+    def noted(self, num_rows, context, plan, further, uneven=0):
+        if plan.exit_layer is None:
+            asked.append((num_rows, context + uneven))
+        return laps(self, num_rows, context, plan, further, uneven)
+
+    monkeypatch.setattr(TimedRounds, "laps", noted)
+    contexts = measure(stack, (2,), repeats=1, within=None).contexts
+    counts = Counter(asked)
+    by_rows = {(rows, CONTEXT + longer): 2 for rows, longer in ((1, 512 - CONTEXT), (2, 64))}
+    assert counts == counts | by_rows | {(2, CONTEXT + 128): 4}, "all of two rows, and one of them alone"
+    assert contexts[2].points == (0, 64, 128)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
