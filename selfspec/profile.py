@@ -190,8 +190,8 @@ def _joined(known: Costs, more: Costs) -> Costs:
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
     rest = _joined_rest(known.rest, more.rest)
     joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
-    known_by_both = [n for n in ("plain_head", "plain_pick") if getattr(known, n) and getattr(more, n)]
-    of_plain: dict[str, Any] = {name: both(name) for name in known_by_both}
+    if known.plain_head is not None and more.plain_head is not None:
+        joined = replace(joined, plain_head=both("plain_head"))
     copies = known.copies or more.copies
     if known.copies is not None and more.copies is not None:
         ours, theirs = known.copies, more.copies
@@ -200,7 +200,7 @@ def _joined(known: Costs, more: Costs) -> Costs:
     contexts = {**more.contexts, **known.contexts}
     tells_more = max(more.contexts, default=1) > max(known.contexts, default=1)  # of more rows
     padding = more.padding if tells_more else known.padding
-    return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding, **of_plain)
+    return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding)
 
 
 def _joined_rest(known: Table, more: Table) -> Table:

@@ -380,12 +380,12 @@ def test_how_far_rows_are_read_is_told_by_who_measured_more_of_them(had, padding
     assert profile._joined(known, replace(more, contexts={})).padding == 0.75
 
 
-@pytest.mark.parametrize("name", ["plain_head", "plain_pick"])
-def test_heads_and_picks_of_plain_rounds_are_joined_where_both_were_measured(name):
-    known = replace(some_costs(7.0, rows=(1, 2)), **{name: Table((1, 2), (1.0, 1.5))})
-    more = replace(some_costs(7.0, rows=(1, 4)), **{name: Table((1, 4), (1.1, 2.0))})
-    assert getattr(profile._joined(known, more), name) == Table((1, 2, 4), (1.0, 1.5, 2.0))
-    assert getattr(profile._joined(known, replace(more, **{name: None})), name) == getattr(known, name)
+def test_heads_of_plain_rounds_are_joined_where_both_were_measured():
+    known = replace(some_costs(7.0, rows=(1, 2)), plain_head=Table((1, 2), (1.0, 1.5)))
+    more = replace(some_costs(7.0, rows=(1, 4)), plain_head=Table((1, 4), (1.1, 2.0)))
+    joined = profile._joined(known, more).plain_head
+    assert joined == Table((1, 2, 4), (1.0, 1.5, 2.0))
+    assert profile._joined(known, replace(more, plain_head=None)).plain_head == known.plain_head
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])

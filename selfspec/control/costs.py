@@ -45,11 +45,10 @@ class Costs(Measured):
         """
         rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
         draft = head = pick = 0.0
-        judging, picking = self.whole_head(tokens, rows), self.pick(tokens)
+        judging = self.whole_head(tokens, rows)
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
             draft = 0.0 if exit_layer is None else rows * LOOKUP_SECONDS
             verify = self.plain(rows) + self.num_layers * self.reading(rows, context)
-            picking = (self.plain_pick or self.pick)(rows)
         elif exit_layer == LOOKUP:
             draft, verify = rows * LOOKUP_SECONDS, self.verify(LOOKUP, rows, tokens, context)
         elif copies and self.copies is not None and not widths:
@@ -62,7 +61,7 @@ class Costs(Measured):
                 else self._by_layers(exit_layer, lengths, context, beside)
             )
             verify, judging = self.verify(exit_layer, rows, tokens, context), self.head(tokens)
-        head, pick = draft_share * head + judging, draft_share * pick + picking
+        head, pick = draft_share * head + judging, draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def _by_layers(

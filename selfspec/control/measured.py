@@ -47,13 +47,13 @@ class Measured:
         head: final norm and vocabulary product, by tokens.
         plain_head: the same of a token per row after a whole forward, by rows, where no early pass has brought the head
             into the caches; None: as any other.
-        plain_pick: picks after a whole forward, by rows, of which nobody asks how confident they are; None: as `pick`.
         pick: picking tokens and copying them to the host, by tokens.
         rest: everything else of a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
         context: one layer's extra seconds per row and cached token beyond `CONTEXT`, see `context_of`.
-        contexts: rows -> the same for each of several rows together, whose keys leave the caches sooner: seconds by
-            cached tokens beyond `CONTEXT`. Of more rows as of the most; empty: as of a single one.
+        contexts: rows -> one layer's extra seconds for each of so many rows, whose keys leave the caches sooner, by
+            cached tokens beyond `CONTEXT`. Each of more rows takes what each of the most does, further tokens what
+            those before took in the mean; empty: all as of a single row.
         context_width: what a layer takes longer, per row and such token, for every further token of a row in the pass.
         padding: how far reading goes by the longest row of a batch: 1 where all are read as far as that one goes, 0
             where each is read as far as it goes itself.
@@ -81,7 +81,6 @@ class Measured:
     ragged: Table | None = None
     copies: Copies | None = None
     plain_head: Table | None = None
-    plain_pick: Table | None = None
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def early_pass(
@@ -135,12 +134,19 @@ class Measured:
         """
         if context <= CONTEXT:
             return 0.0
-        beyond, tables = context - CONTEXT, self.contexts
-        alone = each = beyond * self.context
-        if tables and num_rows > 1:
-            rows = (1, *sorted(tables))
-            each = interpolate(rows, min(num_rows, rows[-1]), lambda n: alone if n == 1 else tables[n](beyond))
-        return num_rows * (each + beyond * self.context_width * (width - 1))
+        beyond = context - CONTEXT
+        return self._reading_of(num_rows, beyond) + num_rows * beyond * self.context_width * (width - 1)
+
+    def _reading_of(self, num_rows: int, beyond: float) -> float:
+        """Of a token per row: between measured numbers of rows, of which more never take less, what lies between."""
+        rows, seconds = 1, beyond * self.context
+        for more, table in sorted(self.contexts.items()) if num_rows > 1 else ():
+            measured = min(beyond, table.points[-1])
+            of_more = max(seconds, more * table(measured) * beyond / measured)
+            if num_rows <= more:
+                return seconds + (num_rows - rows) / (more - rows) * (of_more - seconds)
+            rows, seconds = more, of_more
+        return seconds * num_rows / rows
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a profile file."""
@@ -153,7 +159,7 @@ class Measured:
             "padding": self.padding,
             **{
                 name: None if (table := getattr(self, name)) is None else table.as_dict()
-                for name in ("wide", "ragged", "copies", "plain_head", "plain_pick")
+                for name in ("wide", "ragged", "copies", "plain_head")
             },
         }
 
@@ -166,6 +172,8 @@ class Measured:
             many = {name: _by_rows(tables[name]) for name in ("first", "early", "late", "contexts")}
             if not all(1 in many[name] for name in ("first", "early", "late") if many[name] or name != "first"):
                 raise ValueError("tables of a single row are missing")
+            if not all(rows > 1 and _begins_at_nothing(table) for rows, table in many["contexts"].items()):
+                raise ValueError("contexts must be of several rows, each from 0 tokens in 0 seconds on")
             single = {"context": float(given["context"]), "context_width": float(given.get("context_width", 0.0))}
             single["padding"] = float(given.get("padding", 1.0))
             for name, value in single.items():
@@ -173,7 +181,7 @@ class Measured:
                     raise ValueError(f"{name} must be finite and not negative, got {value}")
             if single["padding"] > 1:
                 raise ValueError(f"padding must be at most 1, got {single['padding']}")
-            names = ("wide", "ragged", "plain_head", "plain_pick")
+            names = ("wide", "ragged", "plain_head")
             some = {name: None if given.get(name) is None else Table.read(given[name]) for name in names}
             copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])
             return cls(int(given["num_layers"]), **ones, **many, **single, **some, copies=copies)  # type: ignore[arg-type]
@@ -191,6 +199,10 @@ class Measured:
 
 def _plain(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:
     return {str(rows): table.as_dict() for rows, table in tables.items()}
+
+
+def _begins_at_nothing(table: Table) -> bool:
+    return len(table.points) > 1 and table.points[0] == table.seconds[0] == 0
 
 
 def _by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:

@@ -163,8 +163,10 @@ class _Clock:
         if LONG_WIDTH in self.widths:
             yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
         for rows in self.batch_sizes[1:] if self.base + LONGER[-1] < self.long else ():
+            if self.has_calls:
+                yield partial(self.read, rows, self.base + LONGER[-1])
             yield from (partial(self.plain, rows, self.base + longer, "longer", longer) for longer in LONGER)
-            yield partial(self.plain, rows, self.base, "uneven", LONGER[-1])
+            yield partial(self.plain, rows, self.base, "uneven", LONGER[-1], LONGER[-1])
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
@@ -173,12 +175,13 @@ class _Clock:
         """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
         return self.picker.rounds is not None and self.is_fast and self.engines.fits
 
-    def plain(self, rows: int, context: int, piece: str, size: int = 1) -> None:
-        """A plain round, kept as `piece` of such a size; of "uneven" ones every second row is so much longer."""
-        plan, uneven = Plan(None, (0,) * rows), size if piece == "uneven" else 0
-        if self.has_calls and (uneven or context > self.base):
-            self.laps(rows, plan, context, uneven)  # brings all keys into the caches, in which decoding finds them
-        single, *warm = self.laps(rows, plan, context, uneven)
+    def read(self, rows: int, context: int) -> None:
+        """Bring all that rows hold into the caches, where decoding finds it: a call is too short for that."""
+        self.laps(rows, Plan(None, (0,) * rows), context)
+
+    def plain(self, rows: int, context: int, piece: str, size: int = 1, uneven: int = 0) -> None:
+        """A plain round, kept as `piece` of such a size, in which every second row holds `uneven` tokens more."""
+        single, *warm = self.laps(rows, Plan(None, (0,) * rows), context, uneven)
         (around, *_), (layers, *_) = single["rest"], single["verify"]
         if self.picker.rounds is None:
             layers += around  # which other rounds spend beside layers, too
@@ -189,7 +192,6 @@ class _Clock:
         for laps in warm or [single]:
             self.keep(piece, rows, size, laps["verify"][0] if warm else layers)
             self.keep("plain head", 1, rows, laps["head"][0])
-            self.keep("plain pick", 1, rows, laps["pick"][0])
             if self.steps == 1:  # no draft shows any other
                 self.keep("head", 1, rows, laps["head"][0])
 

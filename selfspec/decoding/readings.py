@@ -48,7 +48,7 @@ class Readings:
         self._taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
-        """Add a reading. `size` is what a piece's table is by: an exit layer, tokens, or tokens per row."""
+        """Add a reading. `size` is what a piece's table is by: an exit layer, or tokens: all, per row, or cached."""
         self._taken.setdefault((piece, rows, size), []).append(seconds)
 
     def costs(self, layers: int, middle: int, beyond: int) -> Costs:
@@ -75,7 +75,6 @@ class Readings:
             wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
             plain_head=Table.of(heads[1]) if (heads := self.typical("plain head")) else None,
-            plain_pick=Table.of(picks[1]) if (picks := self.typical("plain pick")) else None,
             **reading,
         )
         if self._counts is low:

@@ -398,7 +398,7 @@ def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_sa
 def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows, context):
     costs = with_dear_contexts(made_up_costs(LAYERS))
     costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()})
-    costs = replace(costs, plain_head=costs.head.scaled(1.3), plain_pick=costs.pick.scaled(0.4))
+    costs = replace(costs, plain_head=costs.head.scaled(1.3))
     worth = Worth(costs, rows)
     worth.move(context)
     expected = costs.round(exit_layer, [drafted] * rows, context)

@@ -170,16 +170,6 @@ def test_the_head_after_a_whole_forward_has_a_price_of_its_own():
     assert other.with_head(1.0) == costs.with_head(1.0)
 
 
-def test_picks_after_a_whole_forward_have_a_price_of_their_own():
-    costs, other = some_costs(), replace(some_costs(), plain_pick=line(0.0, 0.0))
-    picks = costs.pick(3)
-    assert picks > 0
-    assert other.plain_round(3) == pytest.approx(costs.plain_round(3) - picks)
-    assert other.round(LOOKUP, (0, 0, 0)) == pytest.approx(costs.round(LOOKUP, (0, 0, 0)) - picks)
-    assert other.round(LOOKUP, (2, 1)) == costs.round(LOOKUP, (2, 1))
-    assert other.round(2, (2, 1)) == costs.round(2, (2, 1))
-
-
 def test_a_rounds_first_pass_has_a_price_of_its_own():
     costs = replace(some_costs(), first={1: line(1.7, 1.0)})
     assert costs.round(2, (2,)) == pytest.approx(some_costs().round(2, (2,)) + 0.7)
@@ -197,23 +187,33 @@ def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
     costs = replace(some_costs(context=1e-3), context_width=5e-4)
     costs = replace(costs, contexts={3: Table((0, 50, 100), (0.0, 0.05, 0.2))})
     assert costs.reading(1, CONTEXT + 100) == pytest.approx(0.1) and costs.reading(1, CONTEXT - 1) == 0
-    assert costs.reading(2, CONTEXT + 100) == pytest.approx(2 * 0.15)
+    assert costs.reading(2, CONTEXT + 100) == pytest.approx((0.1 + 3 * 0.2) / 2)
     assert costs.reading(3, CONTEXT + 25) == pytest.approx(3 * 0.025) and costs.reading(3, CONTEXT) == 0
-    assert costs.reading(3, CONTEXT + 120) == pytest.approx(3 * 0.26)  # along the last slope
+    assert costs.reading(3, CONTEXT + 120) == pytest.approx(3 * 0.24)  # as 100 in the mean
     assert costs.reading(7, CONTEXT + 100) == pytest.approx(7 * 0.2)  # as the most that were measured
-    assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(2 * 0.25)
+    assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(0.35 + 2 * 0.1)
 
     def longer(*how):
         return costs.round(*how[:2], CONTEXT + 100, *how[2:]) - costs.round(*how[:2], CONTEXT, *how[2:])
 
     assert longer(3, (2, 2)) == pytest.approx(
-        (3 * 3 * 0.15 + 5 * 0.25) * 2
+        (3 * 3 * 0.175 + 5 * 0.275) * 2
     )  # three passes of 3 layers, and 5 of 3 tokens
-    assert longer(LOOKUP, (2, 0)) == pytest.approx(8 * 0.2 * 2)  # two tokens per row in the mean
+    assert longer(LOOKUP, (2, 0)) == pytest.approx(8 * 0.225 * 2)  # two tokens per row in the mean
     beside = longer(3, (2,), (1,))  # two passes of a token, one of two, and 5 layers over four
     assert beside == pytest.approx(3 * (2 * 0.1 + 0.15) + 5 * 0.25)
     cascade = costs.stages(3, (3,), CONTEXT + 100, widths=(3,))["draft"] - costs.stages(3, (3,), widths=(3,))["draft"]
     assert cascade == pytest.approx(3 * (0.2 + 0.1))  # of three tokens, and the last one
+
+
+@given(st.dictionaries(st.sampled_from([2, 3, 8]), st.tuples(seconds, seconds)), st.integers(1, 12), st.floats(1, 999))
+def test_more_rows_and_longer_ones_never_take_less_to_read_whatever_was_measured(told, rows, beyond):
+    contexts = {n: Table.of({0: 0.0, 64: one, 128: one + more}) for n, (one, more) in told.items()}
+    costs, context = replace(some_costs(context=1e-3), contexts=contexts), CONTEXT + beyond
+    reading = costs.reading(rows, context)
+    assert 1e-3 * beyond <= reading * 1.000001
+    assert reading <= costs.reading(rows + 1, context) * 1.000001
+    assert reading <= costs.reading(rows, context + 10) * 1.000001
 
 
 @pytest.mark.parametrize(("padding", "context"), [(1.0, 300), (0.0, 200), (0.25, 225)])
@@ -255,17 +255,19 @@ def test_another_head_is_counted_in_layers_and_changes_nothing_else():
 @given(measured, measured, st.floats(0, 1e-3))
 def test_costs_survive_a_file(one, other, context):
     a, b = Table.of(one), Table.of(other)
-    first = {1: b, 3: a} if context else {}
+    first, one_more = {1: b, 3: a} if context else {}, Table((0, 9), (0.0, context))
     costs = Costs(7, a, {1: a, 3: b}, {1: b}, head=b, pick=a, rest=a, short=b, context=context, first=first)
     costs = replace(
-        costs, contexts={2: a, 4: b} if context else {}, context_width=context, plain_head=b if context else None
+        costs,
+        contexts={2: one_more, 4: one_more} if context else {},
+        context_width=context,
+        plain_head=b if context else None,
     )
-    costs = replace(costs, plain_pick=costs.plain_head)
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
 def test_older_tables_without_a_first_pass_are_read():
-    new = ("first", "contexts", "context_width", "plain_head", "plain_pick", "padding")
+    new = ("first", "contexts", "context_width", "plain_head", "padding")
     older = {name: value for name, value in some_costs().as_dict().items() if name not in new}
     assert Costs.from_dict(older) == some_costs()
 
@@ -294,8 +296,11 @@ BAD = {
     "context negative": _broken(context=-1e-9),
     "contexts of rows are a number": _broken(contexts=2.0),
     "a context of rows is a number": _broken(contexts={"2": 2.0}),
+    "contexts of a single row": _broken(contexts={"1": {"0": 0.0, "64": 1.0}}),
+    "contexts that begin later": _broken(contexts={"2": {"64": 0.0, "128": 1.0}}),
+    "contexts that begin with something": _broken(contexts={"2": {"0": 1.0, "64": 2.0}}),
+    "contexts of a single point": _broken(contexts={"2": {"0": 0.0}}),
     "head of plain rounds is a number": _broken(plain_head=2.0),
-    "picks of plain rounds are a number": _broken(plain_pick=2.0),
     "context by width infinite": _broken(context_width=float("inf")),
     "padding beyond the longest row": _broken(padding=1.5),
     "padding negative": _broken(padding=-0.1),

@@ -60,7 +60,6 @@ def costs_for(draw, num_layers):
         zip(("context", "context_width"), draw(st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.05, 0.02)])), strict=True)
     )
     others = {**reading, "plain_head": draw(st.sampled_from([None, table((1, 8), 0.3)]))}
-    others["plain_pick"] = draw(st.sampled_from([None, table((1, 8), 0.01)]))
     copies = draw(st.sampled_from([None, Copies(early, {1: table(range(1, num_layers), 0.5)}, table((1,), 0.1))]))
     return Costs(num_layers, plain, early, layer, table((1, 4, 19), 0.2), few, few, few, **others, copies=copies)
 
