@@ -10,9 +10,11 @@ from rich.text import Text
 
 from selfspec.commands.forecast import ACCEPTANCE, Choice, exits_of
 from selfspec.control.costs import Costs
+from selfspec.control.measured import CONTEXT
 
 WIDTHS = (1, 2, 4, 8)  # tokens per row of a verification
 HEAD_TOKENS = (1, 4, 16, 64, 128)
+FURTHER = 128  # cached tokens
 Titled = tuple[str, Table]
 
 
@@ -27,6 +29,8 @@ def by_rows(costs: Costs, sizes: Sequence[int]) -> Titled:
     for width in WIDTHS:
         name = f"verification: a layer, {f'{width} tokens' if width > 1 else 'a token'} per row"
         table.add_row(name, *(_ms(costs.verify(costs.num_layers - 1, rows, width * rows)) for rows in sizes))
+    name = f"keys and values: {FURTHER} more tokens of each row, a layer"
+    table.add_row(name, *(_ms(costs.reading(rows, CONTEXT + FURTHER)) for rows in sizes))
     return "Milliseconds, by rows decoded together", table
 
 

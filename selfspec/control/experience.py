@@ -153,13 +153,8 @@ class Experience:
         if self._second_rates is not None:
             self._second_rates.pass_time(emitted / rows)
         self._passed.tokens += emitted / rows + num_idle
-        # What copies get wrong that the layers would have had right says nothing of forecasts for the layers.
-        if exit_layer and (plan.draft_bits is None or self._agreement.is_known):
-            longest = max([outcome.num_drafted for outcome in outcomes])
-            took = self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
-            self._trust.add(emitted / rows, self._rate * took)
-            if self._is_known:
-                self._trust_in_known.add(emitted / rows, self._rate * took)
+        if exit_layer:
+            self._hold_to_forecast(plan, outcomes, emitted / rows)
         around = None if exit_layer is None else seconds.rest
         self._pace.pass_round(seconds.decided or seconds.control, num_idle, around, rows)
         if looked is not None:
@@ -170,6 +165,17 @@ class Experience:
             if exit_layer == LOOKUP and rows > 1 and self._costs.ragged is not None:
                 expected["verify"] *= max(1.0, self._costs.ragged(rows))
             self._pace.look(exit_layer, rows, expected, seconds, copies)
+
+    def _hold_to_forecast(self, plan: Plan, outcomes: Sequence[RowOutcome], came: float) -> None:
+        """What copies get wrong that the layers would have had right says nothing of forecasts for layers that are
+        known; of others it says enough that what little is known of them promised too much."""
+        longest = max([outcome.num_drafted for outcome in outcomes])
+        forecast = self._rate * self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
+        tells = plan.draft_bits is None or self._agreement.is_known
+        if tells or not self._is_known:
+            self._trust.add(came, forecast)
+        if tells and self._is_known:
+            self._trust_in_known.add(came, forecast)
 
     def _count_drafts(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome]) -> None:
         """Every drafted token that was judged is a hit of the layer or a miss, and every second choice beside one."""

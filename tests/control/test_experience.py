@@ -54,6 +54,16 @@ def test_what_copies_get_wrong_is_not_held_against_forecasts_for_the_layers_unti
     assert trust_after(by_copies, 6, 30) > 1, "copies that are known tell of forecasts"
 
 
+def test_what_copies_of_a_layer_that_nobody_knew_did_not_do_is_held_against_others_like_it():
+    seen, stop = Experience(made_up_costs(LAYERS), None, False), SurvivalStop((0.9,) * NUM_BINS, 0.1)
+    seen.tracker.add(2, [True] * 20, [0.9] * 20)
+    seen.expect(3, 50.0, [0.01 * n for n in range(7)])
+    for _ in range(6):
+        seen.add(Plan(3, (6,), stop=stop, draft_bits=4), [RowOutcome(0, 6, 0, (0.9,) * 6)], Seconds(), None)
+    trusts = seen.trusts()
+    assert trusts[2 - 1] == 1 and trusts[5 - 1] < 0.7
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_a_layer_that_nobody_knew_did_not_do_is_not_held_against_those_that_are_known(is_known):
     seen, picks = Experience(made_up_costs(LAYERS), None, False), int(KNOWN) + 1
