@@ -198,6 +198,10 @@ def _joined(known: Costs, more: Costs) -> Costs:
         passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
         copies = Copies(*passes, both("head", ours, theirs))
     contexts = {**more.contexts, **known.contexts}
+    if more.context_widths is not None:
+        alone = Table.of({1: known.context_width})
+        widths = both("context_widths", replace(known, context_widths=known.context_widths or alone), more)
+        joined = replace(joined, context_widths=widths)
     tells_more = max(more.contexts, default=1) > max(known.contexts, default=1)  # of more rows
     padding = more.padding if tells_more else known.padding
     return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding)

@@ -369,6 +369,9 @@ def test_what_reading_contexts_takes_more_rows_is_joined_too():
     assert profile._joined(known, more).contexts == {2: one, 4: one, 8: other}
     assert profile._joined(more, known).contexts == {2: one, 4: other, 8: other}
     assert profile._joined(some_costs(7.0, rows=(1, 2)), more).contexts == more.contexts
+    wide = replace(more, context_widths=Table((1, 8), (0.5, 2.0)))
+    assert profile._joined(known, wide).context_widths == Table((1, 8), (0.0, 2.0)), "0 for a single row is its own"
+    assert profile._joined(wide, known).context_widths == wide.context_widths
 
 
 @pytest.mark.parametrize(("had", "padding"), [(None, 0.25), (2, 0.25), (4, 0.75), (8, 0.75)])

@@ -55,6 +55,7 @@ class Measured:
             cached tokens beyond `CONTEXT`. Each of more rows takes what each of the most does, further tokens what
             those before took in the mean; empty: all as of a single row.
         context_width: what a layer takes longer, per row and such token, for every further token of a row in the pass.
+        context_widths: the same for each of several rows, by their number; of more as of the most. None: as of one.
         padding: how far reading goes by the longest row of a batch: 1 where all are read as far as that one goes, 0
             where each is read as far as it goes itself.
         wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
@@ -75,6 +76,7 @@ class Measured:
     context: float = 0.0
     contexts: Mapping[int, Table] = field(default_factory=dict)
     context_width: float = 0.0
+    context_widths: Table | None = None
     padding: float = 1.0
     first: Mapping[int, Table] = field(default_factory=dict)
     wide: Table | None = None
@@ -135,7 +137,10 @@ class Measured:
         if context <= CONTEXT:
             return 0.0
         beyond = context - CONTEXT
-        return self._reading_of(num_rows, beyond) + num_rows * beyond * self.context_width * (width - 1)
+        further, widths = self.context_width, self.context_widths
+        if widths is not None and num_rows > 1:
+            further = widths(min(num_rows, widths.points[-1]))
+        return self._reading_of(num_rows, beyond) + num_rows * beyond * further * (width - 1)
 
     def _reading_of(self, num_rows: int, beyond: float) -> float:
         """Of a token per row: between measured numbers of rows, of which more never take less, what lies between."""
@@ -159,7 +164,7 @@ class Measured:
             "padding": self.padding,
             **{
                 name: None if (table := getattr(self, name)) is None else table.as_dict()
-                for name in ("wide", "ragged", "copies", "plain_head")
+                for name in ("context_widths", "wide", "ragged", "copies", "plain_head")
             },
         }
 
@@ -181,7 +186,7 @@ class Measured:
                     raise ValueError(f"{name} must be finite and not negative, got {value}")
             if single["padding"] > 1:
                 raise ValueError(f"padding must be at most 1, got {single['padding']}")
-            names = ("wide", "ragged", "plain_head")
+            names = ("context_widths", "wide", "ragged", "plain_head")
             some = {name: None if given.get(name) is None else Table.read(given[name]) for name in names}
             copies = None if given.get("copies") is None else Copies.from_dict(given["copies"])
             return cls(int(given["num_layers"]), **ones, **many, **single, **some, copies=copies)  # type: ignore[arg-type]

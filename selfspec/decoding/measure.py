@@ -33,6 +33,7 @@ RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row h
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT, LONG_WIDTH = 512, 8  # tokens cached, and per row of a verification beside them
 LONGER = (64, 128)  # tokens by which rows of a batch become longer; by the last also every second one alone
+LONGER_WIDTH = 3  # tokens per row of a verification of such rows
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
@@ -108,7 +109,7 @@ class _Clock:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER[-1] + 1)
+        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER[-1] + LONGER_WIDTH)
         self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(counts)
@@ -143,10 +144,7 @@ class _Clock:
         half = max(self.middle, layers // 2)
         few = sorted({1, self.middle, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
         for rows in self.batch_sizes:
-            widths = self.widths if rows == 1 else [w for w in BATCH_WIDTHS if w <= self.widths[-1]]
-            if self.thin:
-                widths = [w for w in THIN_WIDTHS if w <= self.widths[-1]]
-            widths = [w for w in widths if rows * w <= max(MOST, 2 * rows)]
+            widths = self.widths if rows == 1 and not self.thin else self.batch_widths(rows)
             exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
@@ -166,9 +164,16 @@ class _Clock:
             if self.has_calls:
                 yield partial(self.read, rows, self.base + LONGER[-1])
             yield from (partial(self.plain, rows, self.base + longer, "longer", longer) for longer in LONGER)
+            if LONGER_WIDTH in self.batch_widths(rows):
+                yield partial(self.round, rows, self.middle, LONGER_WIDTH, "longer late", self.base + LONGER[-1])
             yield partial(self.plain, rows, self.base, "uneven", LONGER[-1], LONGER[-1])
         yield from (partial(self.head, n) for n in heads)
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
+
+    def batch_widths(self, rows: int) -> list[int]:
+        """Tokens per row of verifications of several rows, and of all where there is little time."""
+        widths = [w for w in (THIN_WIDTHS if self.thin else BATCH_WIDTHS) if w <= self.widths[-1]]
+        return [w for w in widths if rows * w <= max(MOST, 2 * rows)]
 
     @property
     def has_calls(self) -> bool:

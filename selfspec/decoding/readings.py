@@ -89,7 +89,7 @@ class Readings:
         return replace(costs, ragged=Table.of(factors)) if factors else costs
 
     def _reading(self, layers: int, middle: int, beyond: int) -> dict[str, Any]:
-        """`Costs.context`, `contexts`, `context_width` and `padding`, each of readings of its own."""
+        """`Costs.context`, `contexts`, `context_width` and `padding`, each of readings of its own; see there."""
         plain, late, by_width = self.typical("plain"), self.typical("late")[1], 0.0
         context = max(0.0, self.typical("long")[1][1] - plain[1][1]) / beyond / layers
         for width, seconds in self.typical("long late").get(1, {}).items():
@@ -106,8 +106,19 @@ class Readings:
                 for rows, of_rows in more.items()
             },
             "context_width": by_width,
+            "context_widths": self._widths(layers, middle, by_width, more),
             "padding": self._padding(more),
         }
+
+    def _widths(self, layers: int, middle: int, alone: float, more: Mapping[int, Mapping[int, float]]) -> Table | None:
+        """`Costs.context_widths`, of verifications of rows as long as the longest of `more`, see `_padding`."""
+        late, by_rows = self.typical("late"), {}
+        for rows, of_rows in self.typical("longer late").items():
+            longest = max(more[rows])
+            for width, seconds in of_rows.items():
+                further = (seconds - late[rows][width]) / (layers - middle) - more[rows][longest] / layers
+                by_rows[rows] = max(0.0, further) / longest / rows / (width - 1)
+        return Table.of({1: alone, **by_rows}) if by_rows else None
 
     def _padding(self, more: Mapping[int, Mapping[int, float]]) -> float:
         """How much of what longer rows take longer is taken as well where only every second one is longer.

@@ -193,6 +193,12 @@ def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
     assert costs.reading(7, CONTEXT + 100) == pytest.approx(7 * 0.2)  # as the most that were measured
     assert costs.reading(2, CONTEXT + 100, width=3) == pytest.approx(0.35 + 2 * 0.1)
 
+    wider = replace(costs, context_widths=Table((1, 3), (5e-4, 1e-3)))
+    assert wider.reading(1, CONTEXT + 100, 3) == costs.reading(1, CONTEXT + 100, 3)
+    for rows, each in ((2, 7.5e-4), (3, 1e-3), (7, 1e-3)):
+        further = wider.reading(rows, CONTEXT + 100, 3) - wider.reading(rows, CONTEXT + 100)
+        assert further == pytest.approx(2 * rows * 100 * each)
+
     def longer(*how):
         return costs.round(*how[:2], CONTEXT + 100, *how[2:]) - costs.round(*how[:2], CONTEXT, *how[2:])
 
@@ -263,11 +269,12 @@ def test_costs_survive_a_file(one, other, context):
         context_width=context,
         plain_head=b if context else None,
     )
+    costs = replace(costs, context_widths=costs.plain_head)
     assert Costs.from_dict(json.loads(json.dumps(costs.as_dict()))) == costs
 
 
 def test_older_tables_without_a_first_pass_are_read():
-    new = ("first", "contexts", "context_width", "plain_head", "padding")
+    new = ("first", "contexts", "context_width", "context_widths", "plain_head", "padding")
     older = {name: value for name, value in some_costs().as_dict().items() if name not in new}
     assert Costs.from_dict(older) == some_costs()
 
@@ -301,6 +308,7 @@ BAD = {
     "contexts that begin with something": _broken(contexts={"2": {"0": 1.0, "64": 2.0}}),
     "contexts of a single point": _broken(contexts={"2": {"0": 0.0}}),
     "head of plain rounds is a number": _broken(plain_head=2.0),
+    "contexts by width are a number": _broken(context_widths=2.0),
     "context by width infinite": _broken(context_width=float("inf")),
     "padding beyond the longest row": _broken(padding=1.5),
     "padding negative": _broken(padding=-0.1),

@@ -214,6 +214,8 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
         ("longer", 2, 50): 7.2,  # .15
         ("plain", 9, 1): 7.0,
         ("longer", 9, 50): 7.9,  # .025: nine are priced at .3 as two, since more never take less
+        ("late", 2, 3): 8.0,
+        ("longer late", 2, 3): 11.9,  # 1.3 a layer, of which .3 as in a plain round: .005 a row, token and further one
         ("uneven", 2, 50): 6.7,  # of 1.2 seconds that two longer rows take, one takes .6 at least
         ("uneven", 9, 50): 7.5,  # four of nine longer rows at least .4 of .9
         ("halves", 1, 1): 3.9,  # which is the table's whole forward, and says nothing of what is cached
@@ -228,10 +230,13 @@ def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
     assert costs.context == pytest.approx(0.002) and costs.context_width == pytest.approx(0.008 / 7)
     assert costs.plain(1) == 3.9
     assert costs.contexts[2].points == (0, 25, 50) and costs.contexts[2].seconds == pytest.approx((0.0, 0.05, 0.15))
+    assert costs.context_widths is not None
+    assert [costs.context_widths(rows) for rows in (1, 2)] == pytest.approx([0.008 / 7, 0.005])
     assert costs.contexts[9](50) == pytest.approx(0.025)
     assert costs.reading(9, CONTEXT + 50) == costs.reading(2, CONTEXT + 50) == pytest.approx(0.3)
     assert costs.plain_head is not None and (costs.plain_head(1), costs.head(1)) == (0.2, 0.1)
     assert costs.padding == pytest.approx((1.2 - 1.0) / (2.1 - 1.0))
+    assert readings.costs(4, 1, 0).context_widths is None
     without = readings.costs(4, 1, 0)
     assert (without.context, without.contexts, without.context_width, without.padding) == (0.0, {}, 0.0, 1.0)
 
@@ -261,6 +266,7 @@ def test_what_long_rows_hold_is_read_once_before_it_is_timed(monkeypatch):
     costs = measure(stack, (2,), repeats=1, within=None)
     assert asked[-4:] == [(128, 0), (64, 0), (128, 0), (0, 128)] and set(asked[:-4]) == {(0, 0)}
     assert costs.contexts[2].points == (0, 64, 128)
+    assert costs.context_widths is not None and costs.context_widths.points == (1, 2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])

@@ -37,7 +37,13 @@ def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
 
 def with_dear_contexts(costs):
     """A machine on which many rows, and many tokens of a row, take long to read what is cached."""
-    return replace(costs, context=2e-5, contexts={4: Table((0, 128, 256), (0.0, 4e-3, 1e-2))}, context_width=8e-6)
+    return replace(
+        costs,
+        context=2e-5,
+        contexts={4: Table((0, 128, 256), (0.0, 4e-3, 1e-2))},
+        context_width=8e-6,
+        context_widths=Table((1, 4), (8e-6, 2e-5)),
+    )
 
 
 def random_trace(seed, num_layers, num_tokens, prompt_length=5, wrong_steps=17):
