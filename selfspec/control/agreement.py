@@ -82,9 +82,19 @@ class Agreement:
         least = KNOWN * BELIEVED * self._now.weight
         return self._now.in_all[1] >= least
 
+    @property
+    def counts(self) -> tuple[Floats, Floats]:
+        """`[L - 1]` each, always in the same place: tokens that came right, and that were to, weighing more later."""
+        return self._now.came, self._now.expected
+
+    @property
+    def believed(self) -> tuple[float, float]:
+        """What every exit's are shrunk to: the agreement of all of them, and how many tokens that is worth."""
+        return self.pooled, POOLED * self._now.weight
+
     def ratios(self) -> Floats:
         """`[L - 1]`, at most 1."""
-        pooled, weight = self.pooled, POOLED * self._now.weight
+        pooled, weight = self.believed
         ratios: Floats = np.minimum((self._now.came + weight * pooled) / (self._now.expected + weight), 1.0)
         return ratios
 

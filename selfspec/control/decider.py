@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.control.compiled_chooser import chooser_of
 from selfspec.control.costs import Costs
-from selfspec.control.decision import HANDICAP, OFF, Decision, decide, favour_of
+from selfspec.control.decision import HANDICAP, OFF, Decision, decide
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
 from selfspec.control.parts import Parts, Vocabulary
@@ -47,7 +48,7 @@ class Decider:
 
     def __init__(self, costs: Costs, experience: Experience, exit_layers: Sequence[int], most: int = MOST) -> None:
         self._costs, self._experience, self._exit_layers, self._most = costs, experience, exit_layers, most
-        self._favour = favour_of(costs.num_layers) - 1
+        self._chooser = chooser_of(experience, exit_layers, costs.num_layers)
         self._has_copies = False
         self._vocabulary: Vocabulary | None = None
         self._parts = Parts(costs)  # ways of drafting
@@ -130,11 +131,8 @@ class Decider:
     def _decided(self, is_whole: bool, least: float) -> Decision:
         """See `control.decision.decide`; `least` is of rows that end apart."""
         assert self.worth is not None
-        favour = 1 + self._favour / self.num_rows  # many rows soon tell which layers are right
-        parts = self._parts.now(is_whole)
-        return decide(
-            self.decision, self.worth, parts, self._exit_layers, self._experience, favour, least * self._parting
-        )
+        parts, least = self._parts.now(is_whole), least * self._parting
+        return decide(self.decision, self.worth, parts, self._chooser, self._experience, least)
 
     def note_tried(self) -> None:
         """Such a try has told something: rows that joined meanwhile did not end it before."""
@@ -183,8 +181,8 @@ class Decider:
         """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
         slower = self._experience.pace.kinds.ratio(BY_LAYERS, worth.num_rows)
         least = slower * speedup * worth.num_rows / worth.plain_seconds
-        could = (worth.limits() >= least).tolist()
-        return [layer for layer in self._exit_layers if could[layer - 1]]
+        limits = self._chooser.limits(worth)
+        return [layer for layer in self._exit_layers if limits[layer - 1] >= least]
 
     def layers_to_see(self) -> tuple[int, ...]:
         """Those that could pay, but the one that drafts, which shows itself; others only once something was decided."""

@@ -6,21 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from selfspec.control.choosing import Choice, Chooser
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import BY_LAYERS
-from selfspec.control.parts import MARGIN, WHOLE, Choice, Part, choose
+from selfspec.control.parts import WHOLE, Part
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import Plan, SecondChoices, ShadowPlan, SurvivalStop
-from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
 
 HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
 OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact
-STAY = 0.02  # what another exit layer must promise more than the present one, where one row tells which is better
-# How much more an exit at a quarter of the depth counts than its promise; and how that falls off, in logs of depth.
-FAVOUR, FAVOUR_WIDTH = 0.3, 0.5
+# What drafts by copies must promise over those by the layers: the latter feed verification what they have run already,
+# may check what lookup finds, and need nothing believed of how often copies are right.
+MARGIN = 1.1
 MOST_BESIDE = 8  # second choices drafted for a row
 # Of a draft's expected length: a stop that would end one of middling tokens before that contradicts what it came from,
 # as it does where costs rise in steps, and the token after the last is far dearer than those before.
@@ -42,7 +40,7 @@ class Decision(NamedTuple):
     second_choices: SecondChoices | None = None
     most: int = MOST  # tokens drafted per row
     is_known: bool = True  # whether more than `UNKNOWN` picks of the layer were seen
-    covered: float = 1.0  # see `control.parts.Choice`
+    covered: float = 1.0  # see `control.choosing.Choice`
 
     def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:
         """A round of rows that draft so many tokens each, at most."""
@@ -61,60 +59,35 @@ class Decision(NamedTuple):
 
 
 def decide(
-    now: Decision,
-    worth: Worth,
-    parts: Sequence[Part],
-    allowed: Sequence[int],
-    experience: Experience,
-    favour: Floats,
-    least: float,
+    now: Decision, worth: Worth, parts: Sequence[Part], chooser: Chooser, experience: Experience, least: float
 ) -> Decision:
-    """The best of the `allowed` exit layers, and the chance of being all right below which a row's draft stops.
+    """The best exit layer, and the chance of being all right below which a row's draft stops.
 
     Args:
         now: what holds until then.
         parts: of the vocabulary, to draft over.
-        favour: see `favour_of`.
         least: speedup that drafts must promise.
     """
-    num_rows, trusts = worth.num_rows, experience.trusts()
-    slower = experience.pace.kinds.ratio(BY_LAYERS, num_rows)
-    right, share = experience.tracker.estimates()
-    enough = least * num_rows / worth.plain_seconds * slower
-
-    def choice(margin: float) -> Choice:
-        at, agreement = (now.part, now.exit_layer), experience.agreement.ratios()
-        return choose(parts, allowed, worth, right, share, at, 1 + STAY / num_rows, favour * trusts, agreement, margin)
-
-    chosen = choice(MARGIN)
-    line = chosen.exit_layer - 1
-    is_short = trusts[line] * chosen.rates[line].max() < enough
+    plain, in_use = worth.num_rows / worth.plain_seconds, (now.part, now.exit_layer)
+    slower = experience.pace.kinds.ratio(BY_LAYERS, worth.num_rows)
+    chooser.look()
+    chosen = chooser.choose(parts, worth, in_use, MARGIN)
+    is_short = chosen.trust * chosen.rate < least * plain * slower
     if is_short and experience.agreement.is_known and len(parts) > 1:
-        chosen = choice(1.0)  # where the layers themselves do not pay, copies that are known need no margin over them
-        line = chosen.exit_layer - 1
-    trusted = float(trusts[line] * chosen.rates[line].max()) / slower
-    speedup = trusted * worth.plain_seconds / num_rows
+        # Where the layers themselves do not pay, copies that are known need no margin over them.
+        chosen = chooser.choose(parts, worth, in_use, 1.0)
+    trusted = chosen.trust * chosen.rate / slower
+    speedup = trusted / plain
     if speedup < least:
-        return Decision(num_rows / worth.plain_seconds, speedup)
-    often_right = [chance * chosen.covered for chance in right[line].tolist()]
-    return _drafting(chosen, often_right, share[line].tolist(), worth, experience)._replace(
-        usual=trusted, speedup=speedup
-    )
+        return Decision(plain, speedup)
+    return _drafting(chosen, worth, experience)._replace(usual=trusted, speedup=speedup)
 
 
-def _drafting(
-    chosen: Choice, right: Sequence[float], share: Sequence[float], worth: Worth, experience: Experience
-) -> Decision:
-    """How the chosen layer drafts.
-
-    Args:
-        right, share: by confidence bin, how often its tokens are right, and how often it occurs.
-    """
-    part, exit_layer, rates, drafted, covered = chosen
-    by_bound = rates[exit_layer - 1].tolist()
-    rate = max(by_bound)
-    length = float(drafted[exit_layer - 1, by_bound.index(rate)])
-    acceptance = sum([chance * often for chance, often in zip(right, share, strict=True)])
+def _drafting(chosen: Choice, worth: Worth, experience: Experience) -> Decision:
+    """How the chosen layer drafts."""
+    exit_layer, rate, length = chosen.exit_layer, chosen.rate, chosen.length
+    right = [chance * chosen.covered for chance in chosen.right]
+    acceptance = sum([chance * often for chance, often in zip(right, chosen.share, strict=True)])
     value, calibration = rate / max(acceptance, 1e-6), tuple(right)  # of a second, in chances of being right so far
     least_likely, most = value * worth.one_more(exit_layer, length), MOST
     if least_likely > acceptance ** (TOO_SOON * length):
@@ -123,7 +96,7 @@ def _drafting(
     seen = int(experience.tracker.num_lasting(exit_layer))
     return Decision(
         exit_layer=exit_layer,
-        part=part,
+        part=chosen.part,
         length=length,
         rate=rate,
         rounds=worth.rounds(exit_layer),
@@ -131,7 +104,7 @@ def _drafting(
         second_choices=_second_choices(exit_layer, calibration, length, rate, worth, experience),
         most=min(most, max(UNKNOWN, seen)),
         is_known=seen > UNKNOWN,
-        covered=covered,
+        covered=chosen.covered,
     )
 
 
@@ -148,12 +121,6 @@ def _second_choices(
     if likeliest <= each * rate:
         return None
     return SecondChoices(calibration, second, each * rate, MOST_BESIDE, fixed * rate / worth.num_rows)
-
-
-def favour_of(num_layers: int) -> Floats:
-    """`[L - 1]`: models that were trained to leave early do so best near a quarter of the depth."""
-    away = np.log(4 * np.arange(1, num_layers) / num_layers)
-    return 1 + FAVOUR * np.exp(-(away**2) / FAVOUR_WIDTH)
 
 
 def spread(num_layers: int) -> list[int]:

@@ -164,8 +164,13 @@ class Finder:
             return True
         if not branches:
             return False
-        likely = self.ranks.likeliest(self._is_tree)
+        likely = self.likeliest
         return likely > 0 and ratio * sum([1 / (1 - min(max(first, likely), SURE)) for first in firsts]) > enough
+
+    @property
+    def likeliest(self) -> float:
+        """How often a candidate is right where there is no chain, at most; 0 where none is drafted."""
+        return self.ranks.likeliest(self._is_tree) if self.branches else 0.0
 
     def _grow(self, row: RowState, chances: Sequence[float], least: float) -> Grown | None:
         """A tree or chain for a row; None where the chain alone will do, since the others are less likely than `least`.

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from selfspec.control.compiled_weighing import weighing_of
 from selfspec.control.finder import Finder, strength_of
-from selfspec.control.growth import LEAST
-from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths, Weighed, growing
-from selfspec.control.matches import LONG, MOST_FOUND, choose
+from selfspec.control.lengths import TO_ASK, Lengths
+from selfspec.control.matches import LONG
 from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
-from selfspec.control.reading import may_interrupt
 from selfspec.control.rows import Looked, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
-CIRCLES = (1.0,) * MOST_FOUND  # how likely a draft is right as far as each token, in text that repeats itself
-PLAN_SECONDS = 4e-5  # that the interpreter takes for a round by lookup among others, beyond one that is as those before
 Checks = Callable[[Sequence[float]], int]  # how many guesses that are as likely an early pass checks
 
 
@@ -35,7 +32,7 @@ class Follower:
     """
 
     def __init__(self, finder: Finder) -> None:
-        self._finder, self._lengths = finder, Lengths()
+        self._finder, self._weighing, self._lengths = finder, weighing_of(finder), Lengths()
         self._quiet: dict[int, bool] = {}  # by match, as far as anybody asked: see `is_quiet`
         self._match = 0  # before the round that was planned last
         self._forecast = 0.0  # tokens of that, if lookup drafts as many as were weighed
@@ -175,30 +172,5 @@ class Follower:
 
     def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
         self._count(row)
-        self._lengths.keep([self._weigh(row.request_id, n, worth, usual, beside_layers) for n in SHORTEST])
+        self._lengths.keep(self._weighing.all(row.request_id, worth, usual, beside_layers))
         self._quiet.clear()
-
-    def _weigh(self, request_id: int, match: int, worth: Worth, usual: float, beside_layers: bool) -> Weighed:
-        """What a row drafts after such a match in its own text."""
-        if beside_layers:
-            usual *= self._finder.ease.ratio(strength_of(match))
-        if not match:
-            return Weighed(0, usual=usual)
-        finder, trust = self._finder, self._finder.trust_after(match)
-        seconds = worth.lookups()
-        # Where it does not pay to verify them, layers may yet check a few.
-        count = 1 if worth.by_copies or not beside_layers else finder.most
-        chances = self._finder.matches.survivals(match, request_id, most=count) if finder.looks_up else []
-        if not finder.could_pay([chances], seconds, usual, finder.branches, trust):
-            return Weighed(0, usual=usual, chances=chances)
-        if count < finder.most and chances:
-            chances = self._finder.matches.survivals(match, request_id, most=finder.most)
-        wrong = 1 - chances[0] if chances else 1.0
-        least = max(LEAST, usual * worth.least_lookup / trust.ratio)
-        (length,), rate = choose([chances], seconds)
-        promised = trust.ratio * rate * seconds[length] / (seconds[length] + PLAN_SECONDS)
-        if promised < usual:
-            length = 0
-        may_branch = finder.branches and may_interrupt(worth) and wrong * self._finder.ranks.beside >= least
-        grown = growing(length, choose([CIRCLES[: finder.most]], seconds).lengths[0]) if match >= LONG else ()
-        return Weighed(length, promised, rate * seconds[length], usual, chances, may_branch, grown)

@@ -5,6 +5,7 @@ It costs nothing to learn: whatever a round emitted is set beside what lookup wo
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,14 +37,15 @@ class Choice(NamedTuple):
 class _Row:
     """What came of one row, by bin."""
 
-    hits: list[float] = field(default_factory=lambda: [0.0] * len(FIRST))
-    seen: list[float] = field(default_factory=lambda: [0.0] * len(FIRST))
+    hits: array[float] = field(default_factory=lambda: _zeros(len(FIRST)))
+    seen: array[float] = field(default_factory=lambda: _zeros(len(FIRST)))
     at: float = 0.0  # when they were last faded
 
     def fade(self, now: float) -> None:
         if now > self.at:
             share = 0.5 ** ((now - self.at) / ROW_HALF_LIFE)
-            self.hits, self.seen = [share * n for n in self.hits], [share * n for n in self.seen]
+            for counts in (self.hits, self.seen):
+                counts[:] = array("d", [share * n for n in counts])
             self.at = now
 
 
@@ -58,14 +60,27 @@ class Matches(Fading):
     def __init__(self, passed: Passed | None = None) -> None:
         super().__init__(HALF_LIFE, passed)
         bins = len(FIRST)
-        self._hits = [[0.0] * MOST_FOUND for _ in range(bins)]
-        self._seen = [[0.0] * MOST_FOUND for _ in range(bins)]
-        self._pooled_hits, self._pooled_seen = [0.0] * bins, [0.0] * bins
+        self._hits, self._seen = _zeros(bins * MOST_FOUND), _zeros(bins * MOST_FOUND)  # [bins, positions]
+        self._pooled_hits, self._pooled_seen = _zeros(bins), _zeros(bins)
         self._rows: dict[int, _Row] = {}
+        self._nothing = _Row()  # of a row that nothing is known of
 
     def _divide(self, by: float) -> None:
-        for counts in (*self._hits, *self._seen, self._pooled_hits, self._pooled_seen):
-            counts[:] = [count / by for count in counts]
+        for counts in self.counts:
+            counts[:] = array("d", [count / by for count in counts])
+
+    @property
+    def counts(self) -> tuple[array[float], ...]:
+        """Hits and observations by bin and position, `[bins, MOST_FOUND]`; the same of all positions, `[bins]`. They
+        stay where they are in memory."""
+        return self._hits, self._seen, self._pooled_hits, self._pooled_seen
+
+    def counts_of(self, request_id: int) -> tuple[array[float], array[float], float]:
+        """Hits and observations of a row's own, `[bins]`; and what an observation weighs now in `counts`."""
+        self._fade()
+        own = self._rows.get(request_id, self._nothing)
+        own.fade(self.passed.tokens)
+        return own.hits, own.seen, self._weight
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget all rows but these."""
@@ -104,11 +119,12 @@ class Matches(Fading):
         self._fade()
         match, right, weight = looked.match, looked.num_right, self._weight
         first = bin_of(match)
-        hits, seen = self._hits[first], self._seen[first]
+        at = first * MOST_FOUND
         judged = min(right + 1, looked.num_compared, MOST_FOUND)
         right = min(right, judged)
-        hits[:right] = [count + weight for count in hits[:right]]
-        seen[:judged] = [count + weight for count in seen[:judged]]
+        for counts, told in ((self._hits, right), (self._seen, judged)):
+            for i in range(at, at + told):
+                counts[i] += weight
         if is_tallied:
             return
         own, at = self._own(request_id), 0
@@ -153,7 +169,8 @@ class Matches(Fading):
         self._fade()
         weight, now = self._weight, bin_of(match)
         first, more = FIRST_WEIGHT * weight, POOL_WEIGHT * weight
-        hits, seen = self._hits[now], self._seen[now]
+        begin, end = now * MOST_FOUND, (now + 1) * MOST_FOUND
+        hits, seen = self._hits[begin:end], self._seen[begin:end]
         out: list[float] = []
         survival, at = 1.0, 0
         for pool in range(now, len(FIRST)):
@@ -210,6 +227,10 @@ def _choose_one(chances: Sequence[float], seconds: Sequence[float]) -> tuple[int
 def _end_of(pool: int, match: int) -> int:
     """Tokens of a draft after such a match until its tokens are those of the next pool."""
     return MOST_FOUND if pool == len(MATCH_EDGES) else min(MOST_FOUND, MATCH_EDGES[pool] - match)
+
+
+def _zeros(count: int) -> array[float]:
+    return array("d", bytes(8 * count))
 
 
 def bin_of(match: int) -> int:

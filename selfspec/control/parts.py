@@ -11,17 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from selfspec.control.costs import Costs
-from selfspec.control.tracker import Floats
-from selfspec.control.worth import Worth, deepest_copy
+from selfspec.control.worth import Way, deepest_copy
 
 DIVISORS = (8, 4)  # of the vocabulary
 LEAST = 4096  # tokens: of smaller heads there is little to save
-# What drafts by copies must promise over those by the layers: the latter feed verification what they have run already,
-# may check what lookup finds, and need nothing believed of how often copies are right.
-MARGIN = 1.1
 
 
 class Vocabulary(Protocol):
@@ -48,18 +42,12 @@ class Part(NamedTuple):
         """By what it is told from others."""
         return self.size, self.bits
 
+    @property
+    def priced_as(self) -> Way:
+        return self.share, self.bits is not None
+
 
 WHOLE = Part(None, 1.0, 1.0)
-
-
-class Choice(NamedTuple):
-    """What to draft by, and what `Worth.rates` says of all layers there."""
-
-    part: Part
-    exit_layer: int
-    rates: Floats
-    drafted: Floats
-    covered: float = 1.0  # of what the layer would pick, and be right
 
 
 class Parts:
@@ -93,45 +81,3 @@ def _has_dear_head(costs: Costs, way: Part) -> bool:
     by_copies = way.bits is not None
     drafting = costs.copies if by_copies and costs.copies is not None else costs
     return drafting.head(1) > costs.early_pass(1, 1, copies=by_copies)
-
-
-def choose(
-    parts: Sequence[Part],
-    layers: Sequence[int],
-    worth: Worth,
-    right: Floats,
-    share: Floats,
-    now: tuple[Part, int | None],
-    stay: float,
-    favour: Floats | float = 1.0,
-    agreement: Floats | None = None,
-    margin: float = MARGIN,
-) -> Choice:
-    """The part and exit layer of most tokens per second, which `worth` then prices drafts by.
-
-    Args:
-        right: how often each layer is right among tokens that drafts are picked among, and `share`, as in
-            `Worth.rates`.
-        now: a part and a layer, which stay in use unless others promise `stay` times as much.
-        favour: `[L - 1]`, by what each layer's promise is multiplied beside the others'.
-        agreement: `[L - 1]`, how often copies are right where the layers are; None: always.
-        margin: how many times as much as the layers copies must promise.
-    """
-    ways = [(part.share, part.bits is not None) for part in parts]
-    coverages = np.array([[part.coverage] for part in parts]).repeat(len(right), 1)  # [ways, L - 1]
-    if agreement is not None:
-        coverages[[part.bits is not None for part in parts]] *= agreement
-    rates, drafted = worth.rates(right, share, ways, coverages)
-    margins = np.array([[1.0 if part.bits is None else 1 / margin] for part in parts])
-    promised = (np.maximum.reduce(rates, 2) * favour * margins).tolist()
-    best, at, exit_layer, before = -1.0, 0, 0, (-1, 0)
-    for i, (part, by_layer) in enumerate(zip(parts, promised, strict=True)):
-        for layer in layers:
-            if by_layer[layer - 1] > best and layer <= (part.deepest or layer):
-                best, at, exit_layer = by_layer[layer - 1], i, layer
-        if part.way == now[0].way and now[1] is not None:
-            before = i, now[1]
-    if before[0] >= 0 and best < stay * promised[before[0]][before[1] - 1]:
-        at, exit_layer = before
-    worth.draft_by(*ways[at])
-    return Choice(parts[at], exit_layer, rates[at], drafted, float(coverages[at, exit_layer - 1]))

@@ -15,6 +15,7 @@ MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens ar
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 STEP, ROUNDS = 0, 1  # columns of a table, see `Pieces.table`
 WIDTH = ROUNDS + MOST + 1
+Coefficients = tuple[float, float, float, float, float, float, float, float, float]
 
 
 class Pieces:
@@ -25,6 +26,7 @@ class Pieces:
         self.plain = costs.stages(None, (0,) * num_rows)
         self.plain_seconds = sum(self.plain.values())
         self._tables: dict[bool, Floats] = {}
+        self._addresses: dict[bool, int] = {}
 
     @classmethod
     def of(cls, costs: Costs, num_rows: int) -> Pieces:
@@ -43,6 +45,13 @@ class Pieces:
         known = self._tables.get(copies)
         if known is None:
             known = self._tables[copies] = self._make_table(copies)
+        return known
+
+    def address(self, copies: bool) -> int:
+        """Where that table is in memory."""
+        known = self._addresses.get(copies)
+        if known is None:
+            known = self._addresses[copies] = self.table(copies).ctypes.data
         return known
 
     def _make_table(self, copies: bool) -> Floats:
@@ -84,9 +93,15 @@ class Pieces:
         fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
         return fixed, picks, drafted, grid
 
+    @cached_property
+    def lookup_addresses(self) -> tuple[int, int, int, int]:
+        """Of rounds by lookup: how many drafted tokens, and where the first three of those are in memory."""
+        fixed, picks, drafted, _ = self.lookups
+        return len(drafted), fixed.ctypes.data, picks.ctypes.data, drafted.ctypes.data
 
-def coefficients(pick: float, passes: float, share: float, more: float, further: float, deciding: float) -> Floats:
-    """`[9]`, what the rows of `Pieces.table` are multiplied by.
+
+def coefficients(pick: float, passes: float, share: float, more: float, further: float, deciding: float) -> Coefficients:
+    """What the rows of `Pieces.table` are multiplied by.
 
     Args:
         pick: how much longer picks take than in the table of costs, and `passes`: early passes.
@@ -95,4 +110,4 @@ def coefficients(pick: float, passes: float, share: float, more: float, further:
         further: and for every further token of all rows in a pass.
         deciding: seconds of every round that drafts.
     """
-    return np.array((1.0, pick, passes, passes * more, more, share, share * pick, deciding, further))
+    return 1.0, pick, passes, passes * more, more, share, share * pick, deciding, further

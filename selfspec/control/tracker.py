@@ -37,6 +37,7 @@ EARLY_FITS, FIT_EVERY = (1, 2, 3, 4, 6, 9), 6  # estimates for which the curves 
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
 FITS, FITS_FROM_CURVE = 8, 2  # of the curves to a prior, from nothing and from where they were
+MOST_STEP = 1.5  # by which a fit moves offset or slope
 MOST_CURVE = 50.0  # offset or slope: what is farther from 0 is no curve
 MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
 MOST_LATER = 4096  # observations that wait to be counted over all texts
@@ -45,9 +46,9 @@ _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
 # Observations that the next wider view is worth: beside recent and lasting ones, [2, rates or shares, 1, 1].
-_WEIGHTS = np.array(((LASTING_WEIGHT, SHARE_WEIGHTS[0]), (CURVE_WEIGHT, SHARE_WEIGHTS[1])))[:, :, None, None]
+WEIGHTS = np.array(((LASTING_WEIGHT, SHARE_WEIGHTS[0]), (CURVE_WEIGHT, SHARE_WEIGHTS[1])))[:, :, None, None]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)  # what the curves' Newton step sums over the bins
-_PRECISION = 1 / np.array(CURVE_VARIANCE)[:, None]
+PRECISION = 1 / np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))[:, None]
 
 
@@ -74,6 +75,7 @@ class Tracker:
         known = None if prior is None else read_curve(prior, num_layers)
         self._curve = self._mean.copy() if known is None else known
         self._wider = np.full(self._shape, SHARE_WEIGHTS[1] / NUM_BINS)  # of rates and of shares, with its weight
+        self._expected = np.empty(self._shape[1:])  # rates by the curves
         self._asked = 0
         self._draw_curves()
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
@@ -165,15 +167,23 @@ class Tracker:
     def _settle(self) -> None:
         """Fade recent and lasting counts, so that an observation now counts for 1."""
         if self._age:
-            self._counts[0] *= 2 ** (-self._age / RECENT)
-            self._counts[1] *= 2 ** (-self._age / LASTING)
-            self._age = 0.0
+            for counts, by in zip(self._counts, self._fading(), strict=True):
+                counts *= by
+
+    def _fading(self) -> tuple[float, float]:
+        """What recent and lasting counts are to be multiplied by now, so that an observation counts for 1."""
+        age, self._age = self._age, 0.0
+        return 2 ** (-age / RECENT), 2 ** (-age / LASTING)
+
+    def _fits_now(self) -> bool:
+        """Somebody asks: whether the curves are fitted to what has come."""
+        self._asked += 1
+        return self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
         self._settle()
-        self._asked += 1
-        if self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0:
+        if self._fits_now():
             self._fit()
         # [recent or lasting, rates or shares, L - 1, bins]: what is counted, and out of how many
         counted, of = np.empty((2, 2, *self._shape))
@@ -182,9 +192,9 @@ class Tracker:
         seen = np.add(hits, misses, out=counted[:, 1])
         of[:, 0] = seen
         of[:, 1] = np.add.reduce(seen, 2, keepdims=True)
-        of += _WEIGHTS
+        of += WEIGHTS
         found = (counted[1] + self._wider) / of[1]
-        found *= _WEIGHTS[0]
+        found *= WEIGHTS[0]
         found += counted[0]
         found /= of[0]
         right, share = found
@@ -204,7 +214,7 @@ class Tracker:
 
     def _draw_curves(self) -> None:
         offset, slope = self._curve[:, :, None]
-        self._expected = 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
+        self._expected[:] = 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
         np.multiply(CURVE_WEIGHT, self._expected, out=self._wider[0])
 
     def _fit(self) -> None:
@@ -215,12 +225,12 @@ class Tracker:
         np.subtract(hits, hoped, out=sums[0])
         np.subtract(hoped, hoped * expected, out=sums[1])
         slopes, bends = (sums @ _POWERS).transpose(0, 2, 1)  # [3, L - 1] each; of the first, the last is not used
-        first, second = slopes[:2] - (self._curve - self._mean) * _PRECISION
+        first, second = slopes[:2] - (self._curve - self._mean) * PRECISION
         a, b, d = bends + _RIDGE
         step = np.empty(self._curve.shape)
         step[0], step[1] = d * first - b * second, a * second - b * first
         step /= a * d - b * b
-        self._curve += np.minimum(np.maximum(step, -1.5), 1.5)
+        self._curve += np.minimum(np.maximum(step, -MOST_STEP), MOST_STEP)
         self._draw_curves()
 
 

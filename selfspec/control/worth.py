@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from selfspec.control.costs import Costs
 from selfspec.control.measured import CONTEXT
-from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Pieces, coefficients
+from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Coefficients, Pieces, coefficients
 from selfspec.control.tracker import Floats
+from selfspec.kernels.compiled_call import Rounds
 
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
@@ -81,6 +82,11 @@ class Worth:
             self._way, self._line_for = (share, copies), 0
             self._wider.clear()
 
+    def take_line(self, way: Way, exit_layer: int, line: list[float]) -> None:
+        """Take on a way of drafting whose seconds at one exit layer are priced already, as in `Pieces.table`."""
+        self.draft_by(*way)
+        self._line, self._line_for = line, exit_layer
+
     def _price(self) -> None:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
         pieces, num_layers = self._pieces, self._costs.num_layers
@@ -96,14 +102,19 @@ class Worth:
         """`[ways, L - 1, WIDTH]`: seconds as in `Pieces.table`; and `[ways, L - 1, 1]`: where its `ROUNDS` begin."""
         if ways not in self._known:
             seconds = np.empty((len(ways), (self._costs.num_layers - 1) * WIDTH))
-            for line, (share, copies) in zip(seconds, ways, strict=True):
-                by = coefficients(self._pick, self._passes[copies], share, self._more, self._further, self._deciding)
-                np.dot(by, self._pieces.table(copies), out=line)
+            for line, way in zip(seconds, ways, strict=True):
+                np.dot(self.pieces(way)[0], self._pieces.table(way[1]), out=line)
             begins = np.arange(ROUNDS, seconds.size, WIDTH).reshape(len(ways), -1, 1)
             priced = seconds.reshape(len(ways), -1, WIDTH)
             self._known[ways] = priced, begins
             self._by_way |= zip(ways, priced, strict=True)
         return self._known[ways]
+
+    def pieces(self, way: Way) -> tuple[Coefficients, int]:
+        """What a way of drafting is priced by: coefficients, and where the table that they belong to is in memory."""
+        (share, copies), more = way, self._more
+        by = coefficients(self._pick, self._passes[copies], share, more, self._further, self._deciding)
+        return by, self._pieces.address(copies)
 
     def rates(
         self, right: Floats, share: Floats, ways: Sequence[Way] = (WHOLE,), coverages: Floats | None = None
@@ -144,15 +155,20 @@ class Worth:
 
         Of drafts over the part of the vocabulary that is taken on now, by the layers or by copies.
         """
-        share, by_copies = self._way
         known = self._known_limits.get(self._way)
         if known is None:
-            limits = self._limits((1.0 if by_copies else share, False))
-            if self._has_copies:
-                half = deepest_copy(self._costs.num_layers)
-                limits[:half] = np.maximum(limits[:half], self._limits((share, True))[:half])
+            (first, deepest), *others = self.at_best()
+            limits = self._limits(first)
+            for way, deepest in others:
+                limits[:deepest] = np.maximum(limits[:deepest], self._limits(way)[:deepest])
             known = self._known_limits[self._way] = self.num_rows * limits
         return known
+
+    def at_best(self) -> list[tuple[Way, int]]:
+        """What limits are of: ways of drafting, and the deepest exit of each, the first time all of them."""
+        (share, by_copies), num_layers = self._way, self._costs.num_layers
+        ways = [((1.0 if by_copies else share, False), num_layers - 1)]
+        return [*ways, ((share, True), deepest_copy(num_layers))] if self._has_copies else ways
 
     def _limits(self, way: Way) -> Floats:
         [seconds], _ = self._priced((way,))
@@ -175,6 +191,14 @@ class Worth:
             seconds = fixed + self._pick * picks + reading + self._deciding
             known = self._lookups = [self.plain_seconds, *(self._slower * seconds).tolist()]
         return known
+
+    def tell_lookups(self, rounds: Rounds) -> None:
+        """Say the same to compiled functions, in what it is made of."""
+        pieces, num_layers = self._pieces, self._costs.num_layers
+        rounds.count, rounds.fixed, rounds.picks, rounds.drafted = pieces.lookup_addresses
+        rounds.pick, rounds.slower, rounds.deciding = self._pick, self._slower, self._deciding
+        rounds.reading, rounds.further = num_layers * self._more, num_layers * self._further
+        rounds.plain = self.plain_seconds
 
     @property
     def least_lookup(self) -> float:

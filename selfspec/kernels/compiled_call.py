@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 from functools import lru_cache
+from struct import Struct
 from typing import Any
 
 from selfspec.kernels.compiler import library
@@ -116,6 +117,58 @@ class Looking(Structure):
     )
 
 
+class Known(Structure):
+    _fields_ = (
+        *_all("lines bins", c_int64),
+        *_all("counts expected wider curve mean log_odds", c_void_p),
+        ("constants", c_double * 8),  # weights, precision, curve_weight, most_step
+        *_all("right share totals", c_void_p),
+    )
+
+
+PRICES = Struct("=9dq")  # coefficients, and where their table is
+WAY = Struct("=2d2q9dq")  # share and margin, are_copies and deepest, prices
+
+
+class Asked(Structure):
+    _fields_ = (
+        *_all("num_rows num_ways num_layers", c_int64),
+        *_all("ways layers", c_void_p),
+        *_all("width longest", c_int64),
+        *_all("caps", c_void_p),
+        *_all("num_caps", c_int64),
+        *_all("came expected", c_void_p),
+        *_all("pooled believed", c_double),
+        ("favour", c_void_p),
+        *_all("trust trust_in_known known", c_double),
+        *_all("now_way now_layer", c_int64),
+        *_all("stay", c_double),
+    )
+
+
+class Chosen(Structure):
+    _fields_ = (*_all("way exit_layer", c_int64), *_all("rate length covered trust", c_double), ("line", c_double * 64))
+
+
+class Matches(Structure):
+    _fields_ = (
+        *_all("bins longest", c_int64),
+        *_all("edges hits seen pooled_hits pooled_seen own_hits own_seen first", c_void_p),
+        *_all("first_weight pool_weight row_weight least weight", c_double),
+    )
+
+
+class Rounds(Structure):
+    _fields_ = (
+        ("count", c_int64),
+        *_all("fixed picks drafted", c_void_p),
+        *_all("pick reading further deciding slower plain", c_double),
+    )
+
+
+WEIGHED = 6 + 63  # numbers: what is said of a draft, and chances
+
+
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -140,6 +193,10 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_bytes": ([p], n),
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
+        "selfspec_estimate": ([p, c_double, c_double, n], None),
+        "selfspec_choose": ([p, p, p], None),
+        "selfspec_limits": ([p, n, n, n, p], None),
+        "selfspec_weigh": ([p, p, p, n, p], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_shadow_words": ([p], n),
         "selfspec_shadow": ([p, p, n], None),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.choosing import choose
 from selfspec.control.laps import Seconds
 from selfspec.control.measured import Copies
-from selfspec.control.parts import WHOLE, Part, Parts, choose
+from selfspec.control.parts import WHOLE, Part, Parts
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import DEFAULT_DRAFTS
 from selfspec.control.rows import RowOutcome, RowState
@@ -126,12 +127,12 @@ def test_the_part_in_use_stays_until_another_promises_enough_more(used):
     for coverage in np.linspace(1.0, 0.7, 150):
         parts = [Part(16384, 0.125, float(coverage)), Part(32768, 0.25, 1.0)]
         smaller, larger = (
-            choose([part], [2], worth, right, share, (WHOLE, None), stay).rates[1].max() for part in parts
+            choose([part], [2], worth, right, share, (WHOLE, None), stay).rate for part in parts
         )
         found = choose(parts, [2], worth, right, share, used, stay)
         moves = larger / smaller >= (stay if used[1] else 1.0)
         assert found.part.size == (32768 if moves else 16384)
-        assert found.rates[1].max() == (larger if moves else smaller)
+        assert found.rate == (larger if moves else smaller)
         seen.add((bool(moves), bool(larger > smaller)))
     assert {(False, False), (True, True)} <= seen
     assert ((False, True) in seen) == (used[1] is not None)

@@ -1,0 +1,67 @@
+"""`Weighing`: what a row drafts by lookup after matches of every length, by what earlier guesses came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.control.finder import Finder, strength_of
+from selfspec.control.growth import LEAST
+from selfspec.control.lengths import SHORTEST, Weighed, growing
+from selfspec.control.matches import LONG, MOST_FOUND, choose
+from selfspec.control.reading import may_interrupt
+from selfspec.control.worth import Worth
+
+CIRCLES = (1.0,) * MOST_FOUND  # how likely a draft is right as far as each token, in text that repeats itself
+PLAN_SECONDS = 4e-5  # that the interpreter takes for a round by lookup among others, beyond one that is as those before
+
+
+class Weighing:
+    """Weighs what a finder knows."""
+
+    def __init__(self, finder: Finder) -> None:
+        self._finder = finder
+
+    def all(self, request_id: int, worth: Worth, usual: float, beside_layers: bool) -> list[Weighed]:
+        """After matches as in `SHORTEST`, of a row that has its own text alone to look in.
+
+        Args:
+            usual: tokens per second, that a draft must promise.
+            beside_layers: whether that is what drafts by layers come to.
+        """
+        return [self._weigh(request_id, match, worth, usual, beside_layers) for match in SHORTEST]
+
+    def _usual(self, match: int, usual: float, beside_layers: bool) -> float:
+        """The same after such a match."""
+        return usual * self._finder.ease.ratio(strength_of(match)) if beside_layers else usual
+
+    def _few(self, worth: Worth, beside_layers: bool) -> int:
+        """Tokens looked at where it does not pay to verify them: layers may yet check a few."""
+        return 1 if worth.by_copies or not beside_layers else self._finder.most
+
+    def _may_branch(self, match: int, worth: Worth, usual: float, chances: Sequence[float]) -> bool:
+        """Whether what is drafted depends on the candidates beside its first token."""
+        if not (self._finder.branches and may_interrupt(worth)):
+            return False
+        wrong = 1 - chances[0] if chances else 1.0
+        least = usual * worth.least_lookup / self._finder.trust_after(match).ratio
+        return wrong * self._finder.ranks.beside >= max(LEAST, least)
+
+    def _weigh(self, request_id: int, match: int, worth: Worth, usual: float, beside_layers: bool) -> Weighed:
+        usual = self._usual(match, usual, beside_layers)
+        if not match:
+            return Weighed(0, usual=usual)
+        finder, trust = self._finder, self._finder.trust_after(match)
+        seconds, few = worth.lookups(), self._few(worth, beside_layers)
+        chances = finder.matches.survivals(match, request_id, most=few) if finder.looks_up else []
+        if not finder.could_pay([chances], seconds, usual, finder.branches, trust):
+            return Weighed(0, usual=usual, chances=chances)
+        if few < finder.most and chances:
+            chances = finder.matches.survivals(match, request_id, most=finder.most)
+        (length,), rate = choose([chances], seconds)
+        forecast = rate * seconds[length]
+        promised = trust.ratio * forecast / (seconds[length] + PLAN_SECONDS)
+        if promised < usual:
+            length = 0
+        may_branch = self._may_branch(match, worth, usual, chances)
+        grown = growing(length, choose([CIRCLES[: finder.most]], seconds).lengths[0]) if match >= LONG else ()
+        return Weighed(length, promised, forecast, usual, chances, may_branch, grown)
