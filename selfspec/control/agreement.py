@@ -62,8 +62,8 @@ class Agreement:
 
     def add(self, exit_layer: int, came: float, expected: float) -> None:
         """Count tokens of a draft by copies that were right, and as many as the layers would have had right."""
-        for counts in (self._now, self._overall):
-            counts.add(exit_layer - 1, came, expected)
+        self._now.add(exit_layer - 1, came, expected)
+        self._overall.add(exit_layer - 1, came, expected)
 
     @property
     def pooled(self) -> float:

@@ -175,33 +175,33 @@ class Experience:
     def _hold_to_forecast(self, plan: Plan, outcomes: Sequence[RowOutcome], came: float) -> None:
         """What copies get wrong that the layers would have had right says nothing of forecasts for layers that are
         known; of others it says enough that what little is known of them promised too much."""
-        longest = max([outcome.num_drafted for outcome in outcomes])
-        forecast = self._rate * self._rounds[min(len(self._rounds) - 1, longest)]  # by the table
-        tells = plan.draft_bits is None or self._agreement.is_known
-        if tells or not self._is_known:
+        rounds, longest = self._rounds, max([outcome.num_drafted for outcome in outcomes])
+        forecast = self._rate * rounds[min(len(rounds) - 1, longest)]  # by the table
+        tells, is_known = plan.draft_bits is None or self._agreement.is_known, self._is_known
+        if tells or not is_known:
             self._trust.add(came, forecast)
-        if tells and self._is_known:
+        if tells and is_known:
             self._trust_in_known.add(came, forecast)
 
     def _count_drafts(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome]) -> None:
         """Every drafted token that was judged is a hit of the layer or a miss, and every second choice beside one."""
-        hits: list[bool] = []
-        confidences: list[float] = []
+        hits: list[int] = []  # their bins of confidence
+        misses: list[int] = []
         for outcome in outcomes:
             accepted = outcome.num_accepted
+            bins = confidence_bins(outcome.confidences[: accepted + 1])
+            hits += bins[:accepted]
             # What no draft could have picked says nothing of the layer: it is in the part's coverage.
-            judged = min(accepted + (not outcome.is_left_out), outcome.num_drafted)
-            hits += [True] * accepted
-            if judged > accepted:
-                hits.append(False)
-            confidences += outcome.confidences[:judged]
+            if accepted < outcome.num_drafted and not outcome.is_left_out:
+                misses += bins[accepted:]
             if outcome.second is not None and self._second_rates is not None:
                 self._second_rates.add(exit_layer, outcome.confidences[accepted], outcome.second)
-        bins = confidence_bins(confidences)
-        is_known = plan.draft_bits is not None and self._tracker.num_lasting(exit_layer) >= KNOWN
-        if is_known and plan.stop is not None and hits:  # so much that misses are rather the copies'
-            calibration = plan.stop.calibration
-            chances = sum([calibration[one] for one in bins])
-            self._agreement.add(exit_layer, sum(hits), chances / self._covered)
-        if not is_known or self._agreement.is_good:
-            self._tracker.add_binned(exit_layer, hits, bins)
+        if plan.draft_bits is not None and (self._is_known or self._tracker.num_lasting(exit_layer) >= KNOWN):
+            # So much is known that misses are rather the copies'.
+            if plan.stop is not None and (hits or misses):
+                calibration = plan.stop.calibration
+                chances = sum([calibration[one] for one in hits]) + sum([calibration[one] for one in misses])
+                self._agreement.add(exit_layer, len(hits), chances / self._covered)
+            if not self._agreement.is_good:
+                return
+        self._tracker.add_binned(exit_layer, hits, misses)

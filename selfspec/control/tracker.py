@@ -113,13 +113,16 @@ class Tracker:
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
-        self.add_binned(layer, hits, [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences])
+        bins: tuple[list[int], list[int]] = [], []
+        for hit, confidence in zip(hits, confidences, strict=True):
+            bins[not hit].append(bisect_right(CONFIDENCE_EDGES, confidence))
+        self.add_binned(layer, *bins)
 
-    def add_binned(self, layer: int, hits: Sequence[bool], bins: Sequence[int]) -> None:
-        """The same, by bin of confidence."""
+    def add_binned(self, layer: int, hits: Sequence[int], misses: Sequence[int]) -> None:
+        """The same, by bins of confidence."""
         line = (layer - 1) * NUM_BINS
-        lines = line + self._shape[1] * NUM_BINS, line  # of misses, and of hits
-        self._count([lines[hit] + at for hit, at in zip(hits, bins, strict=True)])
+        below = line + self._shape[1] * NUM_BINS
+        self._count([line + at for at in hits] + [below + at for at in misses])
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
