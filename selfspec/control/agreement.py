@@ -19,36 +19,10 @@ BELIEVED, POOLED = 20.0, 10.0
 KNOWN = 2.0  # times as many tokens as are believed, from which on it is known
 AS_GOOD = 0.9  # agreement from which on what copies came to says how often the layers are right
 PRIOR_SIZE = 100.0  # most tokens that what was kept counts for
+MOST_LATER = 1024  # drafts that wait to be counted in what is kept
 
 
-class _Counts(Fading):
-    """Tokens that came right, and that were to, by exit layer; older ones fade."""
-
-    def __init__(self, half_life: float, passed: Passed, known: Floats) -> None:
-        super().__init__(half_life, passed)
-        self.came, self.expected = known[0].copy(), known[1].copy()
-        self.in_all = [float(self.came.sum()), float(self.expected.sum())]
-
-    def add(self, line: int, came: float, expected: float) -> None:
-        weight = self.weight
-        self.came[line] += came * weight
-        self.expected[line] += expected * weight
-        self.in_all[0] += came * weight
-        self.in_all[1] += expected * weight
-
-    @property
-    def weight(self) -> float:
-        """Of an observation now."""
-        self._fade()
-        return self._weight
-
-    def _divide(self, by: float) -> None:
-        self.came /= by
-        self.expected /= by
-        self.in_all[:] = [count / by for count in self.in_all]
-
-
-class Agreement:
+class Agreement(Fading):
     """How many tokens copies got right, of those that the layers would have.
 
     Args:
@@ -56,20 +30,44 @@ class Agreement:
     """
 
     def __init__(self, num_layers: int, passed: Passed, prior: Any = None) -> None:
-        known = _read(prior, num_layers)
-        thinned = known * min(1.0, PRIOR_SIZE / max(1.0, float(known[1].sum())))
-        self._now, self._overall = _Counts(HALF_LIFE, passed, thinned), _Counts(OVERALL, passed, known)
+        super().__init__(HALF_LIFE, passed)
+        self._overall = _read(prior, num_layers)
+        self._later: list[tuple[int, float, float, float]] = []  # what is not in there yet: line, counts and when
+        self._overall_at = passed.tokens  # when it was last faded
+        self._came, self._expected = self._overall * min(1.0, PRIOR_SIZE / max(1.0, float(self._overall[1].sum())))
+        self._all_came, self._all_expected = float(self._came.sum()), float(self._expected.sum())
 
     def add(self, exit_layer: int, came: float, expected: float) -> None:
         """Count tokens of a draft by copies that were right, and as many as the layers would have had right."""
-        self._now.add(exit_layer - 1, came, expected)
-        self._overall.add(exit_layer - 1, came, expected)
+        self._fade()
+        line, weight = exit_layer - 1, self._weight
+        self._came[line] += came * weight
+        self._expected[line] += expected * weight
+        self._all_came += came * weight
+        self._all_expected += expected * weight
+        self._later.append((line, came, expected, self.passed.tokens))
+        if len(self._later) > MOST_LATER:
+            self._count_later()
+
+    def _count_later(self) -> None:
+        now = self.passed.tokens
+        self._overall *= 2 ** ((self._overall_at - now) / OVERALL)
+        for line, came, expected, at in self._later:
+            weight = 2 ** ((at - now) / OVERALL)
+            self._overall[:, line] += came * weight, expected * weight
+        self._later, self._overall_at = [], now
+
+    def _divide(self, by: float) -> None:
+        self._came /= by
+        self._expected /= by
+        self._all_came, self._all_expected = self._all_came / by, self._all_expected / by
 
     @property
     def pooled(self) -> float:
         """Of all exits together, at most 1."""
-        believed, (came, expected) = BELIEVED * self._now.weight, self._now.in_all
-        return min(1.0, (came + believed) / (expected + believed))
+        self._fade()
+        believed = BELIEVED * self._weight
+        return min(1.0, (self._all_came + believed) / (self._all_expected + believed))
 
     @property
     def is_good(self) -> bool:
@@ -79,29 +77,31 @@ class Agreement:
     @property
     def is_known(self) -> bool:
         """Whether it comes from tokens that came rather than from what is believed at first."""
-        least = KNOWN * BELIEVED * self._now.weight
-        return self._now.in_all[1] >= least
+        self._fade()
+        return self._all_expected >= KNOWN * BELIEVED * self._weight
 
     @property
     def counts(self) -> tuple[Floats, Floats]:
         """`[L - 1]` each, always in the same place: tokens that came right, and that were to, weighing more later."""
-        return self._now.came, self._now.expected
+        return self._came, self._expected
 
     @property
     def believed(self) -> tuple[float, float]:
         """What every exit's are shrunk to: the agreement of all of them, and how many tokens that is worth."""
-        return self.pooled, POOLED * self._now.weight
+        pooled = self.pooled
+        return pooled, POOLED * self._weight
 
     def ratios(self) -> Floats:
         """`[L - 1]`, at most 1."""
         pooled, weight = self.believed
-        ratios: Floats = np.minimum((self._now.came + weight * pooled) / (self._now.expected + weight), 1.0)
+        ratios: Floats = np.minimum((self._came + weight * pooled) / (self._expected + weight), 1.0)
         return ratios
 
     def state(self) -> list[list[float]]:
         """Plain numbers for a later one to start from."""
-        overall, weight = self._overall, self._overall.weight
-        return [(counts / weight).round(2).tolist() for counts in (overall.came, overall.expected)]
+        self._count_later()
+        came, expected = self._overall.round(2).tolist()
+        return [came, expected]
 
 
 def _read(given: Any, num_layers: int) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 
-from selfspec.control.finder import SURE, Finder
+from selfspec.control.finder import STRENGTHS, SURE, Finder, strength_of
 from selfspec.control.lengths import SHORTEST, Weighed, growing
 from selfspec.control.matches import FIRST, FIRST_WEIGHT, LEAST, LONG, MOST_FOUND, POOL_WEIGHT, ROW_WEIGHT
 from selfspec.control.plan import MATCH_EDGES
@@ -34,26 +34,29 @@ class CompiledWeighing(Weighing):
         """See `Weighing`."""
         finder, matches, out = self._finder, self._matches, self._out
         few, most = (self._few(worth, beside_layers), finder.most) if finder.looks_up else (0, 0)
-        asked, usuals = array("d"), []
+        # Matches of one strength are trusted, and easy for layers, alike.
+        known = [(self._usual(n, usual, beside_layers), finder.trust_after(n).ratio) for n in (0, 1, *STRENGTHS)]
+        asked, likeliest = array("d"), finder.likeliest
         for match in SHORTEST:
-            usuals.append(self._usual(match, usual, beside_layers))
-            trust, is_long = finder.trust_after(match).ratio, match >= LONG
-            asked.extend((match, few, most, is_long, usuals[-1], trust, finder.likeliest, SURE, PLAN_SECONDS))
+            least, trust = known[strength_of(match)]
+            asked.extend((match, few, most, match >= LONG, least, trust, likeliest, SURE, PLAN_SECONDS))
         hits, seen, matches.weight = finder.matches.counts_of(request_id)
         matches.own_hits, matches.own_seen = hits.buffer_info()[0], seen.buffer_info()[0]
         worth.tell_lookups(self._rounds)
         self._call(*self._addresses, asked.buffer_info()[0], len(SHORTEST), out.buffer_info()[0])
-        weighed = [Weighed(0, usual=usuals[0])]
-        for n, match in enumerate(SHORTEST[1:], 1):
-            begin, usual = n * WEIGHED, usuals[n]
-            length, could_pay, longest, promised, forecast, count = out[begin : begin + 6]
-            chances = out[begin + 6 : begin + 6 + int(count)].tolist()
-            if not could_pay:
-                weighed.append(Weighed(0, usual=usual, chances=chances))
-                continue
-            may_branch, grown = self._may_branch(match, worth, usual, chances), growing(int(length), int(longest))
-            weighed.append(Weighed(int(length), promised, forecast, usual, chances, may_branch, grown))
-        return weighed
+        return [self._read(n, match, worth, known[strength_of(match)][0]) for n, match in enumerate(SHORTEST)]
+
+    def _read(self, n: int, match: int, worth: Worth, usual: float) -> Weighed:
+        """What was weighed of the n-th length of matches."""
+        begin = n * WEIGHED
+        length, could_pay, longest, promised, forecast, count = self._out[begin : begin + 6]
+        if not match:
+            return Weighed(0, usual=usual)
+        chances = self._out[begin + 6 : begin + 6 + int(count)].tolist()
+        if not could_pay:
+            return Weighed(0, usual=usual, chances=chances)
+        may_branch, grown = self._may_branch(match, worth, usual, chances), growing(int(length), int(longest))
+        return Weighed(int(length), promised, forecast, usual, chances, may_branch, grown)
 
 
 def weighing_of(finder: Finder) -> Weighing:

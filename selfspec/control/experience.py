@@ -147,7 +147,7 @@ class Experience:
     def _count_round(self, recorded: _Recorded) -> None:
         plan, outcomes, seconds, num_idle, looked = recorded
         exit_layer, rows = plan.exit_layer, max(1, len(outcomes))
-        emitted = len(outcomes) + sum([outcome.num_accepted + bool(outcome.second) for outcome in outcomes])
+        emitted = sum([outcome.num_emitted for outcome in outcomes]) / rows
         self._uncounted += 1
         if exit_layer and COUNTED_ROWS * self._uncounted >= rows:
             self._uncounted = 0
@@ -155,12 +155,12 @@ class Experience:
         for outcome in outcomes if plan.shadow is not None else ():
             if outcome.shadow is not None:
                 self._tracker.add_shadow(outcome.shadow)
-        self._tracker.pass_time(emitted / rows + num_idle)
+        self._tracker.pass_time(emitted + num_idle)
         if self._second_rates is not None:
-            self._second_rates.pass_time(emitted / rows)
-        self._passed.tokens += emitted / rows + num_idle
+            self._second_rates.pass_time(emitted)
+        self._passed.tokens += emitted + num_idle
         if exit_layer:
-            self._hold_to_forecast(plan, outcomes, emitted / rows)
+            self._hold_to_forecast(plan, outcomes, emitted)
         around = None if exit_layer is None else seconds.rest
         self._pace.pass_round(seconds.decided or seconds.control, num_idle, around, rows)
         if looked is not None:
