@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.experience import KNOWN, Experience
+from selfspec.control.experience import Experience
 from selfspec.control.parts import Part
 from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth

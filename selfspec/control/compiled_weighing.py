@@ -24,7 +24,8 @@ class CompiledWeighing(Weighing):
         self._out = array("d", bytes(8 * WEIGHED * len(SHORTEST)))
         self._matches, self._rounds = Matches(len(FIRST), MOST_FOUND), Rounds()
         matches = self._matches
-        held = [each.buffer_info()[0] for each in (self._edges, *finder.matches.counts, self._first)]
+        counts = [each.buffer_info()[0] for each in finder.matches.counts]
+        held = [self._edges.buffer_info()[0], *counts, self._first.buffer_info()[0]]
         matches.edges, matches.hits, matches.seen, matches.pooled_hits, matches.pooled_seen, matches.first = held
         matches.first_weight, matches.pool_weight, matches.row_weight = FIRST_WEIGHT, POOL_WEIGHT, ROW_WEIGHT
         matches.least = LEAST

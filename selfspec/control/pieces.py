@@ -100,7 +100,9 @@ class Pieces:
         return len(drafted), fixed.ctypes.data, picks.ctypes.data, drafted.ctypes.data
 
 
-def coefficients(pick: float, passes: float, share: float, more: float, further: float, deciding: float) -> Coefficients:
+def coefficients(
+    pick: float, passes: float, share: float, more: float, further: float, deciding: float
+) -> Coefficients:
     """What the rows of `Pieces.table` are multiplied by.
 
     Args:

@@ -45,6 +45,8 @@ class Worth:
         self._slower = 1.0  # rounds by lookup
         self._lookups: list[float] | None = None
         self._least_lookup: float | None = None
+        self._line: list[float] = []  # of the exit layer that follows; 0: none
+        self._line_for = 0
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -95,7 +97,6 @@ class Worth:
         self._known: dict[tuple[Way, ...], tuple[Floats, Ints]] = {}
         self._by_way: dict[Way, Floats] = {}
         self._known_limits: dict[Way, Floats] = {}
-        self._line: list[float] = []  # of the exit layer that follows; 0: none
         self._line_for = 0
 
     def _priced(self, ways: tuple[Way, ...]) -> tuple[Floats, Ints]:

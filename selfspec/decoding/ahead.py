@@ -71,14 +71,15 @@ class Ahead:
         self._part: Part | None = None  # of the vocabulary, that they are drafted over
         self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
         self._steady, self._reads_lookup = Steady(), False
+        self._is_watched = False  # whether they are of a single row and end before a match that somebody is asked about
         self._lost = 0.0
 
     def __len__(self) -> int:
         return len(self._coming)
 
     def is_quiet(self, lookups: Lookups | None) -> bool:
-        """Whether a round waits that by this table of a batch's rows lookup did not draft."""
-        if not self._coming or lookups is None or self._steady.lookups is not lookups:
+        """Whether a round waits that lookup did not draft, by this table of a batch's rows, or of a row watched."""
+        if not self._coming or self._steady.lookups is not lookups or (lookups is None and not self._is_watched):
             return False
         return not any(self._coming[0].found or ())
 
@@ -170,6 +171,7 @@ class Ahead:
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""
+        self._is_watched = len(rows) == 1 and done[0].found[0] is not None and not any(self._steady.branches)
         for at, row in enumerate(rows):
             told = [each for one in done if (each := one.found[at]) is not None]
             if told:

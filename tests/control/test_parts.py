@@ -126,9 +126,7 @@ def test_the_part_in_use_stays_until_another_promises_enough_more(used):
     right, share = np.full((LAYERS - 1, 12), 0.9), np.full((LAYERS - 1, 12), 1 / 12)
     for coverage in np.linspace(1.0, 0.7, 150):
         parts = [Part(16384, 0.125, float(coverage)), Part(32768, 0.25, 1.0)]
-        smaller, larger = (
-            choose([part], [2], worth, right, share, (WHOLE, None), stay).rate for part in parts
-        )
+        smaller, larger = (choose([part], [2], worth, right, share, (WHOLE, None), stay).rate for part in parts)
         found = choose(parts, [2], worth, right, share, used, stay)
         moves = larger / smaller >= (stay if used[1] else 1.0)
         assert found.part.size == (32768 if moves else 16384)
