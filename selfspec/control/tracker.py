@@ -27,6 +27,7 @@ Floats = NDArray[np.float64]
 RECENT = 20.0  # tokens after which an observation counts half: recent, lasting, and over all texts
 LASTING = 100.0
 OVERALL = 2000.0
+RECALLED = 8.0  # lasting observations of a layer from which on nothing is taken from all texts in their place
 LASTING_WEIGHT = 8.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
 CURVE_WEIGHT = 20.0
 SHARE_WEIGHTS = (8.0, 2.0)  # the same for how often each bin occurs
@@ -68,8 +69,7 @@ class Tracker:
         self._age = 0.0  # tokens emitted per row since they were last faded
         self._weights, self._weights_at = (1.0, 1.0), 0.0  # of an observation, and at which age that was so
         self._overall = np.zeros(self._shape)
-        self._later: list[int] = []  # what is not counted there yet, and `_clock` then
-        self._later_at: list[float] = []
+        self._later, self._later_at = array("q"), array("d")  # what is not counted there yet, and `_clock` then
         self._clock = self._overall_at = 0.0  # tokens emitted per row, ever, and when `_overall` was last faded
         self._mean = _mean_curve(num_layers)
         known = None if prior is None else read_curve(prior, num_layers)
@@ -141,18 +141,22 @@ class Tracker:
         for cell in cells:
             counts[cell] += by_recent
             counts[cell + lasting] += by_lasting
-        self._later += cells
-        self._later_at += [self._clock] * len(cells)
+        self._later.extend(cells)
+        self._later_at.extend([self._clock] * len(cells))
         if len(self._later) > MOST_LATER:
             self._count_later()
 
     def _count_later(self) -> None:
-        if not self._later:
+        if self._clock == self._overall_at and not self._later:
             return
         weights = np.exp2((np.array(self._later_at) - self._clock) / OVERALL)
         self._overall *= 2 ** ((self._overall_at - self._clock) / OVERALL)
-        self._overall += np.bincount(self._later, weights, self._overall.size).reshape(self._shape)
-        self._later, self._later_at, self._overall_at = [], [], self._clock
+        self._overall += np.bincount(np.array(self._later), weights, self._overall.size).reshape(self._shape)
+        self._forget_later()
+
+    def _forget_later(self) -> None:
+        """All that is counted over all texts."""
+        self._later, self._later_at, self._overall_at = array("q"), array("d"), self._clock
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
@@ -178,6 +182,16 @@ class Tracker:
         age, self._age = self._age, 0.0
         return 2 ** (-age / RECENT), 2 ** (-age / LASTING)
 
+    def _recall(self) -> None:
+        """Of a layer that little is lasting of, take as much from what all texts have told."""
+        self._count_later()
+        lasting = self._counts[1]
+        missing = np.maximum(RECALLED - np.add.reduce(lasting, (0, 2)), 0)
+        if missing.any():
+            beyond = np.maximum(self._overall - lasting, 0)
+            told = np.maximum(np.add.reduce(beyond, (0, 2)), 1e-9)
+            lasting += beyond * np.minimum(missing / told, 1)[:, None]
+
     def _fits_now(self) -> bool:
         """Somebody asks: whether the curves are fitted to what has come."""
         self._asked += 1
@@ -186,6 +200,7 @@ class Tracker:
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
         self._settle()
+        self._recall()
         if self._fits_now():
             self._fit()
         # [recent or lasting, rates or shares, L - 1, bins]: what is counted, and out of how many

@@ -120,8 +120,8 @@ class Looking(Structure):
 class Known(Structure):
     _fields_ = (
         *_all("lines bins", c_int64),
-        *_all("counts expected wider curve mean log_odds", c_void_p),
-        ("constants", c_double * 8),  # weights, precision, curve_weight, most_step
+        *_all("counts overall expected wider curve mean log_odds", c_void_p),
+        ("constants", c_double * 10),  # weights, precision, curve_weight, most_step, recalled, half_life
         *_all("right share totals", c_void_p),
     )
 
@@ -193,7 +193,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_bytes": ([p], n),
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
-        "selfspec_estimate": ([p, c_double, c_double, n], None),
+        "selfspec_estimate": ([p, c_double, c_double, n, p, p, n, c_double, c_double], None),
         "selfspec_choose": ([p, p, p], None),
         "selfspec_limits": ([p, n, n, n, p], None),
         "selfspec_weigh": ([p, p, p, n, p], None),

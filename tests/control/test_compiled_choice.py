@@ -61,7 +61,7 @@ def test_compiled_estimates_are_those_of_python(seed, picks, has_prior):
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
         np.testing.assert_allclose(trackers[1].totals, trackers[0].lasting.sum((0, 2)), rtol=1e-9)
-        for name in ("recent", "lasting"):
+        for name in ("recent", "lasting", "overall"):
             np.testing.assert_allclose(getattr(trackers[1], name), getattr(trackers[0], name), rtol=1e-9)
     assert trackers[0].state() == trackers[1].state()
 

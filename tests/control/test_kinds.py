@@ -30,6 +30,7 @@ from selfspec.control.kinds import (
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING
 from selfspec.control.pace import DECIDING_ROUNDS, FAR, HELD, KEPT_DECIDING, Pace
+from selfspec.control.plan import confidence_bin
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.table import Table
 from selfspec.control.timetable import DECIDING
@@ -299,15 +300,17 @@ def test_drafts_that_take_the_interpreter_longer_than_they_save_are_given_up():
 
 
 def drafting_rounds(policy, spent):
-    """How many of 200 rounds draft, which bring two tokens on the average, where those take so long around it."""
+    """How many of 200 rounds draft, of which every second token is right, where those take so long around it."""
     row, rounds = RowState(0, 60, 4000), 0
     for at in range(200):
         plan = policy.plan([row])
-        drafted = plan.draft_lengths[0] if plan.exit_layer else 0
+        most, drafted, chance = plan.draft_lengths[0] if plan.exit_layer else 0, 0, 1.0
+        while drafted < most and (not drafted or chance >= plan.stop.least):
+            drafted, chance = drafted + 1, chance * plan.stop.calibration[confidence_bin(0.75)]
         rounds += drafted > 0
         taken = policy.costs.stages(plan.exit_layer, [drafted])
         seconds = Seconds(**(taken | {"rest": taken["rest"] + (spent if drafted else 0.0)}), control=1e-6)
-        right = min(drafted, (0, 1, 1, 2)[at % 4])
+        right = min(drafted, (0, 1, 0, 2, 0, 1, 0, 3)[at % 8])
         policy.observe(plan, [RowOutcome(0, drafted, right, (0.75,) * drafted)], seconds)
     return rounds
 

@@ -17,6 +17,7 @@ from selfspec.control.tracker import (
     OVERALL,
     OVERALL_SIZE,
     PRIOR_SIZE,
+    RECALLED,
     RECENT,
     Tracker,
     is_prior,
@@ -36,7 +37,8 @@ def test_layers_never_seen_have_the_prior_and_no_nan():
     assert all(math.isnan(mean) for mean in Tracker(5).mean_confidences(1))
 
 
-def test_observations_fade_by_tokens_whenever_they_were_made():
+def test_observations_fade_by_tokens_whenever_they_were_made(monkeypatch):
+    monkeypatch.setattr("selfspec.control.tracker.RECALLED", 0.0)
     tracker = Tracker(3)
     tracker.add(1, [True], [0.9])
     tracker.pass_time(RECENT)
@@ -49,6 +51,22 @@ def test_observations_fade_by_tokens_whenever_they_were_made():
     fade = 0.5 ** (RECENT / LASTING)
     assert tracker.lasting[0, 0, column] == pytest.approx(fade**2 + fade)
     assert tracker.recent[:, 1].sum() == 0
+
+
+def test_of_a_layer_that_was_long_not_seen_what_all_texts_told_is_recalled_and_no_more():
+    tracker = Tracker(4)
+    for layer, hit in ((1, False), (3, True)):
+        tracker.add(layer, [hit] * 60, [0.9] * 60)
+    tracker.add(2, [True] * 3, [0.9] * 3)
+    tracker.estimates()
+    assert tracker.lasting.sum((0, 2)) == pytest.approx([60, 3, 60]), "nothing counts twice"
+    tracker.pass_time(20 * LASTING)
+    assert tracker.num_lasting(1) < 0.001
+    right, _ = tracker.estimates()
+    assert tracker.lasting.sum((0, 2)) == pytest.approx([RECALLED, 3 * 2 ** (-20 * LASTING / OVERALL), RECALLED])
+    assert (tracker.lasting[1, 0] > 0).sum() == 1 and tracker.lasting[0, 0].sum() == 0, "as they were"
+    column, (unknown, _) = confidence_bin(0.9), Tracker(4).estimates()
+    assert right[0, column] < unknown[0, column] - 0.2 and right[2, column] > unknown[2, column]
 
 
 def test_a_shadow_counts_for_every_layer_it_saw():

@@ -13,14 +13,29 @@ constexpr int64_t POWERS = 3;  // of log-odds
 // Statistics of a tracker: [lines, bins] each, a line per exit layer.
 struct Known {
     int64_t lines, bins;
-    double* counts;             // recent hits, recent misses, lasting ones
+    double *counts, *overall;   // recent hits, recent misses, lasting ones; hits and misses over all texts
     double *expected, *wider;   // of the curves; of rates, times what that is worth, and of shares
     double* curve;              // [2, lines]: offset and slope
     const double *mean, *log_odds;
     double weights[4];          // observations that the next wider view is worth: of rates and shares, recent, lasting
     double precision[2], curve_weight, most_step;
+    double recalled, half_life;  // lasting observations of a line, below which it takes some of those over all texts
     double *right, *share, *totals;  // out: estimates, and lasting observations of each line
 };
+
+// Of a line that little is lasting of, take as much from what all texts have told.
+void recall(const Known& k, int64_t line) {
+    int64_t size = k.lines * k.bins, at = line * k.bins;
+    double *lasting = k.counts + 2 * size, total = 0, beyond = 0;
+    auto for_all = [&](auto of) {
+        for (int64_t i = at; i < at + k.bins; i++) of(i), of(size + i);
+    };
+    auto rest = [&](int64_t i) { return std::max(k.overall[i] - lasting[i], 0.0); };
+    for_all([&](int64_t i) { total += lasting[i], beyond += rest(i); });
+    if (total >= k.recalled) return;
+    double share = std::min((k.recalled - total) / std::max(beyond, 1e-9), 1.0);
+    for_all([&](int64_t i) { lasting[i] += share * rest(i); });
+}
 
 // One Newton step of a line's curve, by its lasting counts.
 void fit(const Known& k, int64_t line) {
@@ -162,11 +177,16 @@ Promise of_rows(const Known& k, const Asked& a, int64_t line, double covered, co
 extern "C" {
 
 // Fade counts, fit curves if that is asked for, and estimate.
-void selfspec_estimate(const Known* known, double recent, double lasting, int64_t fits) {
+// cells, at: what is not counted over all texts yet, and when it came; now, since: when it is, and since those were faded.
+void selfspec_estimate(const Known* known, double recent, double lasting, int64_t fits, const int64_t* cells,
+                       const double* at, int64_t num_cells, double now, double since) {
     const Known& k = *known;
     int64_t half = 2 * k.lines * k.bins;
-    for (int64_t i = 0; i < half; i++) k.counts[i] *= recent, k.counts[half + i] *= lasting;
+    double overall = std::exp2(-since / k.half_life);
+    for (int64_t i = 0; i < half; i++) k.counts[i] *= recent, k.counts[half + i] *= lasting, k.overall[i] *= overall;
+    for (int64_t i = 0; i < num_cells; i++) k.overall[cells[i]] += std::exp2((at[i] - now) / k.half_life);
     for (int64_t line = 0; line < k.lines; line++) {
+        recall(k, line);
         if (fits) fit(k, line);
         estimate(k, line);
     }
