@@ -127,7 +127,7 @@ class Looks:
         looked, took = 0.0, seconds.draft + seconds.verify + seconds.head
         if seconds.shadow > 0:
             looked = seconds.shadow + CALLING * (self._step - 1) / (STEP - 1)
-            if num_rows is None:  # such a round is not compiled as one, and what it tells is soon decided upon
+            if num_rows is None:  # whatever else it takes more than others, and what it tells is soon decided upon
                 looked += DECIDING + min(max(0.0, took - self._took), self._took)
                 took = min(took, self._took)
         self._pass(share, took, looked, 1)

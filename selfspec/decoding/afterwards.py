@@ -77,12 +77,12 @@ def with_shadows(
     verdicts: list[Verdict],
     taps: Sequence[Tensor],  # [some of the plan's layers, N, hidden_size], in order: all of them together
     logits: Tensor,
-    picks: Tensor,
 ) -> list[Verdict]:
     """Look at the judged positions of the rows the plan names; positions beyond a rejection say nothing."""
     assert plan.shadow is not None
     starts, out = _starts(verdicts), list(verdicts)
-    index: list[int] = []  # packed positions to look at
+    index: list[int] = []  # packed positions to look at, and what the target picked there
+    judged: list[int] = []
     cuts: list[tuple[int, int, int]] = []  # row, and its part of the index
     for i in plan.shadow.rows:
         if rows[i].request.logits_processor:
@@ -90,15 +90,19 @@ def with_shadows(
         count = min(verdicts[i].accepted + 1, plan.shadow.max_columns)
         cuts.append((i, len(index), len(index) + count))
         index += [starts[i] + node for node in verdicts[i].path[:count]]
+        judged += verdicts[i].block[:count]
     if not index:
         return out
-    at = torch.tensor(index, device=logits.device)
+    # Of a single row's chain they follow one another, and need not be gathered.
+    is_run = index == list(range(index[0], index[0] + len(index)))
+    at = slice(index[0], index[-1] + 1) if is_run else torch.tensor(index, device=logits.device)
     where = [len(rows[i].content) + column for i, low, high in cuts for column in range(high - low)]
     samplings = [rows[i].request.sampling for i, low, high in cuts for _ in range(high - low)]
-    hidden = torch.cat([part[:, at] for part in taps])
-    seen = shadow_picks(
-        stack, picker, plan.shadow.layers, hidden, samplings, where, logits[at], picks[at], plan.shadow.exact
-    )
+    parts = [part[:, at] for part in taps]
+    hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+    picks = torch.tensor(judged, device=logits.device)
+    exact, layers = plan.shadow.exact, plan.shadow.layers
+    seen = shadow_picks(stack, picker, layers, hidden, samplings, where, logits[at], picks, exact)
     for i, low, high in cuts:
         out[i] = out[i]._replace(shadow=part_of(seen, low, high))
     return out

@@ -67,7 +67,7 @@ def decode_round(
     seconds.lap("verify")
     logits = stack.logits(hidden)
     seconds.lap("head")
-    verdicts, picks, scores = _accept(
+    verdicts, scores = _accept(
         rows, draft, logits, [at + 1 for span in spans for at in span.positions()], seconds, picker
     )
     if draft.trees is not None:
@@ -79,7 +79,7 @@ def decode_round(
         seconds.lap("rest")
         seen = [h for h in (later or {}).values() if h is not None]
         taps = [*([] if draft.taps is None else [draft.taps]), *([torch.stack(seen)] if seen else [])]
-        verdicts = with_shadows(stack, picker, rows, plan, verdicts, taps, logits, picks)
+        verdicts = with_shadows(stack, picker, rows, plan, verdicts, taps, logits)
         seconds.lap("shadow")
     if recycles:
         verdicts = with_likely(rows, verdicts, logits)
@@ -163,10 +163,10 @@ def _draft(
 
 def _accept(
     rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Sequence[int], seconds: Seconds, picker: Picker
-) -> tuple[list[Verdict], Tensor, Tensor]:
+) -> tuple[list[Verdict], Tensor]:
     """The longest prefix of each draft that equals the target's picks, and the pick after it.
 
-    Also all picks `[N]`, and the scores `[N, vocab]` that they were picked from.
+    Also the scores `[N, vocab]` that all were picked from.
     """
     owners = [row for row, n in zip(rows, draft.lengths, strict=True) for _ in range(n + 1)]
     if any(row.request.logits_processor for row in rows):
@@ -198,4 +198,4 @@ def _accept(
         chain = 0 if draft.chains is None else draft.chains[i]
         verdicts.append(Verdict(guess, path, block, raw, told, tree, chain, draft.widths))
         at += drafted + 1
-    return verdicts, picks, scores
+    return verdicts, scores

@@ -7,12 +7,14 @@ of them where they are planned alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan
+from selfspec.decoding.afterwards import with_shadows
 from selfspec.decoding.ahead import Ahead, Coming
 from selfspec.decoding.choose import stops_of
 from selfspec.decoding.picker import Picker, told_of
@@ -21,7 +23,8 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.device.whole import RoundRow, RowRound
 from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PagedCache, Span, Tree
-from selfspec.target.round_room import Beside, Done, Drafter, Given, Judged
+from selfspec.target.compiled import CompiledBody
+from selfspec.target.round_room import Beside, Done, Drafter, Given, Judged, Seen
 from selfspec.target.stack import Stack
 
 
@@ -64,8 +67,11 @@ def compiled_round(
     Args:
         ahead: who says how many rounds are decoded at once, and takes what became of the later ones.
     """
-    rounds = picker.rounds
-    if rounds is None or plan.guesses or not _is_plain(rows, plan):
+    rounds, looks = picker.rounds, plan.shadow is not None
+    if rounds is None or plan.guesses or not _is_plain(rows, replace(plan, shadow=None) if looks else plan):
+        return None
+    seen = _seen(stack, rows, plan) if looks else None
+    if looks and seen is None:
         return None
     given = _given(rows, plan) if plan.exit_layer == LOOKUP else []
     usual = plan if ahead is None else ahead.usual
@@ -79,12 +85,24 @@ def compiled_round(
     lengths = (0,) * len(rows) if drafter is None else usual.draft_lengths
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
     last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
-    done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further)
+    done = rounds.run(cache, spans, last, how, [row.room - 1 for row in rows], drafter, given, further, seen)
     coming = [Coming.of([_judged(row) for row in one.rows], one.steps, one.taken, _found(one)) for one in done]
     seconds.laps([("rest", 0.0), *coming[0].parts], sum([sum(one.stages) for one in coming[1:]]))
     if ahead is not None and further is not None:
         ahead.put(rows, coming, done)
-    return coming[0].verdicts
+    if seen is None:
+        return coming[0].verdicts
+    verdicts = with_shadows(stack, picker, rows, plan, coming[0].verdicts, [seen.hidden], seen.logits)
+    seconds.lap("shadow")
+    return verdicts
+
+
+def _seen(stack: Stack, rows: Sequence[Row], plan: Plan) -> Seen | None:
+    """Where a round that looks at layers leaves what it sees; None where that is much."""
+    if plan.shadow is None or not isinstance(stack.lean, CompiledBody):
+        return None
+    beside = 0 if plan.second_choices is None else plan.second_choices.most
+    return Seen.of(stack.lean, plan.shadow.layers, sum([1 + n + beside for n in plan.draft_lengths]))
 
 
 def _drafter(stack: Stack, plan: Plan) -> Drafter | None:

@@ -93,7 +93,7 @@ class Judging(Structure):
         *_all("are_copies longest few threads_few threads", c_int64),
         *_all("seconds", c_void_p),
         *_all("most", c_int64),
-        *_all("counts tokens parents chains accepted path picks taken", c_void_p),
+        *_all("counts tokens parents chains accepted path picks taps logits taken", c_void_p),
     )
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from selfspec.kernels import compiled_call as c
 from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import FEW, CompiledBody
-from selfspec.target.round_room import Done, Drafter, Further, Given
+from selfspec.target.round_room import Done, Drafter, Further, Given, Seen
 from selfspec.target.spare_rooms import Spare
 
 STEP = 8  # drafted tokens: buffers are made for so many, or for a power of two
@@ -46,6 +46,7 @@ class Rounds:
         drafter: Drafter | None,
         given: Sequence[Given | None] = (),
         further: Further | None = None,
+        seen: Seen | None = None,
     ) -> list[Done]:
         """Draft and verify for every row; keys and values are written from its last token on, and stand in its order.
 
@@ -57,6 +58,7 @@ class Rounds:
             drafter: None where no layer drafts.
             given: every row's draft in the first round, where no layer makes it.
             further: how far rounds go on, at most `most_rounds` of them; None: there is one.
+            seen: where to leave what layers are looked at by, of a single round; all of them then read all of it.
 
         Raises:
             MemoryError: there is too little of it.
@@ -94,6 +96,7 @@ class Rounds:
             draft_head = drafter.head[0].struct
             judging.draft_head = ctypes.addressof(draft_head)
             room.draft_by(drafter)
+        room.look(seen)
         room.go_on(further, drafter is None or bool(given))
         has_failed = self._lib.selfspec_rounds(ctypes.byref(model), *room.places)
         done = [] if has_failed else room.done(drafter, further)

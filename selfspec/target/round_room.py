@@ -15,6 +15,8 @@ from selfspec.target.compiled import FEW, CompiledBody
 from selfspec.target.compiled_draft import Stops, doubles, stop_of
 from selfspec.target.packed import Packed
 
+MOST_SEEN = 1 << 24  # numbers, 64 MiB
+
 
 class Beside(NamedTuple):
     """Which second choices are drafted beside first ones; see `selfspec.control.plan.SecondChoices`."""
@@ -93,6 +95,23 @@ class Judged(NamedTuple):
     sure: list[float]  # of the chain
 
 
+class Seen(NamedTuple):
+    """Where a round leaves what shadow picks are made from: of all nodes, row after row."""
+
+    layers: Sequence[int]  # ascending
+    hidden: Tensor  # [layers, at least as many nodes, hidden_size]: after each of them
+    logits: Tensor  # [at least as many nodes, vocab]: the target's
+
+    @classmethod
+    def of(cls, body: CompiledBody, layers: Sequence[int], num_nodes: int) -> Seen | None:
+        """Room for so many nodes; None where that is much."""
+        size, vocab = body.embedding.shape[1], body.packed_head.num_outputs
+        if num_nodes * (len(layers) * size + vocab) > MOST_SEEN:
+            return None
+        hidden = body.embedding.new_empty(len(layers), num_nodes, size)
+        return cls(layers, hidden, body.embedding.new_empty(num_nodes, vocab))
+
+
 class Done(NamedTuple):
     """What came of a round."""
 
@@ -140,6 +159,7 @@ class Room:
             path=at(self._path), picks=at(self._picks), taken=at(self._taken),
         )  # fmt: skip
         self._given = _ints(num_rounds)
+        self._taps = (ctypes.c_void_p * len(body.layers))()
         arrays = (one for one in vars(self).values() if isinstance(one, ctypes.Array))
         self.num_bytes = self._hidden.nbytes + sum(map(ctypes.sizeof, arrays))
         self._ahead = c.Ahead(rounds=1, rooms=at(self._rooms), given=at(self._given))
@@ -186,6 +206,17 @@ class Room:
             numbers = len(beside.edges), beside.least, beside.enough, ctypes.addressof(self._rooms), beside.most
             self._beside = beside, c.Seconds(*map(ctypes.addressof, lists), *numbers), lists
         self.judging.seconds = ctypes.addressof(self._beside[1])
+
+    def look(self, seen: Seen | None) -> None:
+        """At layers, as all of them judge."""
+        judging = self.judging
+        judging.taps = judging.logits = None
+        if seen is not None:
+            for i in range(judging.num_layers):
+                self._taps[i] = None
+            for layer, hidden in zip(seen.layers, seen.hidden, strict=True):
+                self._taps[layer - 1] = hidden.data_ptr()
+            judging.taps, judging.logits = ctypes.addressof(self._taps), seen.logits.data_ptr()
 
     def go_on(self, further: Further | None, is_given: bool) -> None:
         """How far, after the first round, whose drafts are given or not."""

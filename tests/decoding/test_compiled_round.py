@@ -37,7 +37,6 @@ class Dice(Adversary):
         is_odd, drafts = dice.random() < 0.1, plan.exit_layer is not None and plan.exit_layer != LOOKUP
         return replace(
             plan,
-            shadow=plan.shadow if is_odd else None,
             guesses=plan.guesses if is_odd else 0,
             keep_divergence=False,
             stop=dice.choice([None, SurvivalStop(right, dice.random())]),
@@ -118,11 +117,33 @@ def test_any_plans_come_to_the_same_as_in_parts(seed, num_rows, family, threads,
             else:
                 with in_parts():
                     came = decoded(*given)
-            told = [(plan, [one._replace(shadow=None) for one in outcomes]) for plan, outcomes in policy.seen]
+            told = [(plan, [(one._replace(shadow=None), seen_in(one)) for one in outs]) for plan, outs in policy.seen]
             found.append((*came, told))
         assert found[0] == found[1]
     finally:
         torch.set_num_threads(before)
+
+
+def seen_in(outcome):
+    shadow = outcome.shadow
+    return None if shadow is None else (shadow.layers, shadow.hits.tolist(), shadow.confidences.tolist())
+
+
+def test_rounds_that_look_at_layers_are_done_in_one_call(monkeypatch):
+    made, looked = whole.compiled_round, []
+
+    def counted(stack, cache, rows, plan, *more):
+        done = made(stack, cache, rows, plan, *more)
+        if plan.shadow is not None:
+            looked.append((plan.exit_layer, plan.draft_bits, bool(plan.guesses), done is not None))
+            assert done is None or [i for i, one in enumerate(done) if one.shadow is not None] == [*plan.shadow.rows]
+        return done
+
+    monkeypatch.setattr(rounds, "compiled_round", counted)
+    for seed in range(3):
+        decoded("llama", 3, seed, Dice(seed, 4), 70, [False, True, False])
+    assert {None, LOOKUP, 1, 2} <= {one[0] for one in looked} and {None, 4} == {one[1] for one in looked}
+    assert all(guesses != is_done for _, _, guesses, is_done in looked)
 
 
 def test_most_rounds_are_done_in_one_call(monkeypatch):
@@ -134,7 +155,8 @@ def test_most_rounds_are_done_in_one_call(monkeypatch):
         return done
 
     monkeypatch.setattr(rounds, "compiled_round", counted)
-    decoded("llama", 3, 0, Dice(0, 4), 70, [False, True, False])
+    for seed in range(3):
+        decoded("llama", 3, seed, Dice(seed, 4), 70, [False, True, False])
     assert calls[True] > 3 * calls[False] > 0
 
 

@@ -40,13 +40,13 @@ class Round {
     int64_t threads(int64_t n) const { return n > j.few ? j.threads : j.threads_few; }
 
     // Layers [start, stop) on packed nodes, from their tokens or from hidden states `from`.
-    void run(Nodes& nodes, int64_t start, int64_t stop, const float* from, float* x) const {
+    void run(Nodes& nodes, int64_t start, int64_t stop, const float* from, float* x, float* const* taps) const {
         int64_t n = nodes.size(), scratch = selfspec_scratch_floats(&m, j.longest);
         int64_t buffers = selfspec_buffer_floats(&m, n);
         Floats room(buffers + scratch * threads(n));
         Call call = nodes.call(d.cos, d.sin);
         const void* given = start ? static_cast<const void*>(from) : nodes.tokens.data();
-        selfspec_run(&m, j.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, nullptr,
+        selfspec_run(&m, j.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, taps,
                      stop == j.num_layers ? j.norm : nullptr, room.get(), room.get() + buffers, scratch, threads(n));
     }
 
@@ -62,7 +62,7 @@ class Round {
     void read_on(float* x) const {
         Nodes unread = nodes_of(true);
         Floats states(unread.size() * m.hidden);
-        run(unread, 0, j.exit_layer, nullptr, states.get());
+        run(unread, 0, j.exit_layer, nullptr, states.get(), nullptr);
         const float* more = states.get();
         for (int64_t r = 0; r < d.num_rows; r++) {
             int64_t known = j.chains[r] * m.hidden, others = (j.counts[r] + 1) * m.hidden - known;
@@ -164,17 +164,18 @@ class Round {
     void judge() const {
         Nodes nodes = nodes_of(false);
         int64_t n = nodes.size(), vocab = j.head->out;
-        bool is_read = j.exit_layer && !j.are_copies;
-        Floats x(n * m.hidden), logits(n * vocab), early(is_read ? n * m.hidden : 0);
+        bool is_read = j.exit_layer && !j.are_copies && !j.taps;  // who looks has all layers read everything
+        Floats x(n * m.hidden), own(j.logits ? 0 : n * vocab), early(is_read ? n * m.hidden : 0);
+        float* logits = j.logits ? j.logits : own.get();
         double before = now();
         if (is_read) read_on(early.get());
         double start = now();
-        run(nodes, is_read ? j.exit_layer : 0, j.num_layers, early.get(), x.get());
+        run(nodes, is_read ? j.exit_layer : 0, j.num_layers, early.get(), x.get(), j.taps);
         double between = now();
         Floats room(selfspec_linear_floats(j.head, n, threads(n)));
-        selfspec_linear(j.head, x.get(), n, logits.get(), nullptr, 0, room.get(), threads(n));
+        selfspec_linear(j.head, x.get(), n, logits, nullptr, 0, room.get(), threads(n));
         double headed = now();
-        walk(nodes, logits.get());
+        walk(nodes, logits);
         settle();
         double *taken = j.taken, end = now();
         taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;

@@ -20,7 +20,9 @@ struct Judging {
     int64_t most;                       // tokens of a row's draft
     int64_t *counts, *tokens, *parents, *chains;  // drafts, given or out: [num_rows], [num_rows, most] twice, [num_rows]
     int64_t *accepted, *path, *picks;  // out: [num_rows] nodes; these [num_rows, most + 1]; and what was picked at each
-    double* taken;                     // out: [4] seconds: early layers after the draft, layers, head, picks
+    // out, or null: hidden states after some layers, [num_layers] of [nodes, hidden] or null, and logits [nodes, vocab].
+    float *const *taps, *logits;
+    double* taken;                // out: [4] seconds: early layers after the draft, layers, head, picks
 };
 
 extern "C" {
