@@ -52,9 +52,11 @@ class Agreement(Fading):
     def _count_later(self) -> None:
         now = self.passed.tokens
         self._overall *= 2 ** ((self._overall_at - now) / OVERALL)
-        for line, came, expected, at in self._later:
-            weight = 2 ** ((at - now) / OVERALL)
-            self._overall[:, line] += came * weight, expected * weight
+        if self._later:
+            lines, *counts, at = zip(*self._later, strict=True)
+            weights = np.exp2((np.array(at) - now) / OVERALL)
+            for overall, told in zip(self._overall, counts, strict=True):
+                overall += np.bincount(lines, told * weights, len(overall))
         self._later, self._overall_at = [], now
 
     def _divide(self, by: float) -> None:

@@ -13,9 +13,10 @@ from selfspec.control.parts import Part
 from selfspec.control.pieces import MOST, WIDTH
 from selfspec.control.plan import NUM_BINS
 from selfspec.control.worth import CAPS, Worth
-from selfspec.kernels.compiled_call import PRICES, WAY, Asked, Chosen, functions
+from selfspec.kernels.compiled_call import MOST_WIDTH, PRICES, WAY, Asked, Chosen, functions
 
 NONE = -1  # in use
+assert WIDTH <= MOST_WIDTH
 
 
 class CompiledChooser(Chooser):
@@ -28,13 +29,14 @@ class CompiledChooser(Chooser):
         self._tracker, self._num_lines = tracker, num_layers - 1
         self._choose, self._limits = functions().selfspec_choose, functions().selfspec_limits
         self._layers, self._caps, self._best = array("q", exit_layers), array("q", CAPS), array("d", self._favour)
-        self._asked, self._chosen = Asked(), Chosen()
+        self._asked, self._chosen, self._prices = Asked(), Chosen(), array("d", bytes(8 * WIDTH))
         asked, agreement = self._asked, experience.agreement
         asked.layers, asked.num_layers = self._layers.buffer_info()
         asked.caps, asked.num_caps = self._caps.buffer_info()
         asked.came, asked.expected = [counts.ctypes.data for counts in agreement.counts]
         asked.favour, asked.width, asked.longest, asked.known = self._favour.ctypes.data, WIDTH, MOST, KNOWN
-        self._addresses = [ctypes.addressof(each) for each in (tracker.known, asked, self._chosen)]
+        told = [ctypes.addressof(each) for each in (tracker.known, asked, self._chosen)]
+        self._addresses = *told, self._prices.buffer_info()[0]
 
     def look(self) -> None:
         """See `Chooser`."""
@@ -70,7 +72,7 @@ class CompiledChooser(Chooser):
         asked.trust_in_known, asked.trust = experience.trust_ratios
         self._choose(*self._addresses)
         part, begin = parts[chosen.way], (chosen.exit_layer - 1) * NUM_BINS
-        worth.take_line(part.priced_as, chosen.exit_layer, chosen.line[:WIDTH])
+        worth.take_line(part.priced_as, chosen.exit_layer, self._prices.tolist())
         right, share = (each[begin : begin + NUM_BINS] for each in (self._tracker.right, self._tracker.share))
         rate, length, covered, trust = chosen.rate, chosen.length, chosen.covered, chosen.trust
         return Choice(part, chosen.exit_layer, rate, length, covered, trust, right, share)

@@ -38,8 +38,8 @@ class CompiledTracker(Tracker):
         self.totals = array("d", bytes(8 * lines))
         held = (self._counts, self._overall, self._expected, self._wider, self._curve, self._mean, LOG_ODDS)
         outputs = [each.buffer_info()[0] for each in (self.right, self.share, self.totals)]
-        constants = (*WEIGHTS.flat, *PRECISION.flat, CURVE_WEIGHT, MOST_STEP, RECALLED, OVERALL)
-        self.known = Known(lines, NUM_BINS, *[each.ctypes.data for each in held], constants, *outputs)
+        constants = *WEIGHTS.flat, *PRECISION.flat, CURVE_WEIGHT, MOST_STEP, RECALLED, OVERALL
+        self.known = Known(lines, NUM_BINS, *[each.ctypes.data for each in held], *constants, *outputs)
         self._address = ctypes.addressof(self.known)
 
     def look(self) -> None:

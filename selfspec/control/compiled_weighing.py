@@ -11,7 +11,10 @@ from selfspec.control.matches import FIRST, FIRST_WEIGHT, LEAST, LONG, MOST_FOUN
 from selfspec.control.plan import MATCH_EDGES
 from selfspec.control.weighing import PLAN_SECONDS, Weighing
 from selfspec.control.worth import Worth
+from selfspec.kernels.compiled_call import MOST_FOUND as ROOM
 from selfspec.kernels.compiled_call import WEIGHED, Matches, Rounds, functions, loaded
+
+assert MOST_FOUND == ROOM
 
 
 class CompiledWeighing(Weighing):

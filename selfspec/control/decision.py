@@ -93,7 +93,7 @@ def _drafting(chosen: Choice, worth: Worth, experience: Experience) -> Decision:
     if least_likely > acceptance ** (TOO_SOON * length):
         least_likely, most = min(least_likely, value * worth.each(exit_layer, length)), max(1, math.ceil(length))
     # As long as nobody knows how often the layer is right, its confidence says little of where to stop.
-    seen = int(experience.tracker.num_lasting(exit_layer))
+    seen = int(experience.tracker.num_lasting(exit_layer) + 1e-6)  # what is recalled is a whole number, nearly
     return Decision(
         exit_layer=exit_layer,
         part=chosen.part,

@@ -197,7 +197,7 @@ class Experience:
             if outcome.second is not None and self._second_rates is not None:
                 self._second_rates.add(exit_layer, outcome.confidences[accepted], outcome.second)
         if plan.draft_bits is not None and (self._is_known or self._tracker.num_lasting(exit_layer) >= KNOWN):
-            # So much is known that misses are rather the copies'.
+            # So much is known, or was when the layer was chosen, that misses are rather the copies'.
             if plan.stop is not None and (hits or misses):
                 calibration = plan.stop.calibration
                 chances = sum([calibration[one] for one in hits]) + sum([calibration[one] for one in misses])

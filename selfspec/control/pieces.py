@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 
 from selfspec.control.costs import LOOKUP_SECONDS, Costs
@@ -26,7 +24,9 @@ class Pieces:
         self.plain = costs.stages(None, (0,) * num_rows)
         self.plain_seconds = sum(self.plain.values())
         self._tables: dict[bool, Floats] = {}
+        self._lookups: dict[tuple[()], tuple[Floats, Floats, Floats, Floats]] = {}
         self._addresses: dict[bool, int] = {}
+        self._lookup_addresses: tuple[int, int, int, int] | None = None
 
     @classmethod
     def of(cls, costs: Costs, num_rows: int) -> Pieces:
@@ -43,8 +43,8 @@ class Pieces:
             copies: copies of the layers draft: they need not read the last token, and all layers verify.
         """
         known = self._tables.get(copies)
-        if known is None:
-            known = self._tables[copies] = self._make_table(copies)
+        if known is None:  # of several threads that make it, the first one's stays: others may know its address
+            known = self._tables.setdefault(copies, self._make_table(copies))
         return known
 
     def address(self, copies: bool) -> int:
@@ -79,10 +79,16 @@ class Pieces:
         rounds[8] = verifying * np.arange(MOST + 1)
         return table.reshape(9, -1)
 
-    @cached_property
+    @property
     def lookups(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Of rounds by lookup, by drafted tokens in all: what does not change, picks, and drafted tokens per row; and
         the first two on the grid."""
+        known = self._lookups.get(())
+        if known is None:
+            known = self._lookups.setdefault((), self._make_lookups())
+        return known
+
+    def _make_lookups(self) -> tuple[Floats, Floats, Floats, Floats]:
         rows, costs = self._num_rows, self._costs
         tokens = [rows * (1 + drafted) for drafted in LOOKUP_GRID]
         ragged = costs.ragged(rows) if costs.ragged is not None and rows > 1 else 1.0
@@ -93,11 +99,15 @@ class Pieces:
         fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
         return fixed, picks, drafted, grid
 
-    @cached_property
+    @property
     def lookup_addresses(self) -> tuple[int, int, int, int]:
         """Of rounds by lookup: how many drafted tokens, and where the first three of those are in memory."""
-        fixed, picks, drafted, _ = self.lookups
-        return len(drafted), fixed.ctypes.data, picks.ctypes.data, drafted.ctypes.data
+        known = self._lookup_addresses
+        if known is None:
+            fixed, picks, drafted, _ = self.lookups
+            known = len(drafted), fixed.ctypes.data, picks.ctypes.data, drafted.ctypes.data
+            self._lookup_addresses = known
+        return known
 
 
 def coefficients(

@@ -4,7 +4,8 @@ Per exit layer and bin of confidence it keeps two decayed counts of hits and mis
 and a lasting one. Estimates are shrunk: recent to lasting, lasting to a curve with two parameters per layer (a logistic
 in the confidence's log-odds, fitted to the lasting counts), the curve to a prior; what a few observations cannot tell
 is taken from the next wider view. Layers that were never seen have the prior's estimates, and no division by zero.
-Counts over many texts are kept beside them, for the trackers of later texts to start from.
+Counts over many texts are kept beside them, for the trackers of later texts to start from, and for layers that were
+long not seen: of those, as much of them is lasting as a few observations.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Tracker:
 
     @property
     def lasting(self) -> Floats:
-        """The same of more of them."""
+        """The same of more of them; or else, where somebody asked for estimates since, of all texts."""
         self._settle()
         return self._counts[1]
 
@@ -107,7 +108,7 @@ class Tracker:
 
     @property
     def overall(self) -> Floats:
-        """The same over many texts, for later trackers to start from."""
+        """The same over many texts."""
         self._count_later()
         return self._overall
 
@@ -280,7 +281,7 @@ def read_prior(given: Any, num_layers: int) -> Floats:
 def read_curve(given: Any, num_layers: int) -> Floats | None:
     """The curves `[2, L - 1]` that are fitted to the counts, about; None where they are not told, or nonsense."""
     try:
-        curve = np.array(given["curve"], np.float64)
+        curve = np.array(given["curve"], np.float64, order="C")
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return curve if curve.shape == (2, num_layers - 1) and (np.abs(curve) < MOST_CURVE).all() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,9 @@ from selfspec.control.costs import Costs
 from selfspec.control.measured import CONTEXT
 from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Coefficients, Pieces, coefficients
 from selfspec.control.tracker import Floats
-from selfspec.kernels.compiled_call import Rounds
+
+if TYPE_CHECKING:
+    from selfspec.kernels.compiled_call import Rounds
 
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
@@ -166,7 +168,7 @@ class Worth:
         return known
 
     def at_best(self) -> list[tuple[Way, int]]:
-        """What limits are of: ways of drafting, and the deepest exit of each, the first time all of them."""
+        """What limits are of: ways of drafting, and the deepest exit of each; the first one's is the last layer's."""
         (share, by_copies), num_layers = self._way, self._costs.num_layers
         ways = [((1.0 if by_copies else share, False), num_layers - 1)]
         return [*ways, ((share, True), deepest_copy(num_layers))] if self._has_copies else ways

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Lookups, Plan, Steady, TokenTree
+from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.decoding.choose import STAGES
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
@@ -71,16 +71,21 @@ class Ahead:
         self._part: Part | None = None  # of the vocabulary, that they are drafted over
         self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
         self._steady, self._reads_lookup = Steady(), False
-        self._is_watched = False  # whether they are of a single row and end before a match that somebody is asked about
+        self._is_watched = False  # whether they are of a single row whose index was told of their tokens
         self._lost = 0.0
 
     def __len__(self) -> int:
         return len(self._coming)
 
-    def is_quiet(self, lookups: Lookups | None) -> bool:
-        """Whether a round waits that lookup did not draft, by this table of a batch's rows, or of a row watched."""
-        if not self._coming or self._steady.lookups is not lookups or (lookups is None and not self._is_watched):
+    def is_quiet(self, watched: Steady) -> bool:
+        """Whether a round waits that lookup did not draft, and by what rows are watched now it would not have been."""
+        steady = self._steady
+        if not self._coming or steady.lookups is not watched.lookups:
             return False
+        if steady.lookups is None:  # a single row's calls end before a match that somebody is asked about
+            is_same = (steady.lengths, steady.most_surprises) == (watched.lengths, watched.most_surprises)
+            if not (self._is_watched and is_same):
+                return False
         return not any(self._coming[0].found or ())
 
     @property

@@ -57,6 +57,11 @@ class Asking:
         self._fit: tuple[Lookups | None, int] = None, 0  # the last table that was fit for so many rows
         self._most_surprises = NEVER  # and after how many of these
 
+    @property
+    def watched(self) -> Steady:
+        """By what rows are watched in the rounds that it goes on for unasked."""
+        return self._steady
+
     def steady(self, plan: Plan) -> Steady:
         """How many rounds after the one of this plan, the last one, are likely to be planned in the same way.
 

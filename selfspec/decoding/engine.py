@@ -182,7 +182,7 @@ class Engine:
         if not ready:
             return None, False
         asking = self._asking
-        plan, is_told = asking.plan(ready, self._ahead.is_quiet(asking.lookups))
+        plan, is_told = asking.plan(ready, self._ahead.is_quiet(asking.watched))
         hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
         seconds.lap("control")
         outcomes: list[RowOutcome] = []

@@ -121,11 +121,13 @@ class Known(Structure):
     _fields_ = (
         *_all("lines bins", c_int64),
         *_all("counts overall expected wider curve mean log_odds", c_void_p),
-        ("constants", c_double * 10),  # weights, precision, curve_weight, most_step, recalled, half_life
+        *_all("recent_rates recent_shares lasting_rates lasting_shares", c_double),  # weights
+        *_all("precise_offset precise_slope curve_weight most_step recalled half_life", c_double),
         *_all("right share totals", c_void_p),
     )
 
 
+MOST_WIDTH, MOST_FOUND = 64, 63  # of a line of prices, and of a row's chances: what compiled functions have room for
 PRICES = Struct("=9dq")  # coefficients, and where their table is
 WAY = Struct("=2d2q9dq")  # share and margin, are_copies and deepest, prices
 
@@ -147,7 +149,7 @@ class Asked(Structure):
 
 
 class Chosen(Structure):
-    _fields_ = (*_all("way exit_layer", c_int64), *_all("rate length covered trust", c_double), ("line", c_double * 64))
+    _fields_ = (*_all("way exit_layer", c_int64), *_all("rate length covered trust", c_double))
 
 
 class Matches(Structure):
@@ -166,7 +168,7 @@ class Rounds(Structure):
     )
 
 
-WEIGHED = 6 + 63  # numbers: what is said of a draft, and chances
+WEIGHED = 6 + MOST_FOUND  # numbers: what is said of a draft, and chances
 
 
 @lru_cache(maxsize=1)
@@ -194,7 +196,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
         "selfspec_estimate": ([p, c_double, c_double, n, p, p, n, c_double, c_double], None),
-        "selfspec_choose": ([p, p, p], None),
+        "selfspec_choose": ([p, p, p, p], None),
         "selfspec_limits": ([p, n, n, n, p], None),
         "selfspec_weigh": ([p, p, p, n, p], None),
         "selfspec_pick_floats": ([n], n),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from threading import Thread
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,19 +18,28 @@ from selfspec.control.compiled_tracker import CompiledTracker, tracker_of
 from selfspec.control.compiled_weighing import CompiledWeighing, weighing_of
 from selfspec.control.experience import KNOWN, Experience
 from selfspec.control.finder import Finder, strength_of
+from selfspec.control.laps import Seconds
 from selfspec.control.matches import FIRST
 from selfspec.control.parts import WHOLE, Part
-from selfspec.control.plan import NUM_BINS
-from selfspec.control.rows import Looked, Tally
+from selfspec.control.pieces import Pieces
+from selfspec.control.plan import NUM_BINS, Plan
+from selfspec.control.rows import Looked, RowOutcome, Tally
+from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.weighing import Weighing
 from selfspec.control.worth import Worth
 from selfspec.kernels.compiled_call import functions
 from tests.control.test_parts import with_copies
-from tests.eval.replays import made_up_costs
+from tests.eval.replays import made_up_costs, with_dear_contexts
 
 LAYERS = 8
 PARTS = (WHOLE, Part(None, 1.0, 1.0, 4, 4), Part(16384, 0.125, 0.9), Part(16384, 0.125, 0.9, 4, 4))
+
+
+def uneven(costs):
+    """As machines are: steps in what some tokens take, and dear contexts."""
+    steps = {1: 1e-3, 2: 1.4e-3, 3: 1.5e-3, 5: 2.2e-3, 9: 2.3e-3, 18: 5e-3, 80: 1e-2}
+    return replace(with_dear_contexts(costs), late={rows: Table.of(steps) for rows in costs.late})
 
 
 def both(prior=None):
@@ -76,15 +89,19 @@ def test_compiled_estimates_are_those_of_python(seed, picks, has_prior):
     now=st.none() | st.tuples(st.sampled_from(PARTS), st.integers(1, 4)),
     margin=st.sampled_from([1.0, 1.1]),
     stay=st.sampled_from([0.02, 0.3]),
+    sure=st.booleans(),
 )
-def test_the_compiled_choice_is_that_of_python(seed, picks, num_rows, parts, layers, now, margin, stay):
+def test_the_compiled_choice_is_that_of_python(seed, picks, num_rows, parts, layers, now, margin, stay, sure):
     functions()
-    rng, costs = np.random.default_rng(seed), with_copies(made_up_costs(LAYERS, head=5e-3), 3.0)
+    rng, costs = np.random.default_rng(seed), uneven(with_copies(made_up_costs(LAYERS, head=5e-3), 3.0))
     experience = Experience(costs, None, False)
     told([experience.tracker], rng, picks)
+    if sure:  # of every token: bounds of what is certain, and the longest drafts, come in
+        for layer in layers:
+            experience.tracker.add(layer, [True] * 400, [0.999] * 400)
     experience.tracker.estimates()
     for _ in range(20):
-        experience.agreement.add(int(rng.integers(1, LAYERS)), float(rng.random()), 1.0)
+        experience.agreement.add(int(rng.integers(1, LAYERS)), float(1.5 * rng.random()), 1.0)
         experience._trust.add(float(rng.random()), 1.0)
         experience._trust_in_known.add(float(rng.random()), 1.0)
     compiled = chooser_of(experience, layers, LAYERS)
@@ -95,6 +112,8 @@ def test_the_compiled_choice_is_that_of_python(seed, picks, num_rows, parts, lay
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Tracker, "_fits_now", lambda self: False)  # both look at the same curves
             chooser.look()
+            # What was chosen before, among more of them, leaves nothing.
+            chooser.choose(PARTS, Worth(costs, num_rows), (PARTS[-1], 3), 1.1)
             for module in (choosing, compiled_chooser):
                 patch.setattr(module, "STAY", stay)
             found.append((chooser.choose(parts, worth, now or (WHOLE, None), margin), worth))
@@ -103,6 +122,7 @@ def test_the_compiled_choice_is_that_of_python(seed, picks, num_rows, parts, lay
     assert [*choice[2:6]] == pytest.approx([*expected[2:6]], rel=1e-9)
     for one, as_expected in ((choice.right, expected.right), (choice.share, expected.share)):
         assert len(one) == NUM_BINS and [*one] == pytest.approx([*as_expected], rel=1e-9)
+    assert not other._known, "numpy priced nothing"
     rounds, as_expected = (each.rounds(choice.exit_layer) for each in (other, worth))
     assert rounds == pytest.approx(as_expected, rel=1e-9)  # priced in the way that was chosen
     assert compiled.limits(other) == pytest.approx(worth.limits().tolist(), rel=1e-9)
@@ -125,7 +145,7 @@ def test_compiled_lengths_of_lookups_are_those_of_python(
     seed, drafts, most, usual, beside_layers, by_copies, head, known
 ):
     functions()
-    rng, costs = np.random.default_rng(seed), with_copies(made_up_costs(LAYERS, head=head), 3.0)
+    rng, costs = np.random.default_rng(seed), uneven(with_copies(made_up_costs(LAYERS, head=head), 3.0))
     finder, worth = Finder(most, drafts), Worth(costs, 1, 200.0)
     worth.draft_by(1.0, by_copies)
     worth.price(1.3, (1.0, 1.0), 1e-4, 1.05)
@@ -147,3 +167,35 @@ def test_compiled_lengths_of_lookups_are_those_of_python(
         assert (one.length, one.may_branch, one.grown) == (expected.length, expected.may_branch, expected.grown)
         assert [*one.chances] == pytest.approx([*expected.chances], rel=1e-9)
         assert [*one[1:4]] == pytest.approx([*expected[1:4]], rel=1e-9)
+
+
+def test_a_compiled_choice_counts_what_came_before():
+    functions()
+    costs = made_up_costs(LAYERS)
+    experience = Experience(costs, None, False)
+    chooser = chooser_of(experience, [5], LAYERS)
+    for _ in range(20):
+        plan, outcome = Plan(5, (3,), keep_confidence=True), RowOutcome(0, 3, 3, (0.999,) * 3)
+        experience.add(plan, [outcome], Seconds(), None)
+    chooser.look()
+    choice = chooser.choose([WHOLE], Worth(costs, 1), (WHOLE, None), 1.1)
+    assert choice.share[-1] > 0.8, "other bins were not seen"
+
+
+def test_threads_that_price_alike_share_one_table():
+    made, pieces = [], Pieces(made_up_costs(LAYERS), 1)
+    make = Pieces._make_table
+
+    def slow(self, copies):
+        made.append(make(self, copies))
+        if len(made) == 1:
+            other.start()
+            other.join()  # which makes another one meanwhile, and tells where it is
+        return made[0] if threading.current_thread() is not other else made[1]
+
+    addresses = []
+    other = Thread(target=lambda: addresses.append(pieces.address(False)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pieces, "_make_table", slow)
+        addresses.append(pieces.address(False))
+    assert len(made) == 2 and addresses == [pieces.table(False).ctypes.data] * 2

@@ -209,3 +209,22 @@ def test_the_default_policy_looks_another_row_up_at_its_beginning_however_long_i
         assert policy.reads_lookup
         plan = policy.plan([RowState(request, 80, 200, Guesser(content))])
         assert (plan.exit_layer == LOOKUP) == (content is repeats)
+
+
+class Changing(Watchful):
+    """Says at first that no match matters, and then, about rounds that were decoded by that, that every one does."""
+
+    def plan(self, rows):
+        self.steady = Steady(60, lengths=(0,)) if len(self.lengths) < 2 else Steady(60, lengths=(0, -1))
+        self.plain_ahead = 0 if len(self.lengths) < 2 else 100
+        return super().plan(rows)
+
+
+def test_a_policy_that_minds_matches_after_all_is_asked_about_rounds_that_wait(monkeypatch):
+    monkeypatch.setattr(ahead_module, "BURST", 60.0)
+    target, [prompt], count = Target(build("llama"), engine="compiled"), make_prompts([9]), 60
+    policy = Changing(0, 1)
+    tokens = target.generate([prompt], max_new_tokens=count, policy=policy)[0].tokens
+    content = [*prompt, *tokens]
+    matched = [n for n in range(len(prompt) + 3, len(content)) if Lookup(content[:n]).match]
+    assert matched and {*matched} <= {*policy.lengths}

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t POWERS = 3;  // of log-odds
 
-// Statistics of a tracker: [lines, bins] each, a line per exit layer.
+// Statistics of a tracker: [lines, bins], a line per exit layer, of each kind that is named.
 struct Known {
     int64_t lines, bins;
     double *counts, *overall;   // recent hits, recent misses, lasting ones; hits and misses over all texts
@@ -118,7 +118,6 @@ struct Asked {
 struct Choice {
     int64_t way, exit_layer;
     double rate, length, covered, trust;
-    double line[MOST_WIDTH];  // the exit layer's prices
 };
 
 void price(const Prices& p, int64_t lines, int64_t width, int64_t line, double* out) {
@@ -149,6 +148,7 @@ Promise of_one(const Known& k, const Asked& a, int64_t line, double covered, con
         for (int64_t n = 0, tokens = 0; n < a.num_caps; n++) {
             for (; tokens < a.caps[n]; tokens++) power *= goes_on, right_power *= is_right;
             double drafted = (1 - power) / (1 - goes_on), came = (1 - right_power) / (1 - is_right);
+            if (!(drafted < double(a.longest))) continue;  // not a number
             int64_t low = int64_t(drafted);
             double seconds = rounds[low] + (drafted - double(low)) * (rounds[low + 1] - rounds[low]);
             double rate = (1 + total * came) / seconds;
@@ -203,24 +203,24 @@ void selfspec_limits(const Prices* prices, int64_t lines, int64_t width, int64_t
     }
 }
 
-void selfspec_choose(const Known* known, const Asked* asked, Choice* out) {
+// The best choice, and its exit layer's prices, [width].
+void selfspec_choose(const Known* known, const Asked* asked, Choice* out, double* prices) {
     const Known& k = *known;
     const Asked& a = *asked;
     auto choice = [&](int64_t way, int64_t exit_layer) {
         int64_t line = exit_layer - 1;
-        Choice one{way, exit_layer};
-        price(a.ways[way].prices, k.lines, a.width, line, one.line);
+        price(a.ways[way].prices, k.lines, a.width, line, prices);
         double agreement = (a.came[line] + a.believed * a.pooled) / (a.expected[line] + a.believed);
-        one.covered = a.ways[way].share * (a.ways[way].are_copies ? std::min(agreement, 1.0) : 1.0);
-        Promise best = (a.num_rows > 1 ? of_rows : of_one)(k, a, line, one.covered, one.line + a.width - a.longest - 1);
-        one.rate = best.rate, one.length = best.length;
-        one.trust = k.totals[line] >= a.known ? a.trust_in_known : a.trust;
-        return one;
+        double covered = a.ways[way].share * (a.ways[way].are_copies ? std::min(agreement, 1.0) : 1.0);
+        Promise best = (a.num_rows > 1 ? of_rows : of_one)(k, a, line, covered, prices + a.width - a.longest - 1);
+        double trust = k.totals[line] >= a.known ? a.trust_in_known : a.trust;
+        return Choice{way, exit_layer, best.rate, best.length, covered, trust};
     };
     auto promised = [&](const Choice& one) {
         double favour = 1 + a.favour[one.exit_layer - 1] / double(a.num_rows);
         return one.rate * favour * one.trust * a.ways[one.way].margin;
     };
+    *out = choice(0, a.layers[0]);
     double most = -1;
     for (int64_t way = 0; way < a.num_ways; way++)
         for (int64_t i = 0; i < a.num_layers; i++) {
@@ -228,8 +228,10 @@ void selfspec_choose(const Known* known, const Asked* asked, Choice* out) {
             Choice one = choice(way, a.layers[i]);
             if (promised(one) > most) most = promised(one), *out = one;
         }
-    if (a.now_way < 0) return;
-    Choice now = choice(a.now_way, a.now_layer);
-    if (most < a.stay * promised(now)) *out = now;
+    if (a.now_way >= 0) {
+        Choice now = choice(a.now_way, a.now_layer);
+        if (most < a.stay * promised(now)) *out = now;
+    }
+    price(a.ways[out->way].prices, k.lines, a.width, out->exit_layer - 1, prices);
 }
 }

@@ -77,7 +77,7 @@ void weigh(const Matches& m, const double* seconds, int64_t most_priced, const A
     double first = count ? chances[0] : 0, enough = a.usual * seconds[1], rate;
     auto pays = [&](double chance) { return chance > 0 && a.trust / (1 - std::min(chance, a.sure)) > enough; };
     out->length = out->longest = out->promised = out->forecast = 0;
-    out->could_pay = pays(first) || (a.likely > 0 && pays(std::max(first, a.likely)));
+    out->could_pay = pays(std::max(first, a.likely));
     if (out->could_pay != 0) {
         if (few < most && count) count = survivals(m, match, most, chances);
         auto likely = [&](int64_t at) { return chances[at]; };
