@@ -9,7 +9,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.led import Led
 from selfspec.control.plan import Policy
-from selfspec.control.tracker import is_prior
+from selfspec.control.priors import is_prior
 from selfspec.target.stack import Stack
 
 

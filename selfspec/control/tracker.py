@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
+from selfspec.control.priors import read_curve, read_prior, thinned
 from selfspec.control.rows import Shadow
 
 Floats = NDArray[np.float64]
@@ -40,7 +41,6 @@ PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
 FITS, FITS_FROM_CURVE = 8, 2  # of the curves to a prior, from nothing and from where they were
 MOST_STEP = 1.5  # by which a fit moves offset or slope
-MOST_CURVE = 50.0  # offset or slope: what is farther from 0 is no curve
 MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
 MOST_LATER = 4096  # observations that wait to be counted over all texts
 _bounds = np.array(CONFIDENCE_EDGES)
@@ -82,7 +82,7 @@ class Tracker:
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
         if prior is not None:
             counts = read_prior(prior, num_layers)
-            self._counts[1], self._overall[:] = _thinned(counts, PRIOR_SIZE), _thinned(counts, OVERALL_SIZE)
+            self._counts[1], self._overall[:] = thinned(counts, PRIOR_SIZE), thinned(counts, OVERALL_SIZE)
             for _ in range(FITS if known is None else FITS_FROM_CURVE):
                 self._fit()
             self._asked = EARLY_FITS[-1]
@@ -260,43 +260,3 @@ def _mean_curve(num_layers: int) -> Floats:
     mean[0] += DEPTH * np.log(4 * np.arange(1, num_layers) / num_layers)
     mean.setflags(write=False)
     return mean
-
-
-def read_prior(given: Any, num_layers: int) -> Floats:
-    """Counts `[2, L - 1, NUM_BINS]` from `Tracker.state`.
-
-    Raises:
-        ValueError: it is something else, or another model's.
-    """
-    try:
-        counts = np.array([given["hits"], given["misses"]], np.float64)
-        fits = counts.shape == (2, num_layers - 1, NUM_BINS) and list(given["edges"]) == list(CONFIDENCE_EDGES)
-    except (KeyError, TypeError, ValueError, OverflowError) as problem:
-        raise ValueError(f"not a prior: {problem}") from problem
-    if not fits or not np.isfinite(counts).all() or (counts < 0).any():
-        raise ValueError(f"not a prior of a model with {num_layers} layers")
-    return counts
-
-
-def read_curve(given: Any, num_layers: int) -> Floats | None:
-    """The curves `[2, L - 1]` that are fitted to the counts, about; None where they are not told, or nonsense."""
-    try:
-        curve = np.array(given["curve"], np.float64, order="C")
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return curve if curve.shape == (2, num_layers - 1) and (np.abs(curve) < MOST_CURVE).all() else None
-
-
-def _thinned(counts: Floats, most: float) -> Floats:
-    """To at most so many observations per layer."""
-    total = np.add.reduce(counts, (0, 2))
-    return counts * (np.minimum(total, most) / np.maximum(total, 1e-9))[None, :, None]
-
-
-def is_prior(given: Any, num_layers: int) -> bool:
-    """Whether a tracker of a model of this depth can start from it."""
-    try:
-        read_prior(given, num_layers)
-        return True
-    except ValueError:
-        return False

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, confidence_bin
+from selfspec.control.priors import is_prior, read_prior
 from selfspec.control.rows import Shadow
 from selfspec.control.tracker import (
     CURVE_MEAN,
@@ -20,8 +21,6 @@ from selfspec.control.tracker import (
     RECALLED,
     RECENT,
     Tracker,
-    is_prior,
-    read_prior,
 )
 
 
