@@ -24,6 +24,7 @@ class Pieces:
         self.plain = costs.stages(None, (0,) * num_rows)
         self.plain_seconds = sum(self.plain.values())
         self._tables: dict[bool, Floats] = {}
+        # One entry: of several threads that make it, the first one's stays.
         self._lookups: dict[tuple[()], tuple[Floats, Floats, Floats, Floats]] = {}
         self._addresses: dict[bool, int] = {}
         self._lookup_addresses: tuple[int, int, int, int] | None = None
