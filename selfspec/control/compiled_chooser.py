@@ -28,8 +28,9 @@ class CompiledChooser(Chooser):
         super().__init__(experience, exit_layers, num_layers)
         self._tracker, self._num_lines = tracker, num_layers - 1
         self._choose, self._limits = functions().selfspec_choose, functions().selfspec_limits
-        self._layers, self._caps, self._best = array("q", exit_layers), array("q", CAPS), array("d", self._favour)
-        self._asked, self._chosen, self._prices = Asked(), Chosen(), array("d", bytes(8 * WIDTH))
+        self._layers, self._caps = array("q", exit_layers), array("q", CAPS)
+        self._best, self._prices = array("d", bytes(8 * self._num_lines)), array("d", bytes(8 * WIDTH))
+        self._asked, self._chosen = Asked(), Chosen()
         asked, agreement = self._asked, experience.agreement
         asked.layers, asked.num_layers = self._layers.buffer_info()
         asked.caps, asked.num_caps = self._caps.buffer_info()

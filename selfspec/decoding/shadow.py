@@ -42,7 +42,7 @@ def shadow_picks(
         hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)
     if hits is None or sure is None:
         hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged)
-    if not hits.is_cuda:
+    if hits.device.type == "cpu":
         return Shadow(tuple(layers), hits.numpy(), sure.float().numpy())
     told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
     return Shadow(tuple(layers), told[0] > 0, told[1])

@@ -73,6 +73,7 @@ def compiled_round(
     seen = _seen(stack, rows, plan) if looks else None
     if looks and seen is None:
         return None
+    ahead = None if looks else ahead  # there is room for what one round leaves, drafted as planned
     given = _given(rows, plan) if plan.exit_layer == LOOKUP else []
     usual = plan if ahead is None else ahead.usual
     drafter = _drafter(stack, usual) if usual.exit_layer else None

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from selfspec.api import Target
 from selfspec.commands.failure import ending
-from selfspec.control.plan import LOOKUP, NUM_BINS, SecondChoices, SurvivalStop
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, ShadowPlan, Steady, SurvivalStop
 from selfspec.decoding import rounds, whole
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.picker import Picker
 from selfspec.target.compiled_round import Rounds
 from tests.decoding.test_trees import Knowing, Seconds, check_known_trees, check_seconds
-from tests.helpers import Adversary, Always, make_prompts
+from tests.helpers import Adversary, Always, generate, make_prompts
 from tests.models import build, tiny
 
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
@@ -144,6 +144,29 @@ def test_rounds_that_look_at_layers_are_done_in_one_call(monkeypatch):
         decoded("llama", 3, seed, Dice(seed, 4), 70, [False, True, False])
     assert {None, LOOKUP, 1, 2} <= {one[0] for one in looked} and {None, 4} == {one[1] for one in looked}
     assert all(guesses != is_done for _, _, guesses, is_done in looked)
+
+
+class LooksBesideLookup(Always):
+    """Looks at layers while lookup drafts little, and says that rounds in which layers draft much are to follow."""
+
+    def plan(self, rows):
+        self.steady, shadow = Steady(8, usual=super().plan(rows)), ShadowPlan((1, 3), (0,), 20)
+        return Plan(LOOKUP, tuple([min(2, row.room - 1) for row in rows]), shadow=shadow)
+
+
+def test_no_round_follows_in_a_call_that_looks_at_layers(monkeypatch):
+    run, told = Rounds.run, []
+
+    def counted(self, *given):
+        done = run(self, *given)
+        told.append((given[-1] is not None, len(done)))
+        return done
+
+    monkeypatch.setattr(Rounds, "run", counted)
+    target, [prompt] = compiled("llama"), make_prompts([9])
+    [answer] = target.generate([prompt], max_new_tokens=40, policy=LooksBesideLookup(2, 9))
+    assert answer.tokens == generate(target.model, prompt, 40)
+    assert told and {*told} == {(True, 1)}
 
 
 def test_most_rounds_are_done_in_one_call(monkeypatch):

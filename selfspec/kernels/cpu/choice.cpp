@@ -1,6 +1,6 @@
-// How often every exit layer is right, and which of them, drafting in which way, promises most: `selfspec.control.tracker`,
-// `worth` and `choosing` say the same in Python. Between two rounds the weights stream through the caches, so that
-// each of numpy's functions takes ten times as long there as it does in a loop; this takes what it always does.
+// How often every exit layer is right, and which of them, drafting in which way, promises most; `tracker`, `worth` and
+// `choosing` of selfspec.control say the same in Python. Between two rounds the weights stream through the caches, so
+// that hundreds of small functions, as Python and numpy make of it, take ten times as long as they do in a loop.
 
 #include <algorithm>
 #include <cmath>
@@ -63,7 +63,8 @@ void fit(const Known& k, int64_t line) {
 }
 
 // What is counted, out of how many, of one line: shrunk from recent counts to lasting ones, and from those to `wider`.
-double shrunk(const Known& k, bool is_share, double recent, double of_recent, double lasting, double of_lasting, double wider) {
+double shrunk(const Known& k, bool is_share, double recent, double of_recent, double lasting, double of_lasting,
+              double wider) {
     double beside_recent = k.weights[is_share], beside_lasting = k.weights[2 + is_share];
     double found = (lasting + wider) / (of_lasting + beside_lasting);
     return (found * beside_recent + recent) / (of_recent + beside_recent);
@@ -73,7 +74,10 @@ void estimate(const Known& k, int64_t line) {
     int64_t size = k.lines * k.bins, at = line * k.bins;
     const double *counts = k.counts + at, *wider = k.wider + at;
     double recent = 0, lasting = 0, highest = 0;
-    auto seen = [&](int64_t i, int64_t view) { return counts[2 * view * size + i] + counts[(2 * view + 1) * size + i]; };
+    auto seen = [&](int64_t i, int64_t view) {
+        const double* hits = counts + 2 * view * size;
+        return hits[i] + hits[size + i];
+    };
     for (int64_t i = 0; i < k.bins; i++) recent += seen(i, 0), lasting += seen(i, 1);
     for (int64_t i = 0; i < k.bins; i++) {
         double now = seen(i, 0), before = seen(i, 1);
@@ -103,16 +107,16 @@ struct Way {  // of drafting
 struct Asked {
     int64_t num_rows, num_ways, num_layers;
     const Way* ways;
-    const int64_t* layers;  // exit layers to choose from
+    const int64_t* layers;   // exit layers to choose from
     int64_t width, longest;  // columns of prices; the last `longest` + 1 are of rounds, by drafted tokens per row
-    const int64_t* caps;  // tokens after which a row's draft may be taken to end
+    const int64_t* caps;     // tokens after which a row's draft may be taken to end
     int64_t num_caps;
     const double *came, *expected;  // [lines]: tokens of copies that were right, and that layers would have had right
     double pooled, believed;        // the share of all lines, and how many such tokens it is worth beside those
     const double* favour;           // [lines]: over the rows, what is added to 1
     double trust, trust_in_known, known;  // `known`: lasting observations from which a line is
-    int64_t now_way, now_layer;  // way and exit layer in use; -1: none
-    double stay;                 // what another must promise beside it
+    int64_t now_way, now_layer;           // way and exit layer in use; -1: none
+    double stay;                          // what another must promise beside it
 };
 
 struct Choice {
@@ -176,8 +180,8 @@ Promise of_rows(const Known& k, const Asked& a, int64_t line, double covered, co
 
 extern "C" {
 
-// Fade counts, fit curves if that is asked for, and estimate.
-// cells, at: what is not counted over all texts yet, and when it came; now, since: when it is, and since those were faded.
+// Fade counts, fit curves if that is asked for, and estimate. cells, at: what is not counted over all texts yet, and
+// when it came; now, since: the time, and how long ago those were faded.
 void selfspec_estimate(const Known* known, double recent, double lasting, int64_t fits, const int64_t* cells,
                        const double* at, int64_t num_cells, double now, double since) {
     const Known& k = *known;

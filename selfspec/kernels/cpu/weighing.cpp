@@ -6,7 +6,7 @@
 
 namespace {
 
-// What came after matches: [bins, longest] by position of a draft's token, and [bins] of all tokens and of the row's own.
+// What came after matches: [bins, longest] by position of a draft's token; [bins] of all tokens, and of the row's own.
 struct Matches {
     int64_t bins, longest;
     const int64_t* edges;  // [bins - 1] between bins of matches
