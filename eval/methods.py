@@ -45,7 +45,7 @@ class Endless(Target):
 
     def __init__(self, target: Target, with_text: bool = False) -> None:
         vars(self).update(vars(target))
-        self.remembered = copy.copy(target.remembered)  # what it sees is its own
+        self.remembered = target.remembered.copy()  # what it sees is its own
         if not with_text:
             self.tokenizer = None
 

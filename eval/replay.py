@@ -126,6 +126,7 @@ def replay(
         if ready:
             _round(ready, asking, costs, done, beside)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
+    asking.tell()
     return done
 
 

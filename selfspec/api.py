@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from torch import nn
 
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import Engine, page_size_of
@@ -261,9 +262,12 @@ class Target:
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
         longest += -longest % page_size_of(self.stack)  # whole pages, so that every row of a full batch has its own
+        chosen, how = policy, self._how(policy, exit_layer, num_draft_tokens, drafts, exact)
+        if how is not None:
+            chosen = self.remembered.go_on(self.costs(batch, exact), how) or policy
         engine = Engine(
             self,
-            policy=policy,
+            policy=chosen,
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             drafts=drafts,
@@ -276,7 +280,15 @@ class Target:
         )
         for request in requests:
             engine.submit(request)
-        return self._remembering(engine)
+        return self._remembering(engine, how)
+
+    def _how(self, policy: Any, exit_layer: Any, most: Any, drafts: Any, exact: bool) -> Hashable:
+        """What tells a policy that may go on in later calls from others; None: of another kind."""
+        is_default = policy is None and exit_layer is None and most is None
+        is_adaptive = is_default or (isinstance(policy, str) and policy == "adaptive")
+        if not is_adaptive or self.stack.num_layers == 1 or self.stack.ranks is not None:
+            return None
+        return exact, exit_layer, most, None if drafts is None else tuple(drafts)
 
     def _learner(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
         if learn is True:
@@ -288,12 +300,16 @@ class Target:
             learn.cover([exit_layer])
         return learn
 
-    def _remembering(self, engine: Engine) -> Iterator[Round]:
+    def _remembering(self, engine: Engine, how: Hashable) -> Iterator[Round]:
         """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""
         try:
             yield from engine.run()
         finally:
-            self.remember(engine)
+            if how is not None and isinstance(engine.policy, Adaptive):
+                engine.retire()
+                self.remembered.keep(engine.policy, how)
+            else:
+                self.remember(engine)
 
     def remember(self, engine: Engine) -> None:
         """Take what an engine's policy saw of this model's acceptance as where the next one starts."""

@@ -75,6 +75,14 @@ class Adaptive:
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
         self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
 
+    def forget_rows(self) -> None:
+        """All rows are gone, and the next ones may have their numbers; what they told holds, as it does for later
+        rows of one engine."""
+        self._alike = 0
+        self._free.forget_rows()
+        if self._experience.has_seen(self._allowed):
+            self._times.tell_prior()
+
     @property
     def tracker(self) -> Tracker:
         """Statistics of all layers, with everything that came so far."""
@@ -82,13 +90,13 @@ class Adaptive:
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        self._decider.tell_vocabulary(vocabulary)
-        self._forget_decision()
+        if self._decider.tell_vocabulary(vocabulary):
+            self._forget_decision()
 
     def tell_copies(self, has_copies: bool) -> None:
         """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
-        self._decider.tell_copies(has_copies and self._may_copy)
-        self._forget_decision()
+        if self._decider.tell_copies(has_copies and self._may_copy):
+            self._forget_decision()
 
     def _forget_decision(self) -> None:
         self._times.decide_now()

@@ -82,6 +82,12 @@ class Crowd:
         rate = self._trust.ratio * self._forecast / seconds[min(sum(lengths), len(seconds) - 1)]
         return Plan(LOOKUP, lengths, speedup=rate * worth.plain_seconds / len(rows))
 
+    def forget_rows(self) -> None:
+        """The next rows are others, whatever their numbers."""
+        self._rows, self._are_read = [], []
+        self._lines.clear()
+        self._read.clear()
+
     def steady(self, most: Steady) -> Steady:
         """How many rounds after one that was just planned are drafted by matches alone."""
         rounds = min(most.num_rounds, self.rounds_left)

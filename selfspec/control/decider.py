@@ -62,15 +62,25 @@ class Decider:
         self._parting = 1.0
         self._tried: set[int] = set()  # bit lengths of batches' sizes
 
-    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
-        """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        self._vocabulary, self._made, self._promising = vocabulary, None, None
-        self._parts = Parts(self._costs, vocabulary, self._has_copies)
+    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> bool:
+        """Drafts may be over parts of this vocabulary; None: they are over all of it. Whether that is new."""
+        is_new = vocabulary is not self._vocabulary
+        if is_new:
+            self._vocabulary = vocabulary
+            self._draft_anew()
+        return is_new
 
-    def tell_copies(self, has_copies: bool) -> None:
-        """Drafts may be written by copies of the layers in 4 bits, or not."""
-        self._has_copies, self.worth = has_copies, None
-        self.tell_vocabulary(self._vocabulary)
+    def tell_copies(self, has_copies: bool) -> bool:
+        """Drafts may be written by copies of the layers in 4 bits, or not. Whether that is new."""
+        is_new = has_copies != self._has_copies
+        if is_new:
+            self._has_copies, self.worth = has_copies, None
+            self._draft_anew()
+        return is_new
+
+    def _draft_anew(self) -> None:
+        self._made = self._promising = None
+        self._parts = Parts(self._costs, self._vocabulary, self._has_copies)
 
     def share(self, draft_vocab: int | None) -> float:
         """Of the vocabulary, that a draft is over."""

@@ -53,6 +53,11 @@ class Finder:
         self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
+    def forget_rows(self) -> None:
+        """No row is known any more."""
+        self.matches.keep_rows(())
+        self.stored.keep_rows(())
+
     def plan(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool = False) -> Plan | None:
         """Drafts of what is free; None where that promises less than is usual.
 

@@ -82,6 +82,11 @@ class Follower:
         tree = TokenTree(tokens, tuple(range(len(tokens))))
         return Plan(LOOKUP, (len(tokens),), trees=(tree,), speedup=known.promised * worth.plain_seconds)
 
+    def forget_row(self) -> None:
+        """The next row is another one, whatever its number."""
+        self._row, self._streak = (-1, 0), 0
+        self._lengths.forget_row()
+
     def forget_quiet(self) -> None:
         """Something was decided: early passes may check other guesses."""
         self._quiet.clear()

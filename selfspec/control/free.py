@@ -65,6 +65,13 @@ class Free:
         self._reading.price(num_rows, deciding)
         self._follower.forget_quiet()
 
+    def forget_rows(self) -> None:
+        """All rows are gone, and the next ones may have their numbers."""
+        self._finder.forget_rows()
+        self._follower.forget_row()
+        self._crowd.forget_rows()
+        self._reading.forget_rows()
+
     def forget_round(self) -> None:
         """A round begins, and may be planned by others."""
         self.follows, self._crowds, self._will_ask, self.told_of = False, False, False, ()

@@ -95,6 +95,11 @@ class Lengths:
         self._kept = KEPT if self._has_drafted else min(2 * self._kept, MOST_KEPT)
         self._has_drafted, self._told = False, 0
 
+    def forget_row(self) -> None:
+        """The next row is another one, whatever its number."""
+        if self._for is not None:
+            self._for = (-1, 0), self._for[1]
+
     def note(self) -> None:
         """Something is drafted."""
         self._has_drafted = True

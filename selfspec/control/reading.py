@@ -70,6 +70,10 @@ class Reading:
         """Whether lookup could save more than it takes of as many rows as there were last."""
         return self._can_pay
 
+    def forget_rows(self) -> None:
+        """The next rows are others, whatever their numbers."""
+        self._read, self._followed = {}, ((-1, 0), False)
+
     def note(self, has_drafted: bool) -> None:
         """Whether anything came of the rows' guesses in a round."""
         self._vain = 0 if has_drafted else self._vain + 1

@@ -40,6 +40,10 @@ class Timetable:
         self._began = 0  # since when layers draft
         self._held = 0  # for how many rounds the decision before the last one did
 
+    def tell_prior(self) -> None:
+        """Earlier texts have told of the layers."""
+        self._has_prior, self._early_replan = True, EARLY_REPLAN[True]
+
     @property
     def is_due(self) -> bool:
         """Whether this round decides."""

@@ -77,15 +77,13 @@ class Tracker:
         self._curve = self._mean.copy() if known is None else known
         self._wider = np.full(self._shape, SHARE_WEIGHTS[1] / NUM_BINS)  # of rates and of shares, with its weight
         self._expected = np.empty(self._shape[1:])  # rates by the curves
-        self._asked = 0
+        self._asked = self._fits = 0  # estimates, and fits that the next one makes up for
         self._draw_curves()
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
         if prior is not None:
             counts = read_prior(prior, num_layers)
             self._counts[1], self._overall[:] = thinned(counts, PRIOR_SIZE), thinned(counts, OVERALL_SIZE)
-            for _ in range(FITS if known is None else FITS_FROM_CURVE):
-                self._fit()
-            self._asked = EARLY_FITS[-1]
+            self._fits, self._asked = FITS if known is None else FITS_FROM_CURVE, EARLY_FITS[-1]
 
     @property
     def recent(self) -> Floats:
@@ -193,16 +191,17 @@ class Tracker:
             told = np.maximum(np.add.reduce(beyond, (0, 2)), 1e-9)
             lasting += beyond * np.minimum(missing / told, 1)[:, None]
 
-    def _fits_now(self) -> bool:
-        """Somebody asks: whether the curves are fitted to what has come."""
+    def _fits_now(self) -> int:
+        """Somebody asks: how many steps the curves are fitted to what has come."""
         self._asked += 1
-        return self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0
+        fits, self._fits = self._fits + (self._asked in EARLY_FITS or self._asked % FIT_EVERY == 0), 0
+        return fits
 
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
         self._settle()
         self._recall()
-        if self._fits_now():
+        for _ in range(self._fits_now()):
             self._fit()
         # [recent or lasting, rates or shares, L - 1, bins]: what is counted, and out of how many
         counted, of = np.empty((2, 2, *self._shape))

@@ -92,7 +92,7 @@ class Asking:
             self._left -= 1
             self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
             return self._plan, False
-        self._tell()
+        self.tell()
         policy = self.policy
         self.reads_lookup = getattr(policy, "reads_lookup", False)
         self.reads_ranks = getattr(policy, "reads_ranks", False)
@@ -141,8 +141,8 @@ class Asking:
             return self.lookups.drafted([row.match for row in rows], [row.room - 1 for row in rows]) is not None
         return bool(asked) and any(asked[min(row.match, len(asked) - 1)] for row in rows)
 
-    def _tell(self) -> None:
-        """How many of the rounds ahead came, if there were any to come."""
+    def tell(self) -> None:
+        """Tell the policy how many of the rounds ahead came, if there were any to come."""
         ahead, left, seconds = self._ahead, self._left, self._seconds
         self._ahead = self._left = 0
         self._seconds = 0.0

@@ -129,6 +129,10 @@ class Engine:
         """Who plans."""
         return self._asking.policy
 
+    def retire(self) -> None:
+        """Tell the policy of rounds that it was not asked about, for somebody else to go on with it."""
+        self._asking.tell()
+
     @property
     def num_waiting(self) -> int:
         return len(self._intake)

@@ -94,6 +94,17 @@ def test_what_a_rows_text_came_to_decides_how_much_it_drafts(match):
     assert lengths[0] > lengths[1] > lengths[2]
 
 
+def test_rows_with_the_numbers_of_earlier_ones_are_others_once_those_are_forgotten():
+    batch = Batch()
+    assert not any(batch.plan(*[row(i, 3, tally=NEVER) for i in range(4)], faster=1.5) or ())
+    batch.crowd.forget_rows()
+    batch.crowd._finder.forget_rows()
+    later = batch.plan(*[row(i, 3, tally=ALWAYS if i < 2 else NEVER) for i in range(4)], faster=1.5)
+    assert later.draft_lengths[0] == later.draft_lengths[1] > later.draft_lengths[2] == later.draft_lengths[3]
+    batch.crowd.forget_rows()
+    assert batch.plan(*[row(i, length=448, room=2) for i in range(4)]) is None, "too few tokens to come for an index"
+
+
 def test_forecasts_that_do_not_come_true_are_believed_less():
     batch, rows = Batch(), [row(i) for i in range(4)]
     before = batch.plan(*rows)

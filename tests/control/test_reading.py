@@ -73,6 +73,20 @@ def exits_of(run):
     return [round_.plan.exit_layer for round_ in run.rounds]
 
 
+def test_indices_of_rows_with_the_numbers_of_earlier_ones_are_paid_for_too():
+    balances = []
+    for forgets in (False, True):
+        reading, worth, usual = account(4)
+        rows = rows_of(4, content=5000)
+        for _ in range(2):
+            reading.pass_round(4, 100.0, 1.0)
+            assert reading.begin(rows, worth, usual)
+            if forgets:
+                reading.forget_rows()
+        balances.append(reading._balance)
+    assert balances[0] - balances[1] == pytest.approx(4 * 5000 * READ_SECONDS)
+
+
 # ------------------------------------------------------------------------------------------------------------ the table
 
 

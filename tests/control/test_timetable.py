@@ -59,6 +59,15 @@ def intervals(seconds, count, num_rows=1, is_known=True, has_prior=True):
     return found
 
 
+def test_texts_after_the_first_are_as_those_of_one_that_began_with_a_prior():
+    times = Timetable()
+    times.decide_while_drafting(1, True, True, 1e-3)
+    assert times.until_due + 1 < intervals(1e-3, 1)[0]
+    times.tell_prior()
+    times.decide_while_drafting(1, True, True, 1e-3)
+    assert times.until_due + 1 == intervals(1e-3, 1)[0]
+
+
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("after", [1, 6, 40, 100])
 def test_rounds_that_say_nothing_of_layers_put_a_decision_off_as_far_as_is_foreseen(num_rows, after):

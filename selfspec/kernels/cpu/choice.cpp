@@ -191,7 +191,7 @@ void selfspec_estimate(const Known* known, double recent, double lasting, int64_
     for (int64_t i = 0; i < num_cells; i++) k.overall[cells[i]] += std::exp2((at[i] - now) / k.half_life);
     for (int64_t line = 0; line < k.lines; line++) {
         recall(k, line);
-        if (fits) fit(k, line);
+        for (int64_t i = 0; i < fits; i++) fit(k, line);
         estimate(k, line);
     }
 }
