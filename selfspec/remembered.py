@@ -15,7 +15,6 @@ from selfspec.control.plan import Policy
 from selfspec.control.priors import is_prior
 from selfspec.target.stack import Stack
 
-
 WRITE_EVERY = 0.1  # seconds
 MOST_IDLE = 4
 

@@ -35,10 +35,10 @@ class Bare(Endless):
         self._measured: Costs | None = None
         self.prior = None
 
-    def costs(self, batch_size: int = 1) -> Costs:
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
         """Seconds of the pieces of a round, measured once for all methods of the run."""
-        if not self.cost_repeats:
-            return super().costs(batch_size)
+        if not self.cost_repeats or exact:
+            return super().costs(batch_size, exact)
         if self._measured is None:
             self._measured = measure(self.stack, repeats=self.cost_repeats, within=None)
         return self._measured

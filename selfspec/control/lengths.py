@@ -16,12 +16,12 @@ from selfspec.control.rows import RowState
 
 # Rounds, as long as nothing else is decided: at first, and after such in which something was drafted; else for twice as
 # many each time, up to so many. Of models so fast that to weigh would take much of that time, more.
-FIRST_KEPT, KEPT, MOST_KEPT = 16, 32, 128
+FIRST_KEPT, KEPT, MOST_KEPT = 32, 64, 128
 WEIGHING = 0.02  # of the time of plain rounds
 # And until there was something to learn: each token that came as lookup would have guessed where it drafts nothing, and
 # each of its drafts, but for those that grow by themselves, tells of about a plain round that could have been saved.
 # So many at least, and as many as plain rounds fit into what weighing takes, with the call that it ends.
-LEAST_SURPRISES = 2
+LEAST_SURPRISES = 4
 OLD = 1024  # rounds beyond those for which it is kept, after which it is weighed whatever came
 WEIGH_SECONDS, ENDING = 3e-4, 1e-3  # of the interpreter, on cold caches
 SAME = 0.05  # of tokens per second, by which what is usual may change without that

@@ -197,7 +197,7 @@ def test_plain_rounds_that_nobody_asked_about_make_what_was_weighed_older():
     assert batch.crowd.rounds_left == left - 5
 
 
-@pytest.mark.parametrize(("more", "is_soon"), [(0, True), (1, True), (4, True), (5, False), (100, False)])
+@pytest.mark.parametrize(("more", "is_soon"), [(0, True), (1, True), (8, True), (9, False), (100, False)])
 def test_what_was_weighed_is_kept_until_a_call_ends_that_ends_soon_after(more, is_soon):
     batch = Batch()
     batch.plan(*[row(i) for i in range(4)])
@@ -222,12 +222,12 @@ def test_however_often_that_is_asked_weighing_comes_at_last(monkeypatch):
 def test_other_rows_are_weighed_at_once_where_that_was_to_come_soon(monkeypatch):
     weighed, weigh = [], Crowd._weigh
     monkeypatch.setattr(Crowd, "_weigh", lambda *given: weighed.append(passed) or weigh(*given))
-    for passed in (10, 14):
+    for passed in (20, 28):
         batch = Batch()
         batch.plan(*[row(i) for i in range(4)])
         batch.crowd.pass_rounds(passed)
         batch.plan(*[row(i) for i in range(1, 5)])
-    assert weighed == [10, 14, 14]
+    assert weighed == [20, 28, 28]
 
 
 @pytest.mark.parametrize(("rounds", "kept"), [(0, FIRST_KEPT), (50, 50), (10_000, MOST_KEPT)])
