@@ -96,12 +96,14 @@ def play(
     num_draft_tokens: int | None = None,
     prior: Any = None,
 ) -> Iterator[Replayed]:
-    """Replay a new policy on each prompt; warm, what it has seen so far is the next one's prior, as in a process."""
+    """Replay a new policy on each prompt; warm, one goes on from prompt to prompt, as it does in a process."""
+    policy = None
     for trace in traces:
-        policy = make(name, costs, exit_layer, num_draft_tokens, prior)
-        yield replay([trace], policy, costs)
         if is_warm and isinstance(policy, Adaptive):
-            prior = policy.state()
+            policy.forget_rows()
+        else:
+            policy = make(name, costs, exit_layer, num_draft_tokens, prior)
+        yield replay([trace], policy, costs)
 
 
 def _summary(done: Sequence[Replayed]) -> dict[str, Any]:

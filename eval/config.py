@@ -103,7 +103,7 @@ class ReplayConfig:
     )
     starts: tuple[str, ...] = knob(
         ("fresh",),
-        "'fresh': every prompt for itself; 'warm': what the prompts before have shown is the next one's prior.",
+        "'fresh': every prompt for itself; 'warm': policies that can go on from one to the next.",
     )
     prior: str = knob(
         STORED, "What the first prompt, or every fresh one, begins with: 'stored' statistics of its model, or 'none'."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,7 +20,7 @@ from selfspec.device.runner import install
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import whole
 from selfspec.learn import Learner
-from selfspec.remembered import Remembered
+from selfspec.remembered import Remembered, Way, way_of
 from selfspec.target.engines import check_engine, choose
 from selfspec.target.exact import ExactStack
 from selfspec.target.exit_heads import ExitHeads
@@ -262,33 +262,31 @@ class Target:
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
         longest += -longest % page_size_of(self.stack)  # whole pages, so that every row of a full batch has its own
-        chosen, how = policy, self._how(policy, exit_layer, num_draft_tokens, drafts, exact)
-        if how is not None:
-            chosen = self.remembered.go_on(self.costs(batch, exact), how) or policy
-        engine = Engine(
-            self,
-            policy=chosen,
-            exit_layer=exit_layer,
-            num_draft_tokens=num_draft_tokens,
-            drafts=drafts,
-            datastore=Datastore.of(datastore, self.tokenizer),
-            max_batch_size=max_batch_size if max_batch_size < 1 else batch,
-            max_cached_tokens=batch * longest,
-            learn=learner,
-            exact=exact,
-            burst=burst,
-        )
-        for request in requests:
-            engine.submit(request)
-        return self._remembering(engine, how)
-
-    def _how(self, policy: Any, exit_layer: Any, most: Any, drafts: Any, exact: bool) -> Hashable:
-        """What tells a policy that may go on in later calls from others; None: of another kind."""
-        is_default = policy is None and exit_layer is None and most is None
-        is_adaptive = is_default or (isinstance(policy, str) and policy == "adaptive")
-        if not is_adaptive or self.stack.num_layers == 1 or self.stack.ranks is not None:
-            return None
-        return exact, exit_layer, most, None if drafts is None else tuple(drafts)
+        way = None
+        if self.stack.num_layers > 1 and self.stack.ranks is None:
+            way = way_of(policy, exit_layer, num_draft_tokens, drafts, exact, datastore is not None)
+        known = None if way is None else self.remembered.go_on(way, lambda: self.costs(batch, exact))
+        try:
+            engine = Engine(
+                self,
+                policy=policy if known is None else known,
+                exit_layer=exit_layer,
+                num_draft_tokens=num_draft_tokens,
+                drafts=drafts,
+                datastore=Datastore.of(datastore, self.tokenizer),
+                max_batch_size=max_batch_size if max_batch_size < 1 else batch,
+                max_cached_tokens=batch * longest,
+                learn=learner,
+                exact=exact,
+                burst=burst,
+            )
+            for request in requests:
+                engine.submit(request)
+        except BaseException:
+            if way is not None and known is not None:
+                self.remembered.keep(known, way)
+            raise
+        return self._remembering(engine, way)
 
     def _learner(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
         if learn is True:
@@ -300,16 +298,24 @@ class Target:
             learn.cover([exit_layer])
         return learn
 
-    def _remembering(self, engine: Engine, how: Hashable) -> Iterator[Round]:
+    def _remembering(self, engine: Engine, way: Way | None) -> Iterator[Round]:
         """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""
         try:
             yield from engine.run()
-        finally:
-            if how is not None and isinstance(engine.policy, Adaptive):
-                engine.retire()
-                self.remembered.keep(engine.policy, how)
-            else:
-                self.remember(engine)
+        except GeneratorExit:  # between two rounds
+            self._end(engine, way)
+            raise
+        except BaseException:  # anywhere: nobody knows what state the policy is in
+            self.remember(engine)
+            raise
+        self._end(engine, way)
+
+    def _end(self, engine: Engine, way: Way | None) -> None:
+        if way is None or not isinstance(engine.policy, Adaptive):
+            self.remember(engine)
+            return
+        engine.retire()
+        self.remembered.keep(engine.policy, way)
 
     def remember(self, engine: Engine) -> None:
         """Take what an engine's policy saw of this model's acceptance as where the next one starts."""

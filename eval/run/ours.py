@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from eval.methods import Endless
 from eval.run.names import MethodName
@@ -32,16 +33,22 @@ class Bare(Endless):
     def __init__(self, target: Target, eos: frozenset[int], cost_repeats: int = 0) -> None:
         super().__init__(target)
         self._eos, self.cost_repeats = eos, cost_repeats
-        self._measured: Costs | None = None
+        self._measured: list[Costs] = []  # one, shared with those that are apart
         self.prior = None
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
         """Seconds of the pieces of a round, measured once for all methods of the run."""
         if not self.cost_repeats or exact:
             return super().costs(batch_size, exact)
-        if self._measured is None:
-            self._measured = measure(self.stack, repeats=self.cost_repeats, within=None)
-        return self._measured
+        if not self._measured:
+            self._measured.append(measure(self.stack, repeats=self.cost_repeats, within=None))
+        return self._measured[0]
+
+    def apart(self) -> Self:
+        """The same target, whose calls know nothing of this one's."""
+        other = copy.copy(self)
+        other.remembered = self.remembered.copy()
+        return other
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -51,12 +58,11 @@ class Bare(Endless):
 class Ours:
     """A policy through the public `stream`, one row at a time.
 
-    What a policy learns of the model's acceptance goes from one question to the next, as it does for every caller of
-    `Target.generate`.
+    What a method's policy learns goes from one question to its next, as it does for every caller of `Target.generate`.
     """
 
     def __init__(self, target: Bare, method: MethodName, temperature: float, limit: float, keep_rounds: bool) -> None:
-        self.name, self.target, self.temperature, self.limit = method.name, target, temperature, limit
+        self.name, self.target, self.temperature, self.limit = method.name, target.apart(), temperature, limit
         self.keep_rounds = keep_rounds
         self.settings: dict[str, Any] = {"policy": method.kind}
         if method.kind == "adaptive" and method.options:

@@ -70,6 +70,7 @@ class Adaptive:
         self._times, self._trials = Timetable(has_prior), Trials()
         self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
         self._processes = False  # whether any row has processors
+        self._are_others = False  # whether rows were forgotten since something was planned
         self._held: Sequence[int] = (0,)  # tokens of each row of the round that was planned last
         self._idle = Plan(None, (0,), speedup=1.0)
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
@@ -78,8 +79,9 @@ class Adaptive:
     def forget_rows(self) -> None:
         """All rows are gone, and the next ones may have their numbers; what they told holds, as it does for later
         rows of one engine."""
-        self._alike = 0
+        self._alike, self._are_others = 0, True
         self._free.forget_rows()
+        self._experience.pace.begin_again()
         if self._experience.has_seen(self._allowed):
             self._times.tell_prior()
 
@@ -208,7 +210,8 @@ class Adaptive:
         self._fewest = min(self._fewest, len(rows))
         are_more = len(rows) - self._fewest > JOINED * self._batch
         have_left = self._batch - len(rows) > LEFT[self._batch > SMALL] * self._batch
-        are_fewer = have_left and not self._are_soon_done(rows)
+        are_fewer = have_left and (self._are_others or not self._are_soon_done(rows))
+        self._are_others = False
         if self._times.is_due or are_fewer or are_more or processes != self._processes:
             self._processes = processes
             self._decide(rows)

@@ -71,6 +71,8 @@ class Free:
         self._follower.forget_row()
         self._crowd.forget_rows()
         self._reading.forget_rows()
+        self.forget_round()
+        self._asks = False
 
     def forget_round(self) -> None:
         """A round begins, and may be planned by others."""

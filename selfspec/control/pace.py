@@ -57,6 +57,12 @@ class Pace:
         """The same of those around its forwards."""
         return _of_rows(self.around, num_rows)
 
+    def begin_again(self) -> None:
+        """Texts begin: what deciding took is believed a little less, as by one that starts from `state`."""
+        for known in (self.deciding, self.around):
+            for size in known:
+                known[size] *= KEPT_DECIDING
+
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later one from."""
         spent = {"deciding": self.deciding, "around": self.around}

@@ -227,6 +227,10 @@ class Tracker:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers to start a later tracker from."""
+        self._settle()
+        fits, self._fits = self._fits, 0
+        for _ in range(fits):
+            self._fit()
         hits, misses = (counts.round(2).tolist() for counts in self.overall)
         return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses, "curve": self._curve.round(3).tolist()}
 
