@@ -33,6 +33,7 @@ class Counted(Adaptive):
     made: int = 0
     rounds: int = 0
     met: int = 0
+    forgotten: int = 0
     pause: float = 0.0  # inside
 
     def __init__(self, *given, **named):
@@ -57,6 +58,10 @@ class Counted(Adaptive):
         with self.alone():
             return super().state()
 
+    def forget_rows(self):
+        Counted.forgotten += 1
+        super().forget_rows()
+
     def pass_plain(self, num_rounds, seconds):
         Counted.rounds += num_rounds
         super().pass_plain(num_rounds, seconds)
@@ -69,7 +74,7 @@ def target(monkeypatch):
     costs = made_up_costs(made.stack.num_layers)
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
     monkeypatch.setattr(policies, "Adaptive", Counted)
-    for name in ("made", "rounds", "met"):
+    for name in ("made", "rounds", "met", "forgotten"):
         monkeypatch.setattr(Counted, name, 0)
     return made
 
@@ -82,7 +87,7 @@ def tokens(target, prompt, **options):
 def test_calls_go_on_with_one_policy_and_write_what_plain_decoding_does(target):
     for prompt in PROMPTS * 2:
         assert tokens(target, prompt) == tokens(target, prompt, policy="plain")
-    assert Counted.made == 1
+    assert Counted.made == 1 and Counted.forgotten == 2 * len(PROMPTS)
     other = {"drafts": ["exit", "lookup"], "policy": "adaptive"}
     for _ in range(2):
         done = [target.generate([*PROMPTS], **options) for options in ({"policy": "plain"}, {}, other)]
@@ -305,6 +310,16 @@ def test_few_rows_after_many_are_decided_upon_though_they_are_soon_done(monkeypa
     assert decided == [8, 1]
 
 
+def test_later_calls_decide_as_ones_that_earlier_texts_have_told_of_the_layers():
+    policy, costs = Adaptive(made_up_costs(LAYERS)), made_up_costs(LAYERS)
+    policy.forget_rows()
+    assert not policy._times._has_prior
+    replay([looping(1, 1000)], policy, costs)
+    policy._alike = 5
+    policy.forget_rows()
+    assert policy._times._has_prior and not policy._alike
+
+
 def test_what_deciding_took_is_believed_a_little_less_in_every_call():
     costs, spent = made_up_costs(LAYERS), {"deciding": {"1": 1e-3}, "around": {"1": 2e-3}}
     policy, later = Adaptive(costs), Adaptive(costs)
@@ -318,10 +333,11 @@ def test_what_deciding_took_is_believed_a_little_less_in_every_call():
 
 def test_where_a_corpus_was_looked_into_rows_without_one_are_followed_again():
     policy = Adaptive(made_up_costs(LAYERS))
-    policy._free._asks, policy._free._reading._is_on = True, False
+    free = policy._free
+    free._asks, free._reading._is_on, free._reading._read, free.told_of = True, False, {0: 50}, ["a row"]
     assert not policy.reads_lookup
     policy.forget_rows()
-    assert policy.reads_lookup
+    assert policy.reads_lookup and not free._reading._read and not free.told_of
 
 
 @pytest.mark.parametrize(
