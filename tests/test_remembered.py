@@ -138,6 +138,7 @@ def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
     target.save_prior()
     target.prior = None
     tokens(target, PROMPTS[0])
+    assert target.remembered._is_written, "the first call after that is written down at once, for calls beside the next"
     target.save_prior()
     assert saved[:2] == [policy.state(), {"of": "somebody"}] and np.sum(saved[2]["misses"]) > 0
 

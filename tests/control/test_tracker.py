@@ -209,3 +209,13 @@ def test_curves_that_a_state_tells_are_where_fits_begin_if_they_are_curves(curve
 def test_what_is_saved_again_and_again_does_not_grow_for_ever():
     state = {"edges": list(CONFIDENCE_EDGES), "hits": [[1e9] * NUM_BINS] * 3, "misses": [[0.0] * NUM_BINS] * 3}
     assert sum(Tracker(4, state).state()["hits"][0]) == pytest.approx(OVERALL_SIZE)
+
+
+def test_curves_are_fitted_before_they_are_written_whoever_asked_for_estimates():
+    tracker = Tracker(4)
+    for layer in (1, 2, 3):
+        tracker.add(layer, [True] * 30 + [False] * 10 * layer, [0.9] * 30 + [0.3] * 10 * layer)
+    prior = {name: told for name, told in tracker.state().items() if name != "curve"}
+    asked, unasked = Tracker(4, prior), Tracker(4, prior)
+    asked.estimates()
+    assert unasked.state()["curve"] == asked.state()["curve"] != Tracker(4).state()["curve"]
