@@ -17,6 +17,7 @@ from selfspec.api import Target
 from selfspec.control import policies
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decider import Decider
+from selfspec.control.pace import UNLEARN_EVERY
 from selfspec.control.plan import LOOKUP
 from selfspec.control.rows import RowState
 from selfspec.control.table import Table
@@ -237,9 +238,11 @@ def test_what_a_copy_sees_is_its_own(target):
 def test_calls_in_several_threads_never_share_a_policy(target, monkeypatch):
     wanted, wrong = {i: tokens(target, PROMPTS[i], policy="plain") for i in range(3)}, []
     monkeypatch.setattr(Counted, "pause", 1e-3)
+    begin = threading.Barrier(3)
     monkeypatch.setattr(remembered, "WRITE_EVERY", 0.0)
 
     def call(i):
+        begin.wait()
         for _ in range(4):
             if tokens(target, PROMPTS[i]) != wanted[i] or target.prior is None:
                 wrong.append(i)
@@ -321,12 +324,17 @@ def test_later_calls_decide_as_ones_that_earlier_texts_have_told_of_the_layers()
     assert policy._times._has_prior and not policy._alike
 
 
-def test_what_deciding_took_is_believed_a_little_less_in_every_call():
+def test_what_deciding_took_is_believed_a_little_less_as_calls_pass():
     costs, spent = made_up_costs(LAYERS), {"deciding": {"1": 1e-3}, "around": {"1": 2e-3}}
     policy, later = Adaptive(costs), Adaptive(costs)
     pace = policy._experience.pace
     pace.deciding, pace.around = {1: 1e-3}, {1: 2e-3}
-    policy.forget_rows()
+    for _ in range(3):
+        policy.forget_rows()
+    assert pace.deciding == {1: 1e-3}
+    pace.kinds.pass_rounds(UNLEARN_EVERY)
+    for _ in range(3):
+        policy.forget_rows()
     later.tell_pace({**pace.state(), **spent})
     told = later._experience.pace
     assert (pace.deciding, pace.around) == (told.deciding, told.around) and pace.deciding[1] < 1e-3

@@ -64,6 +64,11 @@ class Kinds:
         self._last_plain = 0  # the round of the last plain look
         self.has_prior = self._read(prior)
 
+    @property
+    def round(self) -> int:
+        """How many have passed."""
+        return self._round
+
     def pass_rounds(self, count: int) -> None:
         self._round += count
 

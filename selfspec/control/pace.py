@@ -19,6 +19,7 @@ DECIDING_STEP, DECIDING_ROUNDS, MOST_DECIDING = 0.5, 64, 1.0
 # times as much. More is the caller's own stops, criteria and texts, which plain rounds' tokens have as well.
 MOST_AROUND, MOST_SPENT = 3.0, 12.0  # the latter: of a few rounds, one of which may have begun a call
 FAR, HELD = 3.0, 48  # times the median, beyond which a round of a batch took a decision; rounds that one is for
+UNLEARN_EVERY = 1024  # rounds, see `Pace.begin_again`
 KEPT_DECIDING = 0.9  # of it is where a later one starts: where nothing is drafted for that, nothing would unlearn it
 
 
@@ -42,6 +43,7 @@ class Pace:
         self.pick, self.passes = 1.0, _read_passes(known)
         self.deciding, self.around = _read_seconds(known, "deciding"), _read_seconds(known, "around")
         self._most_deciding: dict[int, float] = {}  # by rows
+        self._unlearns_at = UNLEARN_EVERY  # see `begin_again`
         self._has_drafted = False
         # Seconds of deciding, and around forwards, of the rounds that drafted since these were last set right.
         self._spent: list[tuple[float, float]] = []
@@ -58,7 +60,11 @@ class Pace:
         return _of_rows(self.around, num_rows)
 
     def begin_again(self) -> None:
-        """Texts begin: what deciding took is believed a little less, as by one that starts from `state`."""
+        """Texts begin: what deciding took is believed a little less, as by one that starts from `state`, but no oftener
+        than every so many rounds: to find out again what drafts come to takes a few rounds, too."""
+        if self.kinds.round < self._unlearns_at:
+            return
+        self._unlearns_at = self.kinds.round + UNLEARN_EVERY
         for known in (self.deciding, self.around):
             for size in known:
                 known[size] *= KEPT_DECIDING
