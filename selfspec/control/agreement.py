@@ -13,7 +13,7 @@ from selfspec.control.fading import Fading, Passed
 from selfspec.control.tracker import Floats
 
 # Tokens after which an observation counts half, here and in what is kept: it is the model's more than the text's.
-HALF_LIFE, OVERALL = 1000.0, 2000.0
+HALF_LIFE, OVERALL = 4000.0, 8000.0
 # Right tokens that full agreement is believed for at first, and the agreement of all exits for that of one.
 BELIEVED, POOLED = 20.0, 10.0
 KNOWN = 2.0  # times as many tokens as are believed, from which on it is known

@@ -10,10 +10,11 @@ import numpy as np
 
 from selfspec.control.plan import NUM_BINS
 from selfspec.control.tracker import (
+    BOUNDS,
     CURVE_WEIGHT,
+    HALF_LIVES,
     LOG_ODDS,
     MOST_STEP,
-    OVERALL,
     PRECISION,
     RECALLED,
     WEIGHTS,
@@ -32,22 +33,30 @@ class CompiledTracker(Tracker):
 
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         super().__init__(num_layers, prior)
-        self._estimate = functions().selfspec_estimate
-        lines = num_layers - 1
+        lib, lines = functions(), num_layers - 1
+        self._count, self._estimate = lib.selfspec_count, lib.selfspec_estimate
         self.right, self.share = (array("d", bytes(8 * lines * NUM_BINS)) for _ in range(2))
         self.totals = array("d", bytes(8 * lines))
-        held = (self._counts, self._overall, self._expected, self._wider, self._curve, self._mean, LOG_ODDS)
+        held = (self._counts, BOUNDS, self._expected, self._wider, self._curve, self._mean, LOG_ODDS)
         outputs = [each.buffer_info()[0] for each in (self.right, self.share, self.totals)]
-        constants = *WEIGHTS.flat, *PRECISION.flat, CURVE_WEIGHT, MOST_STEP, RECALLED, OVERALL
+        constants = *WEIGHTS.flat, *PRECISION.flat, CURVE_WEIGHT, MOST_STEP, RECALLED, *HALF_LIVES
         self.known = Known(lines, NUM_BINS, *[each.ctypes.data for each in held], *constants, *outputs)
         self._address = ctypes.addressof(self.known)
 
+    def _settle(self) -> None:
+        """See `Tracker`."""
+        cells, drafts = self._cells, self._drafts
+        if not (cells or drafts or self._clock != self._counted_at):
+            return
+        told = cells.buffer_info()[0], self._cells_at.buffer_info()[0], len(cells)
+        of_drafts = drafts.buffer_info()[0], self._drafts_at.buffer_info()[0], self._sure.buffer_info()[0]
+        self._count(self._address, *told, *of_drafts, len(self._drafts_at), self._clock, self._counted_at)
+        self._forget_waiting()
+
     def look(self) -> None:
         """Estimate anew."""
-        told = self._later.buffer_info()[0], self._later_at.buffer_info()[0], len(self._later)
-        since = self._clock - self._overall_at
-        self._estimate(self._address, *self._fading(), self._fits_now(), *told, self._clock, since)
-        self._forget_later()
+        self._settle()
+        self._estimate(self._address, self._fits_now())
 
     def estimates(self) -> tuple[Floats, Floats]:
         """See `Tracker`."""

@@ -55,7 +55,8 @@ class Experience:
         self._pace = Pace(costs, (prior or {}).get("pace"))
         self._recorded: list[_Recorded] = []
         self._num_idle = self._uncounted = 0
-        self._rate, self._rounds, self._is_known = 0.0, [0.0], False
+        self._rate, self._rounds = 0.0, [0.0]
+        self._is_known = self._are_copies_known = False  # when that was forecast
 
     @property
     def tracker(self) -> Tracker:
@@ -115,6 +116,7 @@ class Experience:
         self._count()
         self._rate, self._rounds, self._covered = rate, list(rounds), covered
         self._is_known = self._tracker.num_lasting(exit_layer) >= KNOWN
+        self._are_copies_known = self._agreement.is_known
 
     def add_idle(self, num_rounds: int = 1) -> None:
         """Plain rounds that nothing but their tokens is to be said of."""
@@ -174,10 +176,11 @@ class Experience:
 
     def _hold_to_forecast(self, plan: Plan, outcomes: Sequence[RowOutcome], came: float) -> None:
         """What copies get wrong that the layers would have had right says nothing of forecasts for layers that are
-        known; of others it says enough that what little is known of them promised too much."""
+        known, unless copies were known, too, when it was forecast; of others it says enough that what little is known
+        of them promised too much."""
         rounds, longest = self._rounds, max([outcome.num_drafted for outcome in outcomes])
         forecast = self._rate * rounds[min(len(rounds) - 1, longest)]  # by the table
-        tells, is_known = plan.draft_bits is None or self._agreement.is_known, self._is_known
+        tells, is_known = plan.draft_bits is None or self._are_copies_known, self._is_known
         if tells or not is_known:
             self._trust.add(came, forecast)
         if tells and is_known:
@@ -185,23 +188,22 @@ class Experience:
 
     def _count_drafts(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome]) -> None:
         """Every drafted token that was judged is a hit of the layer or a miss, and every second choice beside one."""
-        hits: list[int] = []  # their bins of confidence
-        misses: list[int] = []
+        judged: list[tuple[int, Sequence[float]]] = []  # how many were right, and the confidences of these and of one
         for outcome in outcomes:
             accepted = outcome.num_accepted
-            bins = confidence_bins(outcome.confidences[: accepted + 1])
-            hits += bins[:accepted]
             # What no draft could have picked says nothing of the layer: it is in the part's coverage.
-            if accepted < outcome.num_drafted and not outcome.is_left_out:
-                misses += bins[accepted:]
+            count = accepted if outcome.is_left_out else outcome.num_judged
+            judged.append((accepted, outcome.confidences[:count]))
             if outcome.second is not None and self._second_rates is not None:
                 self._second_rates.add(exit_layer, outcome.confidences[accepted], outcome.second)
         if plan.draft_bits is not None and (self._is_known or self._tracker.num_lasting(exit_layer) >= KNOWN):
             # So much is known, or was when the layer was chosen, that misses are rather the copies'.
-            if plan.stop is not None and (hits or misses):
-                calibration = plan.stop.calibration
-                chances = sum([calibration[one] for one in hits]) + sum([calibration[one] for one in misses])
-                self._agreement.add(exit_layer, len(hits), chances / self._covered)
+            if plan.stop is not None:
+                calibration, told = plan.stop.calibration, [one for _, confidences in judged for one in confidences]
+                chances, right = sum([calibration[one] for one in confidence_bins(told)]), sum([n for n, _ in judged])
+                if told:
+                    self._agreement.add(exit_layer, right, chances / self._covered)
             if not self._agreement.is_good:
                 return
-        self._tracker.add_binned(exit_layer, hits, misses)
+        for right, confidences in judged:
+            self._tracker.add_draft(exit_layer, right, confidences)

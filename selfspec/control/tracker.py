@@ -10,7 +10,6 @@ long not seen: of those, as much of them is lasting as a few observations.
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ Floats = NDArray[np.float64]
 RECENT = 20.0  # tokens after which an observation counts half: recent, lasting, and over all texts
 LASTING = 100.0
 OVERALL = 2000.0
+HALF_LIVES = RECENT, LASTING, OVERALL
 RECALLED = 8.0  # lasting observations of a layer from which on nothing is taken from all texts in their place
 LASTING_WEIGHT = 8.0  # observations the lasting estimate is worth beside the recent ones, and the curve beside those
 CURVE_WEIGHT = 20.0
@@ -41,9 +41,8 @@ PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0
 
 FITS, FITS_FROM_CURVE = 8, 2  # of the curves to a prior, from nothing and from where they were
 MOST_STEP = 1.5  # by which a fit moves offset or slope
-MOST_AGE = 50 * RECENT  # tokens after which counts are faded, asked for or not: weights would become large
-MOST_LATER = 4096  # observations that wait to be counted over all texts
-_bounds = np.array(CONFIDENCE_EDGES)
+MOST_WAITING = 4096  # observations that wait to be counted
+BOUNDS = np.array(CONFIDENCE_EDGES)
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
@@ -63,15 +62,13 @@ class Tracker:
 
     def __init__(self, num_layers: int, prior: Any = None) -> None:
         self._shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
-        # Recent and lasting counts, [2, 2, L - 1, NUM_BINS], and the same memory for single ones: those are touched
-        # here and there between two rounds, arrays once per estimate.
-        self._cells = array("d", bytes(2 * 8 * math.prod(self._shape)))
-        self._counts = np.frombuffer(self._cells).reshape(2, *self._shape)
-        self._age = 0.0  # tokens emitted per row since they were last faded
-        self._weights, self._weights_at = (1.0, 1.0), 0.0  # of an observation, and at which age that was so
-        self._overall = np.zeros(self._shape)
-        self._later, self._later_at = array("q"), array("d")  # what is not counted there yet, and `_clock` then
-        self._clock = self._overall_at = 0.0  # tokens emitted per row, ever, and when `_overall` was last faded
+        # Recent counts, lasting ones, and those over all texts, as of when they were last faded.
+        self._counts = np.zeros((3, *self._shape))
+        self._clock = self._counted_at = 0.0  # tokens emitted per row, ever, and when that was
+        # What is not counted yet: single observations, by where they are counted, and of what `_clock`; and drafts,
+        # by where their layer's hits begin, tokens told of and first ones that are hits, with all their confidences.
+        self._cells, self._cells_at = array("q"), array("d")
+        self._drafts, self._drafts_at, self._sure = array("q"), array("d"), array("d")
         self._mean = _mean_curve(num_layers)
         known = None if prior is None else read_curve(prior, num_layers)
         self._curve = self._mean.copy() if known is None else known
@@ -82,7 +79,7 @@ class Tracker:
         self._lines: dict[tuple[int, ...], NDArray[np.int64]] = {}  # of layers: where their hits begin
         if prior is not None:
             counts = read_prior(prior, num_layers)
-            self._counts[1], self._overall[:] = thinned(counts, PRIOR_SIZE), thinned(counts, OVERALL_SIZE)
+            self._counts[1], self._counts[2] = thinned(counts, PRIOR_SIZE), thinned(counts, OVERALL_SIZE)
             self._fits, self._asked = FITS if known is None else FITS_FROM_CURVE, EARLY_FITS[-1]
 
     @property
@@ -97,31 +94,33 @@ class Tracker:
         self._settle()
         return self._counts[1]
 
-    def num_lasting(self, layer: int) -> float:
-        """How many of those are of one layer."""
-        hits = len(self._cells) // 2 + (layer - 1) * NUM_BINS
-        misses = hits + self._shape[1] * NUM_BINS
-        counts = self._cells[hits : hits + NUM_BINS] + self._cells[misses : misses + NUM_BINS]
-        return float(sum(counts)) / self._weights_now()[1]
-
     @property
     def overall(self) -> Floats:
         """The same over many texts."""
-        self._count_later()
-        return self._overall
+        self._settle()
+        return self._counts[2]
+
+    def num_lasting(self, layer: int) -> float:
+        """How many of the lasting ones are of one layer."""
+        if self._cells or self._drafts:
+            self._settle()
+        hits, misses = self._counts[1, :, layer - 1].tolist()
+        return (sum(hits) + sum(misses)) * float(2 ** ((self._counted_at - self._clock) / LASTING))
 
     def add(self, layer: int, hits: Sequence[bool], confidences: Sequence[float]) -> None:
         """Count picks of one layer."""
-        bins: tuple[list[int], list[int]] = [], []
-        for hit, confidence in zip(hits, confidences, strict=True):
-            bins[not hit].append(bisect_right(CONFIDENCE_EDGES, confidence))
-        self.add_binned(layer, *bins)
-
-    def add_binned(self, layer: int, hits: Sequence[int], misses: Sequence[int]) -> None:
-        """The same, by bins of confidence."""
         line = (layer - 1) * NUM_BINS
-        below = line + self._shape[1] * NUM_BINS
-        self._count([line + at for at in hits] + [below + at for at in misses])
+        lines = line, line + self._shape[1] * NUM_BINS
+        told = zip(hits, confidences, strict=True)
+        self._add([lines[not hit] + bisect_right(CONFIDENCE_EDGES, confidence) for hit, confidence in told])
+
+    def add_draft(self, layer: int, num_right: int, confidences: Sequence[float]) -> None:
+        """Count tokens that one layer drafted, of which the first `num_right` were hits, and others misses."""
+        self._drafts.extend(((layer - 1) * NUM_BINS, len(confidences), num_right))
+        self._drafts_at.append(self._clock)
+        self._sure.extend(confidences)
+        if len(self._sure) > MOST_WAITING:
+            self._settle()
 
     def add_shadow(self, shadow: Shadow) -> None:
         """Count what several layers would have picked."""
@@ -130,64 +129,56 @@ class Tracker:
         lines = self._lines.get(shadow.layers)
         if lines is None:
             lines = self._lines[shadow.layers] = (np.array(shadow.layers)[:, None] - 1) * NUM_BINS
-        cells = np.searchsorted(_bounds, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
+        cells = np.searchsorted(BOUNDS, shadow.confidences.reshape(-1), "right").reshape(shadow.hits.shape)
         cells += np.where(shadow.hits, lines, lines + self._shape[1] * NUM_BINS)
-        self._count(cells.reshape(-1).tolist())
+        self._add(cells.reshape(-1).tolist())
 
-    def _count(self, cells: Sequence[int]) -> None:
-        """An observation each, by where it is counted among the recent ones."""
-        counts, lasting, (by_recent, by_lasting) = self._cells, len(self._cells) // 2, self._weights_now()
-        for cell in cells:
-            counts[cell] += by_recent
-            counts[cell + lasting] += by_lasting
-        self._later.extend(cells)
-        self._later_at.extend([self._clock] * len(cells))
-        if len(self._later) > MOST_LATER:
-            self._count_later()
-
-    def _count_later(self) -> None:
-        if self._clock == self._overall_at and not self._later:
-            return
-        weights = np.exp2((np.array(self._later_at) - self._clock) / OVERALL)
-        self._overall *= 2 ** ((self._overall_at - self._clock) / OVERALL)
-        self._overall += np.bincount(np.array(self._later), weights, self._overall.size).reshape(self._shape)
-        self._forget_later()
-
-    def _forget_later(self) -> None:
-        """All that is counted over all texts."""
-        self._later, self._later_at, self._overall_at = array("q"), array("d"), self._clock
+    def _add(self, cells: Sequence[int]) -> None:
+        self._cells.extend(cells)
+        self._cells_at.extend([self._clock] * len(cells))
+        if len(self._cells) > MOST_WAITING:
+            self._settle()
 
     def pass_time(self, tokens: float) -> None:
         """Let older observations fade by `tokens` emitted tokens per row."""
         self._clock += tokens
-        self._age += tokens
-        if self._age > MOST_AGE:
-            self._settle()
-
-    def _weights_now(self) -> tuple[float, float]:
-        """Of an observation, recent and lasting."""
-        if self._weights_at != self._age:
-            self._weights, self._weights_at = (2 ** (self._age / RECENT), 2 ** (self._age / LASTING)), self._age
-        return self._weights
 
     def _settle(self) -> None:
-        """Fade recent and lasting counts, so that an observation now counts for 1."""
-        if self._age:
-            for counts, by in zip(self._counts, self._fading(), strict=True):
-                counts *= by
+        """Count what waits, and fade all counts, so that an observation now counts for 1."""
+        since = self._clock - self._counted_at
+        if not (since or self._cells or self._drafts):
+            return
+        cells, at = self._waiting()
+        for counts, half_life in zip(self._counts, HALF_LIVES, strict=True):
+            counts *= 2 ** (-since / half_life)
+            if len(cells):
+                weights = np.exp2((at - self._clock) / half_life)
+                counts += np.bincount(cells, weights, counts.size).reshape(self._shape)
+        self._forget_waiting()
 
-    def _fading(self) -> tuple[float, float]:
-        """What recent and lasting counts are to be multiplied by now, so that an observation counts for 1."""
-        age, self._age = self._age, 0.0
-        return 2 ** (-age / RECENT), 2 ** (-age / LASTING)
+    def _waiting(self) -> tuple[NDArray[np.int64], Floats]:
+        """Where what waits is to be counted, and when it came."""
+        cells, at = np.array(self._cells), np.array(self._cells_at)
+        if not self._drafts:
+            return cells, at
+        begin, told, right = np.array(self._drafts).reshape(-1, 3).T
+        place = np.arange(len(self._sure)) - np.repeat(np.cumsum(told) - told, told)  # in its draft
+        drafted = np.repeat(begin, told) + np.searchsorted(BOUNDS, np.array(self._sure), "right")
+        drafted += np.where(place < np.repeat(right, told), 0, self._shape[1] * NUM_BINS)
+        return np.concatenate((cells, drafted)), np.concatenate((at, np.repeat(np.array(self._drafts_at), told)))
+
+    def _forget_waiting(self) -> None:
+        """All of it is counted, as of now."""
+        for told in (self._cells, self._cells_at, self._drafts, self._drafts_at, self._sure):
+            del told[:]
+        self._counted_at = self._clock
 
     def _recall(self) -> None:
         """Of a layer that little is lasting of, take as much from what all texts have told."""
-        self._count_later()
         lasting = self._counts[1]
         missing = np.maximum(RECALLED - np.add.reduce(lasting, (0, 2)), 0)
         if missing.any():
-            beyond = np.maximum(self._overall - lasting, 0)
+            beyond = np.maximum(self._counts[2] - lasting, 0)
             told = np.maximum(np.add.reduce(beyond, (0, 2)), 1e-9)
             lasting += beyond * np.minimum(missing / told, 1)[:, None]
 
@@ -205,7 +196,7 @@ class Tracker:
             self._fit()
         # [recent or lasting, rates or shares, L - 1, bins]: what is counted, and out of how many
         counted, of = np.empty((2, 2, *self._shape))
-        hits, misses = self._counts[:, 0], self._counts[:, 1]
+        hits, misses = self._counts[:2, 0], self._counts[:2, 1]
         counted[:, 0] = hits
         seen = np.add(hits, misses, out=counted[:, 1])
         of[:, 0] = seen

@@ -120,9 +120,10 @@ class Looking(Structure):
 class Known(Structure):
     _fields_ = (
         *_all("lines bins", c_int64),
-        *_all("counts overall expected wider curve mean log_odds", c_void_p),
+        *_all("counts bounds expected wider curve mean log_odds", c_void_p),
         *_all("recent_rates recent_shares lasting_rates lasting_shares", c_double),  # weights
-        *_all("precise_offset precise_slope curve_weight most_step recalled half_life", c_double),
+        *_all("precise_offset precise_slope curve_weight most_step recalled", c_double),
+        *_all("recent lasting overall", c_double),  # half-lives
         *_all("right share totals", c_void_p),
     )
 
@@ -195,7 +196,8 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_bytes": ([p], n),
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
-        "selfspec_estimate": ([p, c_double, c_double, n, p, p, n, c_double, c_double], None),
+        "selfspec_count": ([p, p, p, n, p, p, p, n, c_double, c_double], None),
+        "selfspec_estimate": ([p, n], None),
         "selfspec_choose": ([p, p, p, p], None),
         "selfspec_limits": ([p, n, n, n, p], None),
         "selfspec_weigh": ([p, p, p, n, p], None),

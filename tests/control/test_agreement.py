@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.agreement import AS_GOOD, BELIEVED, KNOWN, Agreement
+from selfspec.control.agreement import AS_GOOD, BELIEVED, HALF_LIFE, KNOWN, OVERALL, Agreement
 from selfspec.control.fading import Passed
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import SEED_POSITIONS
@@ -30,7 +30,7 @@ def test_it_is_never_more_than_full_and_older_observations_fade():
     seen = Agreement(LAYERS, passed)
     seen.add(1, 0.0, 60.0)
     before = seen.pooled
-    passed.tokens += 10_000
+    passed.tokens += 10 * HALF_LIFE
     assert before < AS_GOOD < seen.pooled
     seen.add(1, 50.0, 10.0)
     assert seen.pooled == 1 and seen.ratios().max() == 1
@@ -43,7 +43,7 @@ def test_it_is_known_once_more_tokens_came_than_are_believed_and_is_forgotten():
         assert not seen.is_known and not seen.is_good
         seen.add(1, 0.9, 1.0)
     assert seen.is_good and seen.is_known
-    passed.tokens += 40_000
+    passed.tokens += 40 * HALF_LIFE
     assert not seen.is_known and not seen.is_good
 
 
@@ -56,7 +56,7 @@ def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense
     later = Agreement(LAYERS, Passed(), seen.state())
     assert later.state() == seen.state()
     assert later.ratios().argmin() == 1 and later.ratios()[1] < 0.5 and not later.is_good
-    passed.tokens += 5000
+    passed.tokens += 2.5 * OVERALL
     kept = Agreement(LAYERS, Passed(), seen.state()).pooled
     assert kept < AS_GOOD < seen.pooled, "it is kept for longer than it holds"
     much = Agreement(LAYERS, Passed(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])

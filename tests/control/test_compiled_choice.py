@@ -50,12 +50,14 @@ def both(prior=None):
 
 
 def told(trackers, rng, picks):
-    """Both are told the same picks, of random layers, as sure as they are right or not."""
+    """Both are told the same picks and drafts, of random layers, as sure as they are right or not."""
     for _ in range(picks):
         layer, sure = int(rng.integers(1, LAYERS)), float(rng.random())
         hit, passed = bool(rng.random() < sure * rng.random() ** 0.3), float(rng.integers(0, 4))
+        drafted, right = rng.random(int(rng.integers(0, 6))).tolist(), int(rng.integers(0, 6))
         for tracker in trackers:
             tracker.add(layer, [hit], [sure])
+            tracker.add_draft(LAYERS - layer, right, drafted)
             tracker.pass_time(passed)
 
 

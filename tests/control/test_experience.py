@@ -37,13 +37,15 @@ def rounds(draw):
     return Plan(exit_layer, (6,) * len(outcomes)), outcomes, Seconds(*took), draw(st.integers(0, 3))
 
 
-def trust_after(plan, accepted, count):
+def trust_after(plan, accepted, *counts):
+    """In rounds of a layer that is not known, after so many rounds each of what was forecast anew."""
     seen = Experience(made_up_costs(LAYERS), None, False)
     seen.tracker.add(2, [True] * 20, [0.9] * 20)
-    seen.expect(2, 50.0, [0.01 * n for n in range(7)])
-    for _ in range(count):
-        seen.add(plan, [RowOutcome(0, 6, accepted, (0.9,) * 6)], Seconds(), None)
-    return seen.trusts()[-1]  # of a layer that is not known
+    for count in counts:
+        seen.expect(2, 50.0, [0.01 * n for n in range(7)])
+        for _ in range(count):
+            seen.add(plan, [RowOutcome(0, 6, accepted, (0.9,) * 6)], Seconds(), None)
+    return seen.trusts()[-1]
 
 
 def test_what_copies_get_wrong_is_not_held_against_forecasts_for_the_layers_until_it_is_known_how_good_they_are():
@@ -51,7 +53,9 @@ def test_what_copies_get_wrong_is_not_held_against_forecasts_for_the_layers_unti
     by_layers, by_copies = (Plan(2, (6,), stop=stop, draft_bits=bits) for bits in (None, 4))
     assert trust_after(by_layers, 0, 6) < 0.7
     assert trust_after(by_copies, 0, 6) == 1
-    assert trust_after(by_copies, 6, 30) > 1, "copies that are known tell of forecasts"
+    assert trust_after(by_copies, 0, 80) == 1, "nor what was forecast before that"
+    assert trust_after(by_copies, 6, 20, 10) > 1, "copies that are known tell of forecasts"
+    assert trust_after(by_copies, 0, 60, 10) < 0.7
 
 
 def test_what_copies_of_a_layer_that_nobody_knew_did_not_do_is_held_against_others_like_it():

@@ -15,6 +15,7 @@ from selfspec.control.tracker import (
     DEPTH,
     LASTING,
     LOG_ODDS,
+    MOST_WAITING,
     OVERALL,
     OVERALL_SIZE,
     PRIOR_SIZE,
@@ -76,6 +77,29 @@ def test_a_shadow_counts_for_every_layer_it_saw():
     assert tracker.recent[0, 0, confidence_bin(0.1)] == tracker.recent[1, 0, confidence_bin(0.9)] == 1
     assert tracker.recent[0, 2, confidence_bin(0.6)] == tracker.recent[0, 2, confidence_bin(0.999)] == 1
     assert tracker.recent[:, 1].sum() == 0
+
+
+@given(st.integers(0, 6), st.lists(st.floats(0, 1, width=32), max_size=6), st.integers(1, 3))
+def test_of_a_draft_the_first_tokens_are_hits_and_the_others_misses(right, sure, layer):
+    of_draft, one_by_one = Tracker(4), Tracker(4)
+    of_draft.add_draft(layer, right, tuple(sure))
+    one_by_one.add(layer, [n < right for n in range(len(sure))], sure)
+    for name in ("recent", "lasting", "overall"):
+        np.testing.assert_array_equal(getattr(of_draft, name), getattr(one_by_one, name))
+
+
+@pytest.mark.parametrize("in_drafts", [False, True])
+def test_what_waits_to_be_counted_is_bounded(in_drafts):
+    tracker = Tracker(3)
+    for _ in range(2 * MOST_WAITING // 8):
+        if in_drafts:
+            tracker.add_draft(1, 8, (0.9,) * 8)
+        else:
+            tracker.add(1, [True] * 8, [0.9] * 8)
+        tracker.pass_time(1)
+        assert len(tracker._cells) + len(tracker._sure) <= MOST_WAITING
+    counted = sum(2 ** (-n / OVERALL) for n in range(1, 2 * MOST_WAITING // 8 + 1))
+    assert tracker.overall.sum() == pytest.approx(8 * counted)
 
 
 def test_estimates_come_to_what_is_seen():

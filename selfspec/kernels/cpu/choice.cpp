@@ -8,29 +8,31 @@
 
 namespace {
 
-constexpr int64_t POWERS = 3;  // of log-odds
+constexpr int64_t POWERS = 3, VIEWS = 3;  // of log-odds; of counts
 
 // Statistics of a tracker: [lines, bins], a line per exit layer, of each kind that is named.
 struct Known {
     int64_t lines, bins;
-    double *counts, *overall;   // recent hits, recent misses, lasting ones; hits and misses over all texts
+    double* counts;             // recent hits, recent misses, lasting ones, and those over all texts
+    const double* bounds;       // [bins - 1] of confidence
     double *expected, *wider;   // of the curves; of rates, times what that is worth, and of shares
     double* curve;              // [2, lines]: offset and slope
     const double *mean, *log_odds;
     double weights[4];          // observations that the next wider view is worth: of rates and shares, recent, lasting
     double precision[2], curve_weight, most_step;
-    double recalled, half_life;  // lasting observations of a line, below which it takes some of those over all texts
+    double recalled;             // lasting observations of a line, below which it takes some of those over all texts
+    double half_lives[3];        // of the counts, in tokens
     double *right, *share, *totals;  // out: estimates, and lasting observations of each line
 };
 
 // Of a line that little is lasting of, take as much from what all texts have told.
 void recall(const Known& k, int64_t line) {
     int64_t size = k.lines * k.bins, at = line * k.bins;
-    double *lasting = k.counts + 2 * size, total = 0, beyond = 0;
+    double *lasting = k.counts + 2 * size, *overall = lasting + 2 * size, total = 0, beyond = 0;
     auto for_all = [&](auto of) {
         for (int64_t i = at; i < at + k.bins; i++) of(i), of(size + i);
     };
-    auto rest = [&](int64_t i) { return std::max(k.overall[i] - lasting[i], 0.0); };
+    auto rest = [&](int64_t i) { return std::max(overall[i] - lasting[i], 0.0); };
     for_all([&](int64_t i) { total += lasting[i], beyond += rest(i); });
     if (total >= k.recalled) return;
     double share = std::min((k.recalled - total) / std::max(beyond, 1e-9), 1.0);
@@ -180,15 +182,41 @@ Promise of_rows(const Known& k, const Asked& a, int64_t line, double covered, co
 
 extern "C" {
 
-// Fade counts, fit curves if that is asked for, and estimate. cells, at: what is not counted over all texts yet, and
-// when it came; now, since: the time, and how long ago those were faded.
-void selfspec_estimate(const Known* known, double recent, double lasting, int64_t fits, const int64_t* cells,
-                       const double* at, int64_t num_cells, double now, double since) {
+// Fade all counts, which was last done at `before`, and count what came since: single observations, by where they are
+// counted and when they came; and drafts, [num_drafts, 3]: where their line's hits begin, tokens told of, and first ones
+// that are hits; when those came; and all their tokens' confidences.
+void selfspec_count(const Known* known, const int64_t* cells, const double* cells_at, int64_t num_cells,
+                    const int64_t* drafts, const double* drafts_at, const double* sure, int64_t num_drafts, double now,
+                    double before) {
     const Known& k = *known;
-    int64_t half = 2 * k.lines * k.bins;
-    double overall = std::exp2(-since / k.half_life);
-    for (int64_t i = 0; i < half; i++) k.counts[i] *= recent, k.counts[half + i] *= lasting, k.overall[i] *= overall;
-    for (int64_t i = 0; i < num_cells; i++) k.overall[cells[i]] += std::exp2((at[i] - now) / k.half_life);
+    int64_t half = k.lines * k.bins, size = 2 * half;
+    for (int64_t view = 0; view < VIEWS; view++) {
+        double by = std::exp2((before - now) / k.half_lives[view]);
+        for (int64_t i = view * size; i < (view + 1) * size; i++) k.counts[i] *= by;
+    }
+    double weights[VIEWS];
+    auto weigh = [&](double at) {
+        for (int64_t view = 0; view < VIEWS; view++) weights[view] = std::exp2((at - now) / k.half_lives[view]);
+    };
+    auto add = [&](int64_t cell) {
+        for (int64_t view = 0; view < VIEWS; view++) k.counts[view * size + cell] += weights[view];
+    };
+    for (int64_t i = 0; i < num_cells; i++) {
+        if (i == 0 || cells_at[i] != cells_at[i - 1]) weigh(cells_at[i]);
+        add(cells[i]);
+    }
+    for (int64_t n = 0; n < num_drafts; n++, drafts += 3) {
+        weigh(drafts_at[n]);
+        for (int64_t i = 0; i < drafts[1]; i++) {
+            int64_t bin = std::upper_bound(k.bounds, k.bounds + k.bins - 1, *sure++) - k.bounds;
+            add(drafts[0] + bin + (i < drafts[2] ? 0 : half));
+        }
+    }
+}
+
+// Fit curves if that is asked for, and estimate.
+void selfspec_estimate(const Known* known, int64_t fits) {
+    const Known& k = *known;
     for (int64_t line = 0; line < k.lines; line++) {
         recall(k, line);
         for (int64_t i = 0; i < fits; i++) fit(k, line);
