@@ -32,7 +32,7 @@ from selfspec.control.timetable import DECIDING, IDLE_ROUNDS, Timetable
 from selfspec.control.tracker import Tracker
 from selfspec.control.trials import Trials
 
-LOOK_EVERY = (4, 8)  # rounds between looks at the clock, of one row and of several
+LOOK_EVERY, EARLY_LOOKS = 8, 4  # rounds between looks at the clock, and the same of a single row's first rounds
 # A decision holds as long as no larger share of its rows has left (of up to `SMALL` rows, and of more) or joined; and
 # where all that is left to come takes no longer than `SOON_DONE`, since another would take a fifth of that.
 LEFT, SMALL, JOINED, SOON_DONE = (0.25, 0.49), 8, 0.25, 5 * DECIDING
@@ -299,7 +299,8 @@ class Adaptive:
             self._times.decide_now()
         if trials.has_told:
             self._decider.note_tried()
-        is_due = self._times.round % LOOK_EVERY[self._batch > 1] == 0
+        every = EARLY_LOOKS if self._batch == 1 and self._times.is_early else LOOK_EVERY
+        is_due = self._times.round % every == 0
         looks = trials.tells or (is_due and not trials.is_cold)
         looked = (self.costs.context_of(self._held), self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)

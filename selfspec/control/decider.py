@@ -30,6 +30,7 @@ TRYING = 2e-3
 # cold caches, and those that are left take longer per token. In seconds and in plain rounds of all rows; and how many
 # times as much drafts must promise for that, at most.
 PARTING, PARTING_ROUNDS, MOST_PARTING = 1e-3, 0.5, 1.5
+MOST_MADE = 8  # plans that are kept: the usual one, and those of rows that have room for less
 CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew
 
 
@@ -56,7 +57,7 @@ class Decider:
         self._worth_for = (0, 0)  # rows, and steps of context
         self.num_rows = 0
         self.decision = Decision()
-        self._made: Plan | None = None  # by what was decided
+        self._made: dict[tuple[Sequence[int], int], Plan] = {}  # by what was decided: of lengths and guesses
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         # How many times as much drafts must promise for rows to end apart that would end together.
         self._parting = 1.0
@@ -79,7 +80,7 @@ class Decider:
         return is_new
 
     def _draft_anew(self) -> None:
-        self._made = self._promising = None
+        self._made, self._promising = {}, None
         self._parts = Parts(self._costs, self._vocabulary, self._has_copies)
 
     def share(self, draft_vocab: int | None) -> float:
@@ -112,7 +113,7 @@ class Decider:
 
     def _hold(self, decision: Decision) -> None:
         """From now on, and what comes of it is held against what it promises."""
-        self.decision, self._made = decision, None
+        self.decision, self._made = decision, {}
         if decision.exit_layer is not None:
             rounds = decision.rounds[: self._most + 1]
             self._experience.expect(decision.exit_layer, decision.rate / self.num_rows, rounds, decision.covered)
@@ -203,12 +204,14 @@ class Decider:
 
     def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:
         """A round as was decided, of rows that draft so many tokens each, at most."""
-        made = self._made
-        if shadow is None and made is not None and (made.draft_lengths, made.guesses) == (draft_lengths, guesses):
-            return made
-        made = self.decision.plan(draft_lengths, shadow, guesses)
-        if shadow is None:
-            self._made = made
+        if shadow is not None:
+            return self.decision.plan(draft_lengths, shadow, guesses)
+        told = draft_lengths, guesses
+        made = self._made.get(told)
+        if made is None:
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            made = self._made[told] = self.decision.plan(draft_lengths, None, guesses)
         return made
 
     def guesses(self, chances: Sequence[float]) -> int:

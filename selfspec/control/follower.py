@@ -8,16 +8,29 @@ what never pays costs little.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from selfspec.control.compiled_weighing import weighing_of
 from selfspec.control.finder import Finder, strength_of
-from selfspec.control.lengths import TO_ASK, Lengths
-from selfspec.control.matches import LONG
+from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths, Weighed
+from selfspec.control.matches import LONG, bin_of
 from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.rows import Looked, RowOutcome, RowState
 from selfspec.control.worth import Worth
 
 Checks = Callable[[Sequence[float]], int]  # how many guesses that are as likely an early pass checks
+BINS = (0, *[1 + bin_of(match) for match in range(1, SHORTEST[-1] + 1)])  # by match: which of `SHORTEST` it counts as
+
+
+class Drafts(NamedTuple):
+    """What is drafted after matches of 0, 1, 2, .. tokens, and more, as the last; until something is weighed or
+    decided. See `Steady`."""
+
+    beside_layers: bool
+    lengths: tuple[int, ...]
+    branches: tuple[bool, ...]
+    grown: tuple[int, ...]
+    turns: Sequence[tuple[int, Weighed]]  # by shortest match: those where layers draft in place of lookup in turns
 
 
 class Follower:
@@ -34,6 +47,7 @@ class Follower:
     def __init__(self, finder: Finder) -> None:
         self._finder, self._weighing, self._lengths = finder, weighing_of(finder), Lengths()
         self._quiet: dict[int, bool] = {}  # by match, as far as anybody asked: see `is_quiet`
+        self._drafts: Drafts | None = None  # as far as anybody asked
         self._match = 0  # before the round that was planned last
         self._forecast = 0.0  # tokens of that, if lookup drafts as many as were weighed
         self._streak = 0  # drafts after long matches in a row that were right as a whole
@@ -90,10 +104,11 @@ class Follower:
     def forget_quiet(self) -> None:
         """Something was decided: early passes may check other guesses."""
         self._quiet.clear()
+        self._drafts = None
 
     def is_quiet(self, row: RowState, match: int, checks: Checks) -> bool:
         """Whether nothing comes of such a match of the row that is followed, as long as what was weighed is kept."""
-        if self._lengths.is_surprised(row.guessed):
+        if self._lengths.is_surprised(row):
             return False
         known = self._quiet.get(match)
         if known is None:
@@ -112,23 +127,33 @@ class Follower:
         Args:
             most: those that there may be.
         """
-        known, most_lookups = self._lengths.all(), most.most_lookups
-        lengths = [one.length for one in known]
-        if beside_layers:
-            most_lookups = self._finder.ease.rounds_left
-            for n, one in enumerate(known):
-                is_wanted = one.length and self._finder.ease.is_wanted(strength_of(n), one.promised, one.usual)
-                if is_wanted or (not one.length and checks(one.chances)):
-                    lengths[n] = TO_ASK
+        drafts = self._drafts
+        if drafts is None or drafts.beside_layers != beside_layers:
+            drafts = self._drafts = self._drafts_now(beside_layers, checks)
+        lengths, ease = drafts.lengths, self._finder.ease
+        for match, one in drafts.turns:
+            if ease.is_wanted(strength_of(match), one.promised, one.usual):
+                told = zip(BINS, lengths, strict=True)
+                lengths = tuple([TO_ASK if n == BINS[match] else length for n, length in told])
         return most._replace(
-            lengths=tuple(lengths),
-            most_lookups=most_lookups,
-            branches=tuple([one.may_branch for one in known]),
-            grown=known[-1].grown if lengths[-1] > 0 else (),
+            lengths=lengths,
+            most_lookups=ease.rounds_left if beside_layers else most.most_lookups,
+            branches=drafts.branches,
+            grown=drafts.grown if lengths[-1] > 0 else (),
             streak=self._streak,
             kept=self._lengths.rounds_left,
             most_surprises=self._lengths.most_surprises,
         )
+
+    def _drafts_now(self, beside_layers: bool, checks: Checks) -> Drafts:
+        known = self._lengths.all
+        lengths, branches = [one.length for one in known], [one.may_branch for one in known]
+        for n, one in enumerate(known if beside_layers else ()):
+            if not one.length and checks(one.chances):
+                lengths[n] = TO_ASK
+        turns = [(match, one) for match, one in zip(SHORTEST, known, strict=True) if beside_layers and one.length]
+        by_match = tuple([lengths[n] for n in BINS]), tuple([branches[n] for n in BINS])
+        return Drafts(beside_layers, *by_match, known[-1].grown, turns)
 
     def learn(self, plan: Plan, outcome: RowOutcome, forecast: float = 0.0) -> None:
         """What came of a round of the row that is followed.
@@ -178,4 +203,4 @@ class Follower:
     def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
         self._count(row)
         self._lengths.keep(self._weighing.all(row.request_id, worth, usual, beside_layers))
-        self._quiet.clear()
+        self.forget_quiet()

@@ -79,7 +79,7 @@ class Lengths:
         self._for = told
         if is_other:
             self._left = min(self._left, FIRST_KEPT)
-        if is_same and not (is_other and self._has_drafted) and not self.is_surprised(row.guessed):
+        if is_same and not (is_other and self._has_drafted) and not self.is_surprised(row):
             self._left -= 1
             return False
         if is_other and self._has_drafted:
@@ -126,9 +126,9 @@ class Lengths:
         missed = [count for one, count in zip(self._known[1:], guessed, strict=False) if not one.length]
         return self._told + sum(missed)
 
-    def is_surprised(self, guessed: Sequence[int]) -> bool:
+    def is_surprised(self, row: RowState) -> bool:
         """Whether the round that comes is one to weigh drafts in."""
-        return self._left <= 1 and (self.surprises(guessed) >= self._most or self._left <= -OLD)
+        return self._left <= 1 and (self._left <= -OLD or self.surprises(row.guessed) >= self._most)
 
     @property
     def most_surprises(self) -> int:
@@ -139,6 +139,7 @@ class Lengths:
         """What is drafted after such a match."""
         return self._known[bin_of(match) + 1 if match else 0]
 
-    def all(self) -> list[Weighed]:
-        """After matches of 0, 1, 2, .. tokens; of more, as the last."""
-        return [self.after(match) for match in range(SHORTEST[-1] + 1)]
+    @property
+    def all(self) -> Sequence[Weighed]:
+        """After matches as in `SHORTEST`, and as long as the next one of these."""
+        return self._known

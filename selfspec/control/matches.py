@@ -94,6 +94,8 @@ class Matches(Fading):
         share = min(1.0, MOST_OF_PROMPT / max(1, tally.num_tokens)) if is_prompt else 1.0
         own, weight = self._own(request_id), share * self._weight
         for at, (right, seen) in enumerate(zip(tally.right, tally.seen, strict=True)):
+            if not seen:
+                continue  # as of most lengths
             self._pooled_hits[at] += weight * right
             self._pooled_seen[at] += weight * seen
             own.hits[at] += share * right
@@ -106,7 +108,7 @@ class Matches(Fading):
     def _own(self, request_id: int) -> _Row:
         own = self._rows.get(request_id)
         if own is None:
-            own = self._rows[request_id] = _Row()
+            own = self._rows[request_id] = _Row(at=self.passed.tokens)
         own.fade(self.passed.tokens)
         return own
 

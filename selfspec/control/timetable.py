@@ -9,11 +9,11 @@ import math
 REPLAN, EARLY_REPLAN, EARLY = 24, (6, 12), 24
 # Later each holds for twice as many rounds as the one before, up to so many, as far as decisions would take more than
 # this share of the time: each takes so many seconds of the interpreter, with the call that it ends.
-RAREST, DECIDING_SHARE, DECIDING = 96, 0.0075, 1e-3
+RAREST, DECIDING_SHARE, DECIDING = 96, 0.005, 1e-3
 # The same where next to nothing is known of the layer that drafts: more of models so fast that a decision would take
 # more than this share of that time.
 FIRST_REPLAN, MOST_FIRST, FIRST_SHARE = 2, 6, 0.5
-EARLY_DECIDING_SHARE = 0.02  # the same of decisions that come early, each after twice as many rounds as the one before
+EARLY_DECIDING_SHARE = 0.014  # the same of decisions that come early, each after twice as many rounds as the one before
 # Rounds after a decision to which the next is put off for rounds that say nothing of layers, of one row and of several.
 MOST_PUT_OFF = (12, 48)
 IDLE_ROUNDS = 512  # the same while nothing is drafted

@@ -13,6 +13,7 @@ from selfspec.errors import whole
 
 NOT_STEADY = Steady()
 NEVER = NOT_STEADY.most_surprises
+MOST_CHECKED = 4  # plans: that of most rounds, and those of rows that are nearly done
 
 
 class Asked(Protocol):
@@ -45,7 +46,7 @@ class Asking:
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
         self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = self.minds_lookup = False
-        self._checked: tuple[Plan | None, int] = None, 0  # the last plan that was fit for so many rows
+        self._checked: list[tuple[Plan, int]] = []  # the last plans that were fit, for so many rows
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
         self._room: Sequence[int] = ()  # of the rows that were asked about last
@@ -157,7 +158,7 @@ class Asking:
             self._fit = lookups, num_rows
 
     def _check(self, plan: Plan, room: Sequence[int]) -> None:
-        if plan is not self._checked[0] or len(room) != self._checked[1]:  # many rounds have the same one
+        if True not in [plan is fit and len(room) == rows for fit, rows in self._checked]:  # many rounds have the same
             check_plan(plan, len(room), self._num_layers)
-            self._checked = plan, len(room)
+            self._checked = [(plan, len(room)), *self._checked[: MOST_CHECKED - 1]]
         check_room(plan, room)

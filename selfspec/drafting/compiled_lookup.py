@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from selfspec.control.rows import Tally
 from selfspec.drafting.lookup import MOST_MATCHED, Lookup
@@ -24,16 +24,20 @@ class CompiledLookup(Lookup):
 
     def _make(self) -> None:
         self._lib = functions()
+        self._index: Any = None  # until there is memory for it
         self._index = self._lib.selfspec_index_new(self.most, len(self._content))
         if not self._index:
             raise MemoryError(TOO_LITTLE)
         self._told, self._out = (ctypes.c_int64 * AT_ONCE)(), (ctypes.c_int64 * (4 + self.most))()
-        self._free = weakref.finalize(self, self._lib.selfspec_index_free, self._index)
-        self._free.atexit = False
         self._held = 0  # tokens in the index, more than are read where it was told of some beforehand
         self._coming: deque[tuple[int, Sequence[int]]] = deque()  # how many it held, and what it told then
         self._is_lent = self._is_anew = False
         self._uncounted: list[tuple[int, int]] = []  # of tokens, what `selfspec_index_add` told of guesses
+
+    def __del__(self) -> None:  # a finalizer of `weakref` takes several times as long to make, for every row
+        index, self._index = getattr(self, "_index", None), None
+        if index:
+            self._lib.selfspec_index_free(index)
 
     @property
     def may_lend(self) -> bool:
@@ -66,7 +70,7 @@ class CompiledLookup(Lookup):
         """The row went on in another way than the index was told, or nobody knows what it was told."""
         self._take_on()
         self._is_lent = True  # until it is made: there may be too little memory
-        self._free()
+        self.__del__()
         self._read = 0
         self._make()
         self._is_anew = (

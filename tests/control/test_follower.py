@@ -149,7 +149,7 @@ def test_calls_and_the_policy_agree_on_what_is_a_surprise_and_when_it_is_weighed
         steady = lengths_of(followed, beside)
         is_woken = steady.kept == 0 and steady.surprises(guessed) >= steady.most_surprises
         row = RowState(0, 50, 1000, found(0, guessed=guessed))
-        assert followed._lengths.is_surprised(guessed) == is_woken
+        assert followed._lengths.is_surprised(row) == is_woken
         assert followed.is_quiet(row, 0, lambda chances: 0) != is_woken
 
 
@@ -285,3 +285,27 @@ def test_a_match_is_quiet_where_nothing_comes_of_it():
     assert [followed.is_quiet(row, match, checks) for match in (0, 1, 2, 14, 1)] == [True, True, True, False, True]
     assert len(checked) == 3, "what is known is not asked again"
     assert not followed.is_quiet(row, 5, lambda chances: 1), "an early pass would check it"
+
+
+def test_what_calls_are_told_of_matches_is_asked_again_once_something_was_weighed_or_decided():
+    followed, checked = told(Tally(300, EVERY_MATCH, LONG_MATCH), drafts=("lookup",)), []
+    plan_of(followed, 0, usual=60.0, beside=True)
+
+    def checks(chances):
+        checked.append(chances)
+        return 1
+
+    known = lengths_of(followed, True, checks)
+    row = RowState(0, 50, 1000, found(0))
+    for match, length in enumerate(known.lengths):
+        assert (length == 0) == followed.is_quiet(row, match, lambda chances: 1)
+    count = len(checked)
+    assert 0 < count < len(SHORTEST), "of those alone that lookup drafts nothing after, once for each length"
+    assert lengths_of(followed, True, checks).lengths == known.lengths and len(checked) == count
+    assert TO_ASK not in lengths_of(followed, False, checks).lengths and len(checked) == count, "no early pass"
+    lengths_of(followed, True, checks)
+    assert len(checked) == 2 * count, "after it was about others"
+    followed.forget_quiet()
+    assert TO_ASK not in lengths_of(followed, True, lambda chances: 0).lengths, "something was decided"
+    plan_of(followed, 0, usual=1e9, beside=True)
+    assert {*lengths_of(followed, True).lengths} == {0}, "and weighed"

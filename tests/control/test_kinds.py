@@ -33,7 +33,7 @@ from selfspec.control.pace import DECIDING_ROUNDS, FAR, HELD, KEPT_DECIDING, Pac
 from selfspec.control.plan import confidence_bin
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.table import Table
-from selfspec.control.timetable import DECIDING
+from selfspec.control.timetable import DECIDING, EARLY
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs
 
@@ -478,18 +478,20 @@ def test_rows_that_come_and_go_all_the_time_do_not_keep_a_losing_try_going(perio
     assert 0 < drafting <= 4 * TRY_ROUNDS
 
 
-def test_a_batch_looks_at_the_clock_half_as_often(monkeypatch):
+@pytest.mark.parametrize(("skipped", "share"), [(0, 0.7), (2 * EARLY, 1.0)])
+def test_a_batch_looks_at_the_clock_half_as_often_as_the_first_rounds_of_one_row(skipped, share, monkeypatch):
     def looks(num_rows):
         policy, looked = Adaptive(made_up_costs(LAYERS), drafts=("exit",)), []
         monkeypatch.setattr(policy._experience, "add", lambda *told: looked.append(told[-1] is not None))
-        for _ in range(60):
+        for _ in range(skipped + EARLY):
             policy._trials.trying = 0
             plan = policy.plan([RowState(i, 60, 4000) for i in range(num_rows)])
             told = [RowOutcome(i, n, n, (0.9,) * n) for i, n in enumerate(plan.draft_lengths)]
             policy.observe(plan, told, Seconds())
-        return sum(looked)
+        return sum(looked[skipped:])
 
-    assert looks(8) < 0.7 * looks(1)
+    assert 0 < looks(8) <= share * looks(1)
+    assert skipped == 0 or looks(8) == looks(1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from selfspec.api import Target
@@ -11,6 +13,8 @@ from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, Plan, Steady
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.decoding import ahead as ahead_module
+from selfspec.decoding import asking as asking_module
+from selfspec.decoding.asking import MOST_CHECKED, Asking
 from selfspec.decoding.engine import Engine
 from selfspec.drafting.lookup import Lookup
 from selfspec.drafting.sources import Guesser
@@ -176,6 +180,30 @@ class Hasty(Fixed):
 
 def test_plans_that_draft_are_followed_once():
     decode(Hasty(2, 4), [7, 5], [24, 9])  # and never beyond a row's room
+
+
+def test_plans_that_were_fit_are_not_checked_again_as_long_as_there_are_few(monkeypatch):
+    checked, plans = [], [Plan(2, (length,)) for length in range(1, MOST_CHECKED + 2)]
+    check = asking_module.check_plan
+    monkeypatch.setattr(asking_module, "check_plan", lambda plan, *fit: checked.append(plan) or check(plan, *fit))
+    policy, rows = SimpleNamespace(), [SimpleNamespace(request_id=0, room=9, told=lambda reads: None)]
+    asking = Asking(policy, 4)
+
+    def follow(plan, rows=rows):
+        policy.plan = lambda told: plan
+        asking.plan(rows)
+
+    for plan in [*plans[:MOST_CHECKED], *plans[:MOST_CHECKED]]:
+        follow(plan)
+    assert checked == plans[:MOST_CHECKED]
+    follow(plans[-1])
+    follow(plans[1])
+    assert len(checked) == MOST_CHECKED + 1
+    follow(plans[0])
+    assert len(checked) == MOST_CHECKED + 2, "that was longest ago"
+    with pytest.raises(ValueError, match="must be one per row"):
+        follow(plans[0], rows * 2)
+    assert len(checked) == MOST_CHECKED + 3, "of other rows it is another plan"
 
 
 def asked(policy, num_rounds):

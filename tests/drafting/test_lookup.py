@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-import weakref
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -141,15 +141,21 @@ def test_indices_are_compiled_where_something_else_is(monkeypatch):
     assert type(lookup_of([1, 2])) is Lookup
 
 
+def noting(freed, lib):
+    return SimpleNamespace(selfspec_index_free=lambda index: freed.append(index) or lib.selfspec_index_free(index))
+
+
 def test_compiled_indices_are_given_back():
     lookup = CompiledLookup([1, 2, 1])
     assert lookup.match == 1
-    index, lib = lookup._index, lookup._lib
-    freeing = next(one for one in weakref.finalize._registry if one.peek() and one.peek()[0] is lookup)
-    assert freeing.peek()[1:3] == (lib.selfspec_index_free, (index,)) and not freeing.atexit
+    freed, lib, index = [], lookup._lib, lookup._index
+    lookup._lib = noting(freed, lib)
+    lookup._begin_anew()
+    assert freed == [index] and lookup.match == 1
+    lookup._lib, index = noting(freed, lib), lookup._index
     del lookup
     gc.collect()
-    assert not freeing.alive
+    assert freed[1:] == [index]
 
 
 @pytest.mark.parametrize("count", [5, 127, 200, 255, 256, 300])
