@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -306,7 +307,8 @@ class Target:
             self._end(engine, way)
             raise
         except BaseException:  # anywhere: nobody knows what state the policy is in
-            self.remember(engine)
+            with suppress(Exception):  # what was raised matters more than statistics
+                self.remember(engine)
             raise
         self._end(engine, way)
 

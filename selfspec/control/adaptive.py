@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.costs import Costs
-from selfspec.control.decider import TRY_ROUNDS, Decider
+from selfspec.control.decider import Decider
+from selfspec.control.deciding import Deciding
 from selfspec.control.experience import Experience
 from selfspec.control.free import Free
-from selfspec.control.kinds import block_of, rounds_apart
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import Looks, waited_of
 from selfspec.control.parts import Vocabulary
@@ -28,14 +28,11 @@ from selfspec.control.pieces import MOST
 from selfspec.control.plan import DEFAULT_DRAFTS, Plan, ShadowPlan, Steady
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.seeding import Seeding
-from selfspec.control.timetable import DECIDING, IDLE_ROUNDS, Timetable
+from selfspec.control.timetable import Timetable
 from selfspec.control.tracker import Tracker
 from selfspec.control.trials import Trials
 
 LOOK_EVERY, EARLY_LOOKS = 8, 4  # rounds between looks at the clock, and the same of a single row's first rounds
-# A decision holds as long as no larger share of its rows has left (of up to `SMALL` rows, and of more) or joined; and
-# where all that is left to come takes no longer than `SOON_DONE`, since another would take a fifth of that.
-LEFT, SMALL, JOINED, SOON_DONE = (0.25, 0.49), 8, 0.25, 5 * DECIDING
 
 
 class Adaptive:
@@ -68,9 +65,8 @@ class Adaptive:
         self._seeding = Seeding(costs, self._experience, self._decider, [] if has_prior else self._allowed)
         self._looks = Looks(costs, has_prior, waited_of(prior))
         self._times, self._trials = Timetable(has_prior), Trials()
-        self._batch = self._fewest = 0  # rows at the last decision, and the fewest since
-        self._processes = False  # whether any row has processors
-        self._are_others = False  # whether rows were forgotten since something was planned
+        told = self._decider, self._experience, self._free, self._looks, self._times, self._trials
+        self._deciding = Deciding(*told, self._allowed, self.most)
         self._held: Sequence[int] = (0,)  # tokens of each row of the round that was planned last
         self._idle = Plan(None, (0,), speedup=1.0)
         self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
@@ -79,7 +75,8 @@ class Adaptive:
     def forget_rows(self) -> None:
         """All rows are gone, and the next ones may have their numbers; what they told holds, as it does for later
         rows of one engine."""
-        self._alike, self._are_others = 0, True
+        self._alike = 0
+        self._deciding.forget_rows()
         self._free.forget_rows()
         self._experience.pace.begin_again()
         if self._experience.has_seen(self._allowed):
@@ -116,7 +113,7 @@ class Adaptive:
     @property
     def reads_lookup(self) -> bool:
         """Whether rows may draft by lookup, as far as that pays."""
-        return self._free.is_on(self._batch)
+        return self._free.is_on(self._deciding.batch)
 
     @property
     def hears_lookup(self) -> bool:
@@ -126,12 +123,12 @@ class Adaptive:
     @property
     def reads_ranks(self) -> bool:
         """Whether branches may be drafted beside what lookup finds."""
-        return self._free.branches(self._batch)
+        return self._free.branches(self._deciding.batch)
 
     @property
     def recycles(self) -> bool:
         """Whether what verification thought likely is kept."""
-        return self._free.recycles(self._batch)
+        return self._free.recycles(self._deciding.batch)
 
     @property
     def plain_ahead(self) -> int:
@@ -146,7 +143,7 @@ class Adaptive:
             return Steady(self._trials.block)
         if likely is None or likely.guesses:
             return Steady()
-        longer = max(0, min(self._times.may_put_off(self._batch), self._looks.rounds_left - self._next_alike))
+        longer = max(0, min(self._times.may_put_off(self._deciding.batch), self._looks.rounds_left - self._next_alike))
         return self._free.steady(likely, Steady(self._next_alike, usual=likely, longer=longer), self._checks)
 
     @property
@@ -162,13 +159,13 @@ class Adaptive:
         """
         self._times.pass_ahead(num_rounds)
         self._trials.plain_run += num_rounds
-        self._free.pass_plain(num_rounds, self._batch)
+        self._free.pass_plain(num_rounds, self._deciding.batch)
         self._experience.add_idle(num_rounds)
         self._looks.pass_idle(seconds, num_rounds)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """Those at which a prompt is looked at while it is read."""
-        return self._seeding.layers(row, self._batch)
+        return self._seeding.layers(row, self._deciding.batch)
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self.tracker.add_shadow(shadow)
@@ -190,7 +187,7 @@ class Adaptive:
         self._seeding.begin_round()
         self._free.forget_round()
         self._times.begin()
-        self._decide_if_due(rows)
+        self._deciding.begin(rows)
         if len(rows) != len(self._idle.draft_lengths):
             self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
         self._held = [row.content_length for row in rows]
@@ -204,22 +201,6 @@ class Adaptive:
         if not self._looks.are_due:
             self._free.keep_until(self._next_alike)
         return self._without_lookup(rows)
-
-    def _decide_if_due(self, rows: Sequence[RowState]) -> None:
-        processes = True in [row.has_processors for row in rows]
-        self._fewest = min(self._fewest, len(rows))
-        are_more = len(rows) - self._fewest > JOINED * self._batch
-        have_left = self._batch - len(rows) > LEFT[self._batch > SMALL] * self._batch
-        are_fewer = have_left and (self._are_others or not self._are_soon_done(rows))
-        self._are_others = False
-        if self._times.is_due or are_fewer or are_more or processes != self._processes:
-            self._processes = processes
-            self._decide(rows)
-
-    def _are_soon_done(self, rows: Sequence[RowState]) -> bool:
-        """Whether what is left of fewer rows than something was decided for is not worth another decision."""
-        worth = self._decider.worth
-        return worth is not None and worth.plain_seconds * max([row.room for row in rows]) <= SOON_DONE
 
     def _plan_alike(self, row: RowState) -> None:
         """The next rounds of a single row are likely to be planned as this one was."""
@@ -243,7 +224,7 @@ class Adaptive:
         """Drafts of rows that are looked up, where that pays."""
         found = self._free.plan(rows)
         if found is not None:
-            self._times.put_off(self._batch)
+            self._times.put_off(self._deciding.batch)
             exit_layer = self._decider.decision.exit_layer
             if self._looks.are_due and self._decider.layers_to_see():
                 if not self._free.is_followed:
@@ -254,7 +235,7 @@ class Adaptive:
 
     def _without_lookup(self, rows: Sequence[RowState]) -> Plan:
         """What was decided, by layers or without drafts; with a look at layers where one is due."""
-        looks = self._looks.are_due and not self._try_again()
+        looks = self._looks.are_due and not self._deciding.try_again()
         exit_layer = self._decider.decision.exit_layer
         shadow = self._shadow(exit_layer, len(rows)) if looks else None
         if exit_layer is None:
@@ -287,7 +268,7 @@ class Adaptive:
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         trials = self._trials
         self._free.observe(plan, outcomes)
-        trials.take(plan.exit_layer, self._batch)
+        trials.take(plan.exit_layer, self._deciding.batch)
         if plan.exit_layer is not None:
             self._times.note_draft()
         is_silent = not self._times.has_clock and not trials.tells
@@ -299,52 +280,12 @@ class Adaptive:
             self._times.decide_now()
         if trials.has_told:
             self._decider.note_tried()
-        every = EARLY_LOOKS if self._batch == 1 and self._times.is_early else LOOK_EVERY
+        every = EARLY_LOOKS if self._deciding.batch == 1 and self._times.is_early else LOOK_EVERY
         is_due = self._times.round % every == 0
         looks = trials.tells or (is_due and not trials.is_cold)
         looked = (self.costs.context_of(self._held), self._decider.share(plan.draft_vocab)) if looks else None
         self._experience.add(plan, outcomes, seconds, looked)
-        self._looks.pass_round(None if plan.exit_layer is None else self._batch, self._times.is_early, seconds)
-
-    def _decide(self, rows: Sequence[RowState]) -> None:
-        decider, times, num_rows = self._decider, self._times, len(rows)
-        goes_on = self._trials.trying > 0 and num_rows.bit_length() == decider.num_rows.bit_length()
-        worth, deciding = decider.price(rows)
-        self._free.price(num_rows, deciding)
-        self._batch = self._fewest = num_rows
-        times.decide_after(IDLE_ROUNDS)
-        rooms = [row.room for row in rows]
-        seconds_left, in_step = worth.plain_seconds * max(rooms), num_rows - len(set(rooms))
-        self._looks.begin(seconds_left, worth.plain_seconds)
-        if not self._allowed or self._looks.are_awaited:
-            decider.be_plain()
-            return
-        before = decider.decision.exit_layer
-        self._trials.decide(decider.decide(self._processes, seconds_left, in_step), goes_on)
-        if decider.decision.exit_layer is not None:
-            self._begin_drafts(num_rows, worth.plain_seconds, before is None, goes_on)
-
-    def _begin_drafts(self, num_rows: int, plain_seconds: float, begins: bool, goes_on: bool) -> None:
-        """Layers draft: when that is decided anew, and how many plain rounds come before, to hold drafts against."""
-        times, trials, decision = self._times, self._trials, self._decider.decision
-        longest_round = decision.rounds[min(self.most, math.ceil(decision.length))]
-        times.decide_while_drafting(num_rows, begins, decision.is_known, longest_round)
-        apart = rounds_apart(decision.speedup, longest_round / plain_seconds, block_of(num_rows).rounds)
-        begins_try = trials.trying > 0 and not goes_on
-        if begins_try or self._experience.pace.kinds.wants_plain(apart):
-            trials.compare(num_rows, anew=begins_try)
-        if trials.trying:
-            times.decide_after(trials.block + trials.trying)
-
-    def _try_again(self) -> bool:
-        """Whether drafts are tried where their layer would be looked at; looks pay for that."""
-        decider = self._decider
-        if self._looks.are_awaited or not decider.try_again(self._processes):
-            return False
-        self._looks.pay(decider.lost_by_trying)
-        self._trials.decide(is_tried=True, goes_on=False)
-        self._times.decide_after(TRY_ROUNDS)
-        return True
+        self._looks.pass_round(None if plan.exit_layer is None else self._deciding.batch, self._times.is_early, seconds)
 
     def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
         """At all layers that could pay; only called when earlier rounds have paid for it."""

@@ -158,7 +158,10 @@ class Asking:
             self._fit = lookups, num_rows
 
     def _check(self, plan: Plan, room: Sequence[int]) -> None:
-        if True not in [plan is fit and len(room) == rows for fit, rows in self._checked]:  # many rounds have the same
+        for fit, num_rows in self._checked:
+            if plan is fit and len(room) == num_rows:
+                break  # many rounds have the same
+        else:
             check_plan(plan, len(room), self._num_layers)
             self._checked = [(plan, len(room)), *self._checked[: MOST_CHECKED - 1]]
         check_room(plan, room)

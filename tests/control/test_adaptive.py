@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.replay import replay
-from selfspec.control import adaptive, decider
+from selfspec.control import decider, deciding
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.choosing import STAY, choose, favour_of
 from selfspec.control.decision import UNKNOWN, decide
@@ -154,7 +154,7 @@ def test_rows_that_come_after_others_have_ended_are_decided_upon(monkeypatch):
     decided = []
     monkeypatch.setattr(decider, "decide", lambda *given: decided.append(given) or decide(*given))
     costs = made_up_costs(LAYERS, rows=(1, 4, 16))
-    monkeypatch.setattr(adaptive, "SOON_DONE", 9 * costs.plain_round(8))
+    monkeypatch.setattr(deciding, "SOON_DONE", 9 * costs.plain_round(8))
     policy, counts = Adaptive(costs), []
     for num_rows, room in ((8, 9), (4, 5), (1, 2), (8, 5000)):
         policy.plan([RowState(i, 40, room) for i in range(num_rows)])
@@ -181,7 +181,7 @@ def test_rows_that_are_nearly_done_need_no_decision_of_their_own(monkeypatch):
     decided = []
     monkeypatch.setattr(decider, "decide", lambda *given: decided.append(given) or decide(*given))
     costs = made_up_costs(LAYERS, rows=(1, 4, 16))
-    monkeypatch.setattr(adaptive, "SOON_DONE", 3 * costs.plain_round(8))
+    monkeypatch.setattr(deciding, "SOON_DONE", 3 * costs.plain_round(8))
     for tokens, again in ((1000, True), (2, False)):
         policy = Adaptive(costs)
         policy.plan([RowState(i, 40, 1000) for i in range(8)])
@@ -453,6 +453,6 @@ def test_what_a_prompt_tells_is_decided_upon_in_the_round_that_follows():
         policy.observe(plan, [RowOutcome(0, 1, 1, (0.99,))], Seconds(draft=1e-4, verify=1e-3))
     assert policy._alike > 1, "the next rounds would be planned as this one"
     policy.seed(row, shadow)
-    policy._decide = lambda rows: decided.append(len(rows))
+    policy._deciding._decide = lambda rows: decided.append(len(rows))
     policy.plan([row._replace(content_length=120, room=430)])
     assert decided == [1]

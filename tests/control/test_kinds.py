@@ -376,7 +376,7 @@ def test_looks_pay_for_what_is_tried_in_their_place(speedup, rows, tries):
         drafts = Decision(1.0, speedup, 2, rate=1.0)
         patch.setattr("selfspec.control.decider.decide", lambda *given: drafts if given[-1] == NEARLY else 1 / 0)
         before, looks.are_awaited = looks._credit, False
-        assert policy._try_again() == tries
+        assert policy._deciding.try_again() == tries
     lost = TRY_ROUNDS * decider.worth.plain_seconds * (1 / speedup - 1)
     assert before - looks._credit == pytest.approx((lost + CALLING + DECIDING) * tries)
     assert policy._trials.trying == TRY_ROUNDS * tries
