@@ -122,7 +122,9 @@ class Remembered:
             self._write(self._idle[1])
 
     def _write(self, policy: Adaptive) -> None:
-        self._prior, self._is_written, self._written_at = policy.state(), True, monotonic()
+        state = policy.state()
+        if is_prior(state, self._stack.num_layers):  # not of one that was interrupted in the middle
+            self._prior, self._is_written, self._written_at = state, True, monotonic()
 
 
 def way_of(

@@ -19,6 +19,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.decider import Decider
 from selfspec.control.pace import UNLEARN_EVERY
 from selfspec.control.plan import LOOKUP
+from selfspec.control.priors import is_prior
 from selfspec.control.rows import RowState
 from selfspec.control.table import Table
 from tests.eval.replays import made_up_costs, trace_of
@@ -145,12 +146,12 @@ def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("can_tell", [True, False])
-def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, problem, can_tell):
+@pytest.mark.parametrize("state", [None, lambda self: 1 / 0, lambda self: {"hits": [float("nan")]}])
+def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, problem, state):
     def interrupted(*given):
         monkeypatch.undo()
-        if not can_tell:
-            monkeypatch.setattr(Adaptive, "state", lambda self: 1 / 0)  # as of one that is half changed
+        if state is not None:
+            monkeypatch.setattr(Adaptive, "state", state)  # as of one that is half changed
         raise problem
 
     tokens(target, PROMPTS[0])
@@ -160,6 +161,7 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     with pytest.raises(problem):
         tokens(target, PROMPTS[2])
     assert target.remembered._idle is None
+    assert is_prior(target.prior, target.stack.num_layers)
     monkeypatch.undo()
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
     assert tokens(target, PROMPTS[2]) == wanted

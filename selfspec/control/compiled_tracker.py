@@ -46,7 +46,7 @@ class CompiledTracker(Tracker):
     def _settle(self) -> None:
         """See `Tracker`."""
         cells, drafts = self._cells, self._drafts
-        if not (cells or drafts or self._clock != self._counted_at):
+        if not (cells or self._drafts_at or self._clock != self._counted_at):
             return
         told = cells.buffer_info()[0], self._cells_at.buffer_info()[0], len(cells)
         of_drafts = drafts.buffer_info()[0], self._drafts_at.buffer_info()[0], self._sure.buffer_info()[0]

@@ -24,7 +24,7 @@ BINS = (0, *[1 + bin_of(match) for match in range(1, SHORTEST[-1] + 1)])  # by m
 
 class Drafts(NamedTuple):
     """What is drafted after matches of 0, 1, 2, .. tokens, and more, as the last; until something is weighed or
-    decided. See `Steady`."""
+    decided, by the context that was priced last before somebody asked. See `Steady`."""
 
     beside_layers: bool
     lengths: tuple[int, ...]

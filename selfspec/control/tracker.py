@@ -6,6 +6,8 @@ in the confidence's log-odds, fitted to the lasting counts), the curve to a prio
 is taken from the next wider view. Layers that were never seen have the prior's estimates, and no division by zero.
 Counts over many texts are kept beside them, for the trackers of later texts to start from, and for layers that were
 long not seen: of those, as much of them is lasting as a few observations.
+
+What comes is counted when somebody asks; how often anybody does changes no more than the last bits.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class Tracker:
         self._clock = self._counted_at = 0.0  # tokens emitted per row, ever, and when that was
         # What is not counted yet: single observations, by where they are counted, and of what `_clock`; and drafts,
         # by where their layer's hits begin, tokens told of and first ones that are hits, with all their confidences.
+        # Whoever is interrupted may be asked for what it knows all the same, and compiled functions read as far as
+        # `_cells` and `_drafts_at` go: these grow last and shrink first.
         self._cells, self._cells_at = array("q"), array("d")
         self._drafts, self._drafts_at, self._sure = array("q"), array("d"), array("d")
         self._mean = _mean_curve(num_layers)
@@ -102,7 +106,7 @@ class Tracker:
 
     def num_lasting(self, layer: int) -> float:
         """How many of the lasting ones are of one layer."""
-        if self._cells or self._drafts:
+        if self._cells or self._drafts_at:
             self._settle()
         hits, misses = self._counts[1, :, layer - 1].tolist()
         return (sum(hits) + sum(misses)) * float(2 ** ((self._counted_at - self._clock) / LASTING))
@@ -116,9 +120,11 @@ class Tracker:
 
     def add_draft(self, layer: int, num_right: int, confidences: Sequence[float]) -> None:
         """Count tokens that one layer drafted, of which the first `num_right` were hits, and others misses."""
+        if not confidences:
+            return
+        self._sure.extend(confidences)
         self._drafts.extend(((layer - 1) * NUM_BINS, len(confidences), num_right))
         self._drafts_at.append(self._clock)
-        self._sure.extend(confidences)
         if len(self._sure) > MOST_WAITING:
             self._settle()
 
@@ -134,8 +140,8 @@ class Tracker:
         self._add(cells.reshape(-1).tolist())
 
     def _add(self, cells: Sequence[int]) -> None:
-        self._cells.extend(cells)
         self._cells_at.extend([self._clock] * len(cells))
+        self._cells.extend(cells)
         if len(self._cells) > MOST_WAITING:
             self._settle()
 
@@ -146,7 +152,7 @@ class Tracker:
     def _settle(self) -> None:
         """Count what waits, and fade all counts, so that an observation now counts for 1."""
         since = self._clock - self._counted_at
-        if not (since or self._cells or self._drafts):
+        if not (since or self._cells or self._drafts_at):
             return
         cells, at = self._waiting()
         for counts, half_life in zip(self._counts, HALF_LIVES, strict=True):
@@ -159,7 +165,7 @@ class Tracker:
     def _waiting(self) -> tuple[NDArray[np.int64], Floats]:
         """Where what waits is to be counted, and when it came."""
         cells, at = np.array(self._cells), np.array(self._cells_at)
-        if not self._drafts:
+        if not self._drafts_at:
             return cells, at
         begin, told, right = np.array(self._drafts).reshape(-1, 3).T
         place = np.arange(len(self._sure)) - np.repeat(np.cumsum(told) - told, told)  # in its draft
@@ -169,7 +175,7 @@ class Tracker:
 
     def _forget_waiting(self) -> None:
         """All of it is counted, as of now."""
-        for told in (self._cells, self._cells_at, self._drafts, self._drafts_at, self._sure):
+        for told in (self._cells, self._drafts_at, self._cells_at, self._drafts, self._sure):
             del told[:]
         self._counted_at = self._clock
 

@@ -13,7 +13,7 @@ from selfspec.errors import whole
 
 NOT_STEADY = Steady()
 NEVER = NOT_STEADY.most_surprises
-MOST_CHECKED = 4  # plans: that of most rounds, and those of rows that are nearly done
+MOST_CHECKED = 4  # plans: that of most rounds, and a few of rows that are nearly done
 
 
 class Asked(Protocol):
@@ -46,7 +46,7 @@ class Asking:
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
         self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = self.minds_lookup = False
-        self._checked: list[tuple[Plan, int]] = []  # the last plans that were fit, for so many rows
+        self._checked: list[tuple[Plan, int]] = []  # plans that were fit, for so many rows; checked last, the first
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
         self._room: Sequence[int] = ()  # of the rows that were asked about last

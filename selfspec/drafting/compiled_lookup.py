@@ -34,10 +34,13 @@ class CompiledLookup(Lookup):
         self._is_lent = self._is_anew = False
         self._uncounted: list[tuple[int, int]] = []  # of tokens, what `selfspec_index_add` told of guesses
 
-    def __del__(self) -> None:  # a finalizer of `weakref` takes several times as long to make, for every row
+    def _give_back(self) -> None:
         index, self._index = getattr(self, "_index", None), None
         if index:
             self._lib.selfspec_index_free(index)
+
+    def __del__(self) -> None:  # a finalizer of `weakref` takes several times as long to make, for every row
+        self._give_back()
 
     @property
     def may_lend(self) -> bool:
@@ -70,7 +73,7 @@ class CompiledLookup(Lookup):
         """The row went on in another way than the index was told, or nobody knows what it was told."""
         self._take_on()
         self._is_lent = True  # until it is made: there may be too little memory
-        self.__del__()
+        self._give_back()
         self._read = 0
         self._make()
         self._is_anew = (

@@ -305,7 +305,9 @@ def test_what_calls_are_told_of_matches_is_asked_again_once_something_was_weighe
     assert TO_ASK not in lengths_of(followed, False, checks).lengths and len(checked) == count, "no early pass"
     lengths_of(followed, True, checks)
     assert len(checked) == 2 * count, "after it was about others"
+    assert not followed.is_quiet(row, 1, lambda chances: 0)
     followed.forget_quiet()
-    assert TO_ASK not in lengths_of(followed, True, lambda chances: 0).lengths, "something was decided"
+    assert followed.is_quiet(row, 1, lambda chances: 0), "something was decided"
+    assert TO_ASK not in lengths_of(followed, True, lambda chances: 0).lengths
     plan_of(followed, 0, usual=1e9, beside=True)
     assert {*lengths_of(followed, True).lengths} == {0}, "and weighed"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.decider import COLD, NEARLY, TRY_ROUNDS, Decider
+from selfspec.control.decider import COLD, MOST_MADE, NEARLY, TRY_ROUNDS, Decider
 from selfspec.control.decision import HANDICAP, Decision
 from selfspec.control.experience import Experience
 from selfspec.control.kinds import (
@@ -30,7 +30,7 @@ from selfspec.control.kinds import (
 from selfspec.control.laps import Seconds
 from selfspec.control.looks import CALLING
 from selfspec.control.pace import DECIDING_ROUNDS, FAR, HELD, KEPT_DECIDING, Pace
-from selfspec.control.plan import confidence_bin
+from selfspec.control.plan import ShadowPlan, confidence_bin
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.table import Table
 from selfspec.control.timetable import DECIDING, EARLY
@@ -506,6 +506,24 @@ def test_drafts_must_make_up_for_rows_that_would_have_ended_together(in_step, to
     monkeypatch.setattr("selfspec.control.decider.decide", lambda *given: asked.append(given[-1]) or Decision())
     decider.decide(False, tokens * plain, in_step)
     assert asked[0] == pytest.approx(HANDICAP * times)
+
+
+def test_plans_are_made_once_for_each_length_and_number_of_guesses_until_something_is_decided():
+    costs = made_up_costs(LAYERS)
+    decider = Decider(costs, Experience(costs, None, False), range(1, LAYERS))
+    decider.price([RowState(0, 60, 4000)])
+    decider._hold(Decision(exit_layer=2))
+    asked = [((length,), guesses) for length in (9, 4) for guesses in (0, 2)]
+    made = [decider.plan(lengths, None, guesses) for lengths, guesses in asked]
+    assert [(plan.draft_lengths, plan.guesses) for plan in made] == asked
+    assert all(decider.plan(lengths, None, n) is plan for (lengths, n), plan in zip(asked, made, strict=True))
+    for length in range(10, 10 + 2 * MOST_MADE):
+        decider.plan((length,), None, 0)
+        assert len(decider._made) <= MOST_MADE
+    shadow = ShadowPlan((3,), (0,), 1)
+    assert decider.plan((9,), shadow, 0).shadow is shadow and decider.plan((9,), None, 0).shadow is None
+    decider._hold(Decision(exit_layer=3))
+    assert decider.plan((9,), None, 0).exit_layer == 3
 
 
 @pytest.mark.parametrize("rooms", [(40, 40, 40, 40), (40, 39, 38, 37), (40, 40, 31, 31), (40,)])

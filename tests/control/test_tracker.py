@@ -1,6 +1,7 @@
 """Statistics of every layer: what is counted, how it fades, and what is believed where little has been seen."""
 
 import math
+from array import array
 
 import numpy as np
 import pytest
@@ -86,6 +87,46 @@ def test_of_a_draft_the_first_tokens_are_hits_and_the_others_misses(right, sure,
     one_by_one.add(layer, [n < right for n in range(len(sure))], sure)
     for name in ("recent", "lasting", "overall"):
         np.testing.assert_array_equal(getattr(of_draft, name), getattr(one_by_one, name))
+
+
+def test_what_waits_counts_for_who_asks_how_many_there_are():
+    tracker = Tracker(3)
+    tracker.add_draft(2, 3, (0.9, 0.8, 0.7, 0.6))
+    assert tracker.num_lasting(2) == 4 and tracker.num_lasting(1) == 0
+    tracker.add(1, [True], [0.5])
+    assert tracker.num_lasting(1) == 1
+    tracker.add_draft(1, 0, ())
+    assert not tracker._drafts_at, "of no tokens nothing waits"
+
+
+@pytest.mark.parametrize("broken", ["_cells", "_cells_at", "_drafts", "_drafts_at", "_sure"])
+@pytest.mark.parametrize("grows", [True, False])
+def test_whatever_is_interrupted_compiled_functions_find_all_that_they_are_told_of(broken, grows):
+    """They read as many single observations as there are `_cells`, and drafts as `_drafts_at`."""
+
+    class Interrupted(Exception):
+        pass
+
+    class Array(array):
+        def extend(self, given):
+            raise Interrupted
+
+        append = extend
+
+        def __delitem__(self, at):
+            raise Interrupted
+
+    tracker = Tracker(4)
+    tracker.add(1, [True], [0.5])
+    tracker.add_draft(2, 1, (0.9, 0.1))
+    held = getattr(tracker, broken)
+    setattr(tracker, broken, Array(held.typecode, held))
+    tracker.pass_time(3)
+    with pytest.raises(Interrupted):
+        (tracker.add(1, [True], [0.5]), tracker.add_draft(2, 1, (0.9,))) if grows else tracker.overall
+    assert len(tracker._cells) <= len(tracker._cells_at)
+    assert 3 * len(tracker._drafts_at) <= len(tracker._drafts)
+    assert sum(tracker._drafts[1 : 3 * len(tracker._drafts_at) : 3]) <= len(tracker._sure)
 
 
 @pytest.mark.parametrize("in_drafts", [False, True])
