@@ -206,6 +206,7 @@ def test_the_policy_is_told_where_lookup_gives_way_to_layers_for_once():
         steady = lengths_of(followed, beside=True)
         assert steady.most_lookups == (left - 1 if left > 1 else EVERY) or left == 0
         assert (steady.lengths[-1] == TO_ASK) == (left <= 1)
+        assert {*steady.lengths[:9]} == {0}, "where lookup drafts nothing, layers take no turns with it"
     assert all(plan is not None and not gives_way for plan, gives_way in planned[:-1])
     assert planned[-1] == (None, True)
     assert plan_of(followed, 0, usual=usual, beside=True) is None and not followed._finder.gives_way
