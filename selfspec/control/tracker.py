@@ -69,8 +69,8 @@ class Tracker:
         self._clock = self._counted_at = 0.0  # tokens emitted per row, ever, and when that was
         # What is not counted yet: single observations, by where they are counted, and of what `_clock`; and drafts,
         # by where their layer's hits begin, tokens told of and first ones that are hits, with all their confidences.
-        # Whoever is interrupted may be asked for what it knows all the same, and compiled functions read as far as
-        # `_cells` and `_drafts_at` go: these grow last and shrink first.
+        # Whoever is interrupted may be asked for what it knows all the same, and what waits is read as far as `_cells`
+        # and `_drafts_at` go: these grow last and shrink first.
         self._cells, self._cells_at = array("q"), array("d")
         self._drafts, self._drafts_at, self._sure = array("q"), array("d"), array("d")
         self._mean = _mean_curve(num_layers)
@@ -164,12 +164,13 @@ class Tracker:
 
     def _waiting(self) -> tuple[NDArray[np.int64], Floats]:
         """Where what waits is to be counted, and when it came."""
-        cells, at = np.array(self._cells), np.array(self._cells_at)
+        cells, at = np.array(self._cells), np.array(self._cells_at)[: len(self._cells)]
         if not self._drafts_at:
             return cells, at
-        begin, told, right = np.array(self._drafts).reshape(-1, 3).T
-        place = np.arange(len(self._sure)) - np.repeat(np.cumsum(told) - told, told)  # in its draft
-        drafted = np.repeat(begin, told) + np.searchsorted(BOUNDS, np.array(self._sure), "right")
+        begin, told, right = np.array(self._drafts)[: 3 * len(self._drafts_at)].reshape(-1, 3).T
+        sure = np.array(self._sure)[: told.sum()]
+        place = np.arange(len(sure)) - np.repeat(np.cumsum(told) - told, told)  # in its draft
+        drafted = np.repeat(begin, told) + np.searchsorted(BOUNDS, sure, "right")
         drafted += np.where(place < np.repeat(right, told), 0, self._shape[1] * NUM_BINS)
         return np.concatenate((cells, drafted)), np.concatenate((at, np.repeat(np.array(self._drafts_at), told)))
 

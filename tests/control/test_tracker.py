@@ -101,8 +101,8 @@ def test_what_waits_counts_for_who_asks_how_many_there_are():
 
 @pytest.mark.parametrize("broken", ["_cells", "_cells_at", "_drafts", "_drafts_at", "_sure"])
 @pytest.mark.parametrize("grows", [True, False])
-def test_whatever_is_interrupted_compiled_functions_find_all_that_they_are_told_of(broken, grows):
-    """They read as many single observations as there are `_cells`, and drafts as `_drafts_at`."""
+def test_whatever_is_interrupted_who_counts_finds_all_that_waits(broken, grows):
+    """As many single observations are read as there are `_cells`, and drafts as `_drafts_at`."""
 
     class Interrupted(Exception):
         pass
@@ -127,6 +127,8 @@ def test_whatever_is_interrupted_compiled_functions_find_all_that_they_are_told_
     assert len(tracker._cells) <= len(tracker._cells_at)
     assert 3 * len(tracker._drafts_at) <= len(tracker._drafts)
     assert sum(tracker._drafts[1 : 3 * len(tracker._drafts_at) : 3]) <= len(tracker._sure)
+    setattr(tracker, broken, array(held.typecode, getattr(tracker, broken)))
+    assert is_prior(tracker.state(), 4) and not tracker._drafts_at and not tracker._cells
 
 
 @pytest.mark.parametrize("in_drafts", [False, True])
