@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from selfspec.device.capture import Body, Capture, Recording
 
-Inputs = TypeVar("Inputs")
+
+class Buffers(Protocol):
+    """What a caller writes a call into."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Inputs = TypeVar("Inputs", bound=Buffers)
 
 
 class Recorded(NamedTuple, Generic[Inputs]):
-    """A recording and the buffers that it reads."""
+    """A recording, and who holds the memory that it reads: the buffers of its inputs, and its body."""
 
     inputs: Inputs
+    body: Body
     recording: Recording
+
+    @property
+    def num_bytes(self) -> int:
+        return self.recording.num_bytes + self.inputs.num_bytes
 
 
 class Graphs:
@@ -23,7 +36,8 @@ class Graphs:
 
     Args:
         capture: who records.
-        budget: bytes that all recordings together may keep; the one in use stays, whatever it takes.
+        budget: bytes of device memory that all recordings together may keep, their inputs included; the one in use
+            stays, whatever it takes.
         most: how many there may be.
     """
 
@@ -38,7 +52,7 @@ class Graphs:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.recording.num_bytes for one in self._kept.values())
+        return sum(one.num_bytes for one in self._kept.values())
 
     def get(self, key: Hashable) -> Recorded[Any] | None:
         found = self._kept.get(key)
@@ -48,7 +62,7 @@ class Graphs:
 
     def record(self, key: Hashable, inputs: Inputs, body: Body) -> Recorded[Inputs]:
         """Record a body that reads `inputs`, which hold what its first call is about."""
-        made = self._kept[key] = Recorded(inputs, self.capture.record(body))
+        made = self._kept[key] = Recorded(inputs, body, self.capture.record(body))
         self.num_recorded += 1
         while len(self._kept) > 1 and (len(self._kept) > self.most or self.num_bytes > self.budget):
             self._kept.popitem(last=False)

@@ -7,7 +7,6 @@ than the weights take to be read.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from selfspec.control.plan import SurvivalStop
 from selfspec.device.buckets import SLOTS, TOKENS, held, round_up, shape_of
 from selfspec.device.capture import CannotCapture, Capture, CudaCapture
+from selfspec.device.check import round_problem
 from selfspec.device.graphs import Graphs, Recorded
 from selfspec.device.static import LayersInputs, StaticRows
 from selfspec.device.storage import Storages
@@ -33,7 +33,7 @@ BUDGET = 2 << 30  # bytes that recordings may keep
 
 
 def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
-    """Give a stack a runner, checked as the stack itself was: split against whole, in the loaded dtype.
+    """Give a stack a runner, checked in the loaded dtype: split against whole, and recorded rounds against eager.
 
     A runner that raises or disagrees is taken away again, with a warning; so is one that cannot be had.
 
@@ -48,9 +48,11 @@ def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
         stack.runner = make(stack)
         error = split_error(stack)
         problem = f"its logits differ by {error:.2g} standard deviations"
+        if error <= TOLERANCE.get(stack.dtype, 0.2):
+            problem = round_problem(stack, stack.runner) or ""
     except Exception as raised:  # whatever a compiler or driver has to say
-        error, problem = math.inf, f"{type(raised).__name__}: {raised}"
-    if not error <= TOLERANCE.get(stack.dtype, 0.2):
+        problem = f"{type(raised).__name__}: {raised}"
+    if problem:
         _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
         stack.runner = None
 

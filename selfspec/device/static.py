@@ -17,14 +17,16 @@ from selfspec.target.cache import PackedRows, PagedCache, Span
 
 
 class StaticRows(PackedRows):
-    """Stands in for `PackedRows` inside a recording: what it says lies in a layout's tensors, not on the host."""
+    """Stands in for `PackedRows` inside a recording: what it says lies in a layout's tensors, not on the host.
+
+    Nothing in it refers to itself: it lies in the recordings' memory, which must be free once a recording is given up.
+    """
 
     def __init__(self, cache: PagedCache, layout: Layout, kernels: Kernels) -> None:
         self.cache, self.layout, self._kernels = cache, layout, kernels
         self.spans, self.device = (), layout.positions.device
         self.positions = layout.positions[None]
         self.plans = {}
-        self.attend = self._attend
 
     @property
     def num_tokens(self) -> int:
@@ -39,7 +41,7 @@ class StaticRows(PackedRows):
         self._kernels.scatter(key, value, keys, values, self.layout.slots)
         return keys, values
 
-    def _attend(
+    def attend(
         self,
         rows: Any,
         queries: Tensor,  # [heads, N, head_dim]
@@ -69,6 +71,12 @@ class LayersInputs:
             starts, counts, lengths, self._pages, owners, self._long[0], self._long[1],
             shape.most_new, shape.most_tokens, _no_trees(shape, device) if shape.trees else None,
         )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that only this recording reads."""
+        trees = self.layout.trees or ()
+        return sum(one.nbytes for one in (self._long, self._ints, self._pages, *trees))
 
     def fill(self, spans: Sequence[Span], given: Tensor) -> None:
         """Write a call into the buffers; slots and tokens beyond it become empty ones."""

@@ -74,6 +74,10 @@ class RoundInputs:
         self.stops = torch.zeros(2 + NUM_BINS, dtype=torch.float64, device=device)
         self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.nbytes for one in (self.rows, self.stops, self.pages))
+
     def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
         """Write a round into the buffers; slots beyond its rows become empty."""
         key, lines = self.key, []
@@ -92,7 +96,7 @@ class RoundInputs:
 
 
 class WholeRound:
-    """The body of a recorded round.
+    """The body of a recorded round. It holds the constants that the recording reads.
 
     Args:
         stack: runs layers (`run_here`) and heads (`logits`).
@@ -108,7 +112,8 @@ class WholeRound:
 
     def __call__(self) -> tuple[Tensor, ...]:
         """The record, int64 `[slots, fields]`: `Accepted.record`, the bits of confidences, and the likeliest tokens."""
-        key, fields = self.key, dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
+        key = self.key
+        fields = dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
         fields |= {name: fields[name].int().view(torch.float32) for name in ("temperature", "top_p", "min_p")}
         live = fields["content"] > 0
         sure = torch.zeros((key.slots, key.width - 1), dtype=torch.float32, device=live.device)
@@ -188,7 +193,8 @@ class WholeRound:
     def _sampling(self, fields: dict[str, Tensor], positions: Tensor) -> SamplingTensors:
         """For picks at `positions`, `[slots, n]`: a slot's n places pick alike."""
         n = positions.shape[1]
-        each = {name: fields[name][:, None].expand(-1, n).flatten() for name in FIELDS[4:]}
+        # Flattened, one slot or one place is a view of other strides than the kernel reads.
+        each = {name: fields[name][:, None].expand(-1, n).flatten().contiguous() for name in FIELDS[4:]}
         return SamplingTensors(
             each["temperature"], each["top_k"].int(), each["top_p"], each["min_p"], each["seed"], positions.flatten(),
             self.key.sampled, self.key.filtered,

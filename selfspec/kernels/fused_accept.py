@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfspec.kernels.checks import check_accept
 from selfspec.kernels.layout import Accepted
 
 
@@ -20,7 +21,12 @@ def accept(
     most_new: int,
     sums: Tensor | None = None,  # int64 [2, >= most_new], added to: judged drafted tokens by place, and right ones
 ) -> Accepted:
-    """The longest prefix of each draft that equals the target's picks, and the next pick, cut where the row ends."""
+    """The longest prefix of each draft that equals the target's picks, and the next pick, cut where the row ends.
+
+    Raises:
+        ValueError: a tensor that the kernel would misread, see `checks.check_accept`.
+    """
+    check_accept(fed, picks, starts, counts, room, eos, most_new, sums)
     slots, device = counts.shape[0], counts.device
     made = torch.empty((3, slots), dtype=torch.int32, device=device)
     last = torch.empty(slots, dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfspec.kernels.checks import check_pick
 from selfspec.kernels.layout import SamplingTensors
 
 BLOCK = 2048  # tokens of the vocabulary that one program looks at
@@ -27,7 +28,11 @@ def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None)
     Args:
         logits: fp32 `[N, vocab]`.
         noise: fp32 `[N, vocab]` to use instead of the hash.
+
+    Raises:
+        ValueError: a tensor that the kernel would misread, see `checks.check_pick`.
     """
+    check_pick(logits, sampling, noise)
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     bounds = _bounds(logits, sampling) if sampling.sampled and sampling.filtered else None

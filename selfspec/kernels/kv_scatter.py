@@ -6,13 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfspec.kernels.checks import check_scatter
+
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Write `[N, kv_heads, head_dim]` into pages `[pages, page_size, kv_heads, head_dim]` at `slots`, int64 `[N]`.
 
-    A negative slot is nowhere: its token is skipped. Pages are contiguous; keys and values may be of any strides but
-    the last, which is 1.
+    A negative slot is nowhere: its token is skipped.
+
+    Raises:
+        ValueError: a tensor that the kernel would misread, see `checks.check_scatter`.
     """
+    check_scatter(key, value, keys, values, slots)
     count, heads, dim = key.shape
     if count == 0:
         return

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfspec.kernels.checks import check_attend
 from selfspec.kernels.layout import MOST_NODES, Layout
 
 SPLIT = 256  # tokens of a row that one program reads
@@ -43,7 +44,11 @@ def attend(
         sinks: a logit per head that takes weight and gives nothing.
         tile_rows: rows of a tile of queries, a power of two of at least 16; None: by the call's shape. Sums are taken
             in an order that may depend on it.
+
+    Raises:
+        ValueError: a tensor that the kernel would misread, see `checks.check_attend`.
     """
+    check_attend(queries, keys, values, layout, sinks)
     count, heads, dim = queries.shape
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     share = heads // kv_heads

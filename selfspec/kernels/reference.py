@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfspec.kernels.checks import check_accept, check_attend, check_pick, check_scatter
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensors
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """See `selfspec.kernels.kv_scatter.scatter`."""
+    check_scatter(key, value, keys, values, slots)
     real = slots >= 0
     # What goes nowhere repeats the first token that goes somewhere; if none does, a slot is given what it holds.
     source = torch.where(real, torch.arange(len(slots), device=slots.device), real.int().argmax())
@@ -36,6 +38,7 @@ def attend(
     tile_rows: int | None = None,
 ) -> Tensor:
     """See `selfspec.kernels.paged_attention.attend`."""
+    check_attend(queries, keys, values, layout, sinks)
     count, heads, dim = queries.shape
     share = heads // keys.shape[2]
     own = layout.rows.clamp(min=0).long()  # [N]
@@ -81,18 +84,25 @@ def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk:
 
 def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `selfspec.kernels.fused_pick.pick`."""
-    scores = logits.float()
-    if sampling.sampled:
-        hot = (sampling.temperature > 0)[:, None]
-        scaled = scores / torch.where(hot, sampling.temperature[:, None], 1)
-        kept = scaled
-        if sampling.filtered:
-            kept = scaled.masked_fill(scaled < _bounds(scaled, sampling)[:, None], float("-inf"))
-        if noise is None:
-            noise = gumbel(sampling.seeds, sampling.positions, scores.shape[1])
-        scores = torch.where(hot, kept + noise, scores)
-    picks = scores.argmax(-1, keepdim=True)
-    return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0]
+    check_pick(logits, sampling, noise)
+    found = scores(logits, sampling, noise)
+    picks = found.argmax(-1, keepdim=True)
+    return picks[:, 0], found.softmax(-1).gather(1, picks)[:, 0]
+
+
+def scores(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> Tensor:
+    """What is highest at the pick, fp32 `[N, vocab]`: logits, or where a place samples, filtered ones with noise."""
+    found = logits.float()
+    if not sampling.sampled:
+        return found
+    hot = (sampling.temperature > 0)[:, None]
+    kept = scaled = found / torch.where(hot, sampling.temperature[:, None], 1)
+    if sampling.filtered:
+        kept = scaled.masked_fill(scaled < _bounds(scaled, sampling)[:, None], float("-inf"))
+    if noise is None:
+        tokens = torch.arange(found.shape[1], device=found.device)[None]  # made here: a recording reads it again
+        noise = gumbel(sampling.seeds, sampling.positions, found.shape[1], tokens)
+    return torch.where(hot, kept + noise, found)
 
 
 def _bounds(scaled: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -119,6 +129,7 @@ def accept(
     sums: Tensor | None = None,
 ) -> Accepted:
     """See `selfspec.kernels.fused_accept.accept`."""
+    check_accept(fed, picks, starts, counts, room, eos, most_new, sums)
     place = torch.arange(most_new, device=fed.device)
     counts, room = counts.long()[:, None], room.long()[:, None]
     drafted = (counts - 1).clamp(min=0)

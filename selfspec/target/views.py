@@ -40,10 +40,17 @@ STATELESS_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 
 
 class _Zero(nn.Module):
-    """Stands where a learned position embedding stood: later views receive hidden states that already hold it."""
+    """Stands where a learned position embedding stood: later views receive hidden states that already hold it.
+
+    Its zero lies on the model's device: a copy from the host could not be recorded.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self._zero = torch.zeros((), device=like.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros(())
+        return self._zero
 
 
 @dataclass
@@ -159,7 +166,7 @@ def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> Any:
         part._modules[family.norm] = nn.Identity()
     if start > 0:
         for name in family.only_first:
-            part._modules[name] = _Zero()
+            part._modules[name] = _Zero(next(base.parameters()))
         for name in family.unit_after_first:
             setattr(part, name, 1.0)
     return part

@@ -1,0 +1,133 @@
+"""What every kernel requires of its tensors; the kernels and their plain twins check it alike.
+
+A kernel reads memory by address. A tensor of another dtype, shape, layout or device would give wrong numbers without an
+error, so it is refused by name. The twins refuse it too, and so a caller's mistake is found without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors
+
+INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
+
+
+class Requirements:
+    """Checks the tensors of one call of a kernel; raises ValueError with the first that the kernel would misread.
+
+    Args:
+        kernel: its name.
+        device: where all its tensors lie.
+    """
+
+    def __init__(self, kernel: str, device: torch.device) -> None:
+        self.kernel, self.device = kernel, device
+
+    def dense(self, name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+        """Contiguous."""
+        self._check(name, tensor, dtype, shape, tensor.is_contiguous(), "contiguous")
+
+    def lines(self, name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+        """The last dimension is contiguous; the others may have any stride."""
+        is_dense = tensor.dim() > 0 and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+        self._check(name, tensor, dtype, shape, is_dense, "contiguous in its last dimension")
+
+    def holds(self, what: str, allowed: str, got: object, is_true: bool) -> None:
+        """Any other condition."""
+        if not is_true:
+            raise ValueError(f"{self.kernel}: {what} must be {allowed}, got {got}")
+
+    def _check(
+        self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], is_dense: bool, layout: str
+    ) -> None:
+        if tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device and is_dense:
+            return
+        got = f"{_short(tensor.dtype)} {list(tensor.shape)} of strides {list(tensor.stride())} on {tensor.device}"
+        allowed = f"{_short(dtype)} {list(shape)}, {layout}, on {self.device}"
+        raise ValueError(f"{self.kernel}: {name} must be {allowed}; got {got}")
+
+
+def check_scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Raises ValueError for what `kv_scatter.scatter` does not accept."""
+    require = Requirements("scatter", key.device)
+    require.holds("key", "[N, kv_heads, head_dim]", list(key.shape), key.dim() == 3)
+    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
+    require.lines("key", key, keys.dtype, *key.shape)
+    require.lines("value", value, keys.dtype, *key.shape)
+    require.dense("keys", keys, keys.dtype, *keys.shape[:2], *key.shape[1:])
+    require.dense("values", values, keys.dtype, *keys.shape)
+    require.dense("slots", slots, INT64, key.shape[0])
+
+
+def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None) -> None:
+    """Raises ValueError for what `paged_attention.attend` does not accept."""
+    require = Requirements("attend", queries.device)
+    require.holds("queries", "[N, heads, head_dim]", list(queries.shape), queries.dim() == 3)
+    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
+    count, heads, dim = queries.shape
+    dtype, kv_heads = queries.dtype, keys.shape[2]
+    require.holds("heads", f"a multiple of the {kv_heads} key heads", heads, heads % kv_heads == 0)
+    require.lines("queries", queries, dtype, count, heads, dim)
+    require.dense("keys", keys, dtype, *keys.shape[:3], dim)
+    require.dense("values", values, dtype, *keys.shape[:3], dim)
+    slots, width = layout.pages.shape
+    for name in ("starts", "counts", "lengths"):
+        require.dense(name, getattr(layout, name), INT32, slots)
+    require.lines("pages", layout.pages, INT32, slots, width)
+    require.dense("rows", layout.rows, INT32, count)
+    require.dense("slots", layout.slots, INT64, count)
+    require.dense("positions", layout.positions, INT64, count)
+    if layout.trees is not None:
+        require.dense("trees.roots", layout.trees.roots, INT32, slots)
+        require.dense("trees.positions", layout.trees.positions, INT32, slots, MOST_NODES)
+        require.dense("trees.ancestors", layout.trees.ancestors, INT64, count)
+    if sinks is not None:
+        require.holds("sinks", "floating-point", _short(sinks.dtype), sinks.is_floating_point())
+        require.dense("sinks", sinks, sinks.dtype, heads)
+
+
+def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None) -> None:
+    """Raises ValueError for what `fused_pick.pick` does not accept."""
+    require = Requirements("pick", logits.device)
+    require.holds("logits", "[N, vocab]", list(logits.shape), logits.dim() == 2)
+    count, vocab = logits.shape
+    require.lines("logits", logits, FLOAT32, count, vocab)
+    for name in ("temperature", "top_p", "min_p"):
+        require.dense(name, getattr(sampling, name), FLOAT32, count)
+    require.dense("top_k", sampling.top_k, INT32, count)
+    require.dense("seeds", sampling.seeds, INT64, count)
+    require.dense("positions", sampling.positions, INT64, count)
+    if noise is not None:
+        require.dense("noise", noise, FLOAT32, count, vocab)
+
+
+def check_accept(
+    fed: Tensor,
+    picks: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    room: Tensor,
+    eos: Tensor,
+    most_new: int,
+    sums: Tensor | None,
+) -> None:
+    """Raises ValueError for what `fused_accept.accept` does not accept."""
+    require = Requirements("accept", fed.device)
+    require.holds("fed", "[N]", list(fed.shape), fed.dim() == 1)
+    require.holds("counts", "[S]", list(counts.shape), counts.dim() == 1)
+    require.holds("eos", "[S, E]", list(eos.shape), eos.dim() == 2)
+    slots = counts.shape[0]
+    require.dense("fed", fed, INT64, fed.shape[0])
+    require.dense("picks", picks, INT64, fed.shape[0])
+    for name, tensor in (("starts", starts), ("counts", counts), ("room", room)):
+        require.dense(name, tensor, INT32, slots)
+    require.lines("eos", eos, INT64, slots, eos.shape[1])
+    if sums is not None:
+        require.holds("sums", f"[2, at least {most_new}]", list(sums.shape), sums.dim() == 2)
+        require.lines("sums", sums, INT64, 2, max(most_new, sums.shape[1]))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,84 @@
+"""Every family's layers and heads run on a device without a copy from the host, in the dtypes that kernels accept.
+
+On the processor such a copy is invisible: the host's memory is the device's. On the meta device it is not. A copy from
+the host inside a recording fails on CUDA, since the memory it comes from is not pinned.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from selfspec.device.static import StaticRows
+from selfspec.device.whole import RoundInputs, RoundKey, WholeRound
+from selfspec.kernels.suite import REFERENCE
+from selfspec.target.cache import PagedCache
+from selfspec.target.stack import Stack
+from tests.device.test_launches import layout
+from tests.models import FAMILIES, SMALL
+
+
+class NoHostCopies(TorchDispatchMode):
+    """Raises where memory of the host enters an operation of the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        made = [one for one in tree_flatten(out)[0] if isinstance(one, torch.Tensor)]
+        on_device = any(one.is_meta for one in (*given, *made))
+        copies = "copy" in str(func)  # a number of the host, which is no copy, is handed to a kernel by value
+        if on_device and any(not one.is_meta and (copies or one.dim()) for one in given):
+            raise AssertionError(f"{func} reads memory of the host")
+        return out
+
+
+def on_meta(family, dtype):
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
+        return Stack(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+
+
+EXPERTS = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss"}  # torch groups their products on a device in bfloat16 alone
+CASES = [(family, torch.float32) for family in FAMILIES if family not in EXPERTS]
+CASES += [(family, torch.bfloat16) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+@torch.inference_mode()
+def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
+    stack = on_meta(family, dtype)
+    stack.lean = None
+    cache = PagedCache(4, 16)
+    for start, stop in ((0, 2), (2, 4)):
+        given = torch.zeros(4, dtype=torch.int64, device="meta")
+        if start:
+            given = torch.zeros(4, SMALL["hidden_size"], dtype=dtype, device="meta")
+        rows = StaticRows(cache, layout([(5, 2), (0, 2)], "meta"), REFERENCE)
+        hidden = stack.run_here(rows, start, stop, given)  # makes what is made once
+        with NoHostCopies():
+            hidden = stack.run_here(StaticRows(cache, rows.layout, REFERENCE), start, stop, given)
+            logits = stack.logits(hidden, stop)
+    assert logits.is_meta and logits.shape == (4, SMALL["vocab_size"])
+
+
+@pytest.mark.parametrize("stop", ["none", "confidence", "survival"])
+@torch.inference_mode()
+def test_a_round_copies_nothing_from_the_host(stop):
+    stack = on_meta("llama", torch.float32)
+    cache = PagedCache(4, 16)
+    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, True, 0)
+    body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device))
+    body()
+    with NoHostCopies():
+        (record,) = body()
+    assert record.is_meta and len(record) == 2
+
+
+def test_a_copy_from_the_host_is_seen():
+    with pytest.raises(AssertionError, match="reads memory of the host"), NoHostCopies():
+        torch.zeros(()).to("meta")
+    with pytest.raises(AssertionError, match="reads memory of the host"), NoHostCopies():
+        torch.zeros(2, device="meta").copy_(torch.zeros(2))

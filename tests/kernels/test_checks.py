@@ -1,0 +1,99 @@
+"""Kernels and twins refuse what a kernel would misread: other dtypes, strides, shapes, devices, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eval.gpu import samples
+from selfspec.kernels.suite import REFERENCE, has_triton, triton_kernels
+
+SUITES = [REFERENCE, *([triton_kernels()] if has_triton() else [])]
+
+
+def strided(tensor):
+    """The same numbers, every second place in memory."""
+    out = torch.empty(*tensor.shape, 2, dtype=tensor.dtype)
+    out[..., 0] = tensor
+    return out[..., 0]
+
+
+def calls():
+    """A right call of every kernel: name -> arguments by name."""
+    paged = samples.paged([(20, 3), (0, 0), (5, 1)], 4, 2, 8, 16, trees=True)
+    key = {"key": paged.key, "value": paged.value, "keys": paged.keys, "values": paged.values}
+    attend = {
+        "queries": paged.queries,
+        "keys": paged.keys,
+        "values": paged.values,
+        "layout": paged.layout,
+        "scale": 1.0,
+    }
+    sampling = samples.sampling([(0.8, 0, 1.0, 0.0), (0.0, 5, 0.9, 0.1)], 0)
+    accept = {
+        "fed": torch.arange(6), "picks": torch.arange(6), "starts": torch.tensor([0, 3]).int(),
+        "counts": torch.tensor([3, 3]).int(), "room": torch.tensor([9, 9]).int(), "eos": torch.full((2, 2), -1),
+        "most_new": 3, "sums": torch.zeros(2, 3, dtype=torch.int64),
+    }  # fmt: skip
+    return {
+        "scatter": {**key, "slots": paged.layout.slots},
+        "attend": {**attend, "sinks": torch.zeros(4)},
+        "pick": {"logits": torch.randn(2, 33), "sampling": sampling},
+        "accept": accept,
+    }
+
+
+def places():
+    """(kernel, path of a tensor among its arguments)."""
+    for kernel, given in calls().items():
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                yield kernel, (name,)
+            for field, one in zip(
+                getattr(value, "_fields", ()), value if isinstance(value, tuple) else (), strict=True
+            ):
+                if isinstance(one, torch.Tensor):
+                    yield kernel, (name, field)
+                for inner, deep in zip(getattr(one, "_fields", ()), one if isinstance(one, tuple) else (), strict=True):
+                    assert isinstance(deep, torch.Tensor)
+                    yield kernel, (name, field, inner)
+
+
+def changed(given, path, change):
+    """The arguments with one tensor changed."""
+    if len(path) == 1:
+        if isinstance(given, dict):
+            return {**given, path[0]: change(given[path[0]])}
+        return given._replace(**{path[0]: change(getattr(given, path[0]))})
+    inner = given[path[0]] if isinstance(given, dict) else getattr(given, path[0])
+    made = changed(inner, path[1:], change)
+    return {**given, path[0]: made} if isinstance(given, dict) else given._replace(**{path[0]: made})
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+@pytest.mark.parametrize("kernel", calls())
+def test_a_right_call_is_served(suite, kernel):
+    getattr(suite, kernel)(**calls()[kernel])
+
+
+FAULTS = {
+    "strides": strided,
+    "dtype": lambda one: one.double() if one.dtype != torch.float64 else one.float(),
+    "device": lambda one: one.to("meta"),
+    "shape": lambda one: torch.cat([one, one[..., :1]], -1),
+}
+HARMLESS = {("shape", "eos"), ("shape", "pages"), ("shape", "logits"), ("shape", "sums"), ("dtype", "sinks")}
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("kernel", "path"), list(places()), ids=lambda one: one if isinstance(one, str) else ".".join(one)
+)
+def test_a_tensor_that_would_be_misread_is_refused_by_name(suite, kernel, path, fault):
+    if (fault, path[-1]) in HARMLESS:
+        getattr(suite, kernel)(**changed(calls()[kernel], path, FAULTS[fault]))
+        return
+    given = changed(calls()[kernel], path, FAULTS[fault])
+    with pytest.raises(ValueError, match=rf"^{kernel}: "):
+        getattr(suite, kernel)(**given)
