@@ -77,7 +77,6 @@ def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, 
         require.dense(name, getattr(layout, name), INT32, slots)
     require.lines("pages", layout.pages, INT32, slots, width)
     require.dense("rows", layout.rows, INT32, count)
-    require.dense("slots", layout.slots, INT64, count)
     require.dense("positions", layout.positions, INT64, count)
     if layout.trees is not None:
         require.dense("trees.roots", layout.trees.roots, INT32, slots)

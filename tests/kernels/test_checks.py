@@ -44,19 +44,21 @@ def calls():
 
 
 def places():
-    """(kernel, path of a tensor among its arguments)."""
+    """(kernel, path of a tensor that it reads among its arguments)."""
     for kernel, given in calls().items():
         for name, value in given.items():
-            if isinstance(value, torch.Tensor):
-                yield kernel, (name,)
-            for field, one in zip(
-                getattr(value, "_fields", ()), value if isinstance(value, tuple) else (), strict=True
-            ):
-                if isinstance(one, torch.Tensor):
-                    yield kernel, (name, field)
-                for inner, deep in zip(getattr(one, "_fields", ()), one if isinstance(one, tuple) else (), strict=True):
-                    assert isinstance(deep, torch.Tensor)
-                    yield kernel, (name, field, inner)
+            for path in paths(value):
+                if (kernel, *path) != ("attend", "slots"):
+                    yield kernel, (name, *path)
+
+
+def paths(value):
+    """Where tensors lie in an argument, by field names."""
+    if isinstance(value, torch.Tensor):
+        yield ()
+    for field in getattr(value, "_fields", ()):
+        for path in paths(getattr(value, field)):
+            yield field, *path
 
 
 def changed(given, path, change):
