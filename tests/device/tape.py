@@ -25,6 +25,7 @@ from selfspec.device.capture import CannotCapture, Watched
 WAITS = {  # the host needs an answer of the device, be it only the size of a result
     "item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique",
     "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave.Tensor", "grouped_mm_fallback",
+    "argwhere", "nonzero_numpy", "where.default",
     "resolve_neg",  # what `tolist` asks first
 }  # fmt: skip
 FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
