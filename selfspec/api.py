@@ -26,6 +26,7 @@ from selfspec.target.engines import check_engine, choose
 from selfspec.target.exact import ExactStack
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.fingerprint import hidden_size_of, weights_of
+from selfspec.target.refusals import refuse_autocast
 from selfspec.target.stack import Stack
 from selfspec.target.views import copied_state
 
@@ -46,6 +47,7 @@ class CallOptions(Options, total=False):
     burst: float | None
 
 
+MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_engine", "_attention", "_graphs")  # a target is
 WHOLE_BURST = 0.25  # seconds: nobody sees rounds one by one, and an interrupt need not wait for long
 
 
@@ -100,9 +102,19 @@ class Target:
         self._exit_heads = exit_heads
         self._open()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made from: a copy or an unpickled target opens the model anew, and has no learner yet."""
+        return {name: self.__dict__[name] for name in MADE_FROM}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.learner = None
+        self._open()
+
     def _open(self) -> None:
         self._state = copied_state(self.model)
         self.stack = Stack(self.model, self._attention)
+        refuse_autocast(self.stack.device)
         if not self._check:
             self.stack.lean = None  # only ever used once the self-check has found it equal
         self.split_error = choose(self.stack, self._engine) if self._check else None

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from transformers import StopStringCriteria
 
 from selfspec.api import WHOLE_BURST, Target
 from selfspec.control.plan import Policy
@@ -18,6 +19,7 @@ from selfspec.decoding.request import Completion
 from selfspec.decoding.stats import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.hf_call import Call
+from selfspec.target.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
 from selfspec.target.views import copied_state, make_twin
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -44,6 +46,11 @@ class SelfSpeculative:
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
         exact: run every call in constant shapes, so that not even a rounding depends on how tokens were drafted.
+        stop_strings: texts that end a row once it holds one of them; they and the `tokenizer` belong here, since
+            `generate(stop_strings=..., tokenizer=...)` keeps the tokenizer from a callable and then asks for it.
+
+    Raises:
+        ValueError: stop strings that are no texts, or without a tokenizer.
 
     Example:
         >>> speculate = SelfSpeculative(exit_layer=8, streamer=TextStreamer(tokenizer))
@@ -58,8 +65,24 @@ class SelfSpeculative:
     datastore: str | Path | Datastore | None = None
     streamer: Any = None
     exact: bool = False
+    stop_strings: str | Sequence[str] | None = None
+    tokenizer: Any = None
     completions: list[Completion] = field(default_factory=list, init=False)  # one per row of the last call
     _targets: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        texts = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings or ())
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"stop_strings must be a non-empty text or several of them, got {self.stop_strings!r}")
+        if texts and self.tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer that makes them of tokens; pass tokenizer=... too")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the models that were opened up: a copy opens them anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "_targets"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _targets=WeakKeyDictionary())
 
     @property
     def stats(self) -> SpecStats:
@@ -82,12 +105,17 @@ class SelfSpeculative:
             ValueError: the call asks for something that this loop does not serve; the sentence says what to do instead.
             UnsupportedModelError: the model cannot be split, with the reason.
         """
-        self.completions, config = [], given["generation_config"]
+        self.completions = []
         try:
+            config = given["generation_config"]
+            refuse_call(model)
             _refuse(model, **given)
             target = self._target(model)
             target.stack.refresh(deeply=True)
             target.stack.model.generation_config = config  # the twin's: the engine's defaults come from there
+            if self.stop_strings:
+                stop = StopStringCriteria(self.tokenizer, self.stop_strings)
+                given["stopping_criteria"] = [*given["stopping_criteria"], stop]
             call = Call(ids, target.stack.context_limit, given)
             share = -(-call.longest // CUDA_PAGE_SIZE) * CUDA_PAGE_SIZE  # whole pages, so that all rows fit at once
             engine = Engine(
@@ -106,6 +134,9 @@ class SelfSpeculative:
             self.completions = self._decode(engine, call)
             target.remember(engine)
             return call.output(self.completions)
+        except BaseException:
+            drop_hooks_of_call(model)
+            raise
         finally:
             if self.streamer is not None:
                 self.streamer.end()
@@ -132,6 +163,7 @@ class SelfSpeculative:
         """The model opened up: once, and again when anything has changed that a twin copies instead of sharing."""
         state = copied_state(model)
         if self._targets.get(model, (None,))[0] != state:
+            refuse_unsplittable(model)
             self._targets[model] = state, Target(make_twin(model))  # a twin, so that the model is not kept alive
         return self._targets[model][1]
 

@@ -25,6 +25,7 @@ from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
 from selfspec.target.draft_head import Part
+from selfspec.target.refusals import refuse_autocast
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
@@ -97,6 +98,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.target, self.exact = target, exact
         self.stack = target.exact_stack if exact else target.stack
+        refuse_autocast(self.stack.device)
         self.frequencies = self.stack.frequencies
         """Of the tokens that it reads and writes."""
         if max_cached_tokens is None:
@@ -164,6 +166,7 @@ class Engine:
         What a caller's processor, criterion or policy raises comes out here. No other row suffers: what it got is
         reported by the next step. A row whose own processor or criterion raised is cancelled.
         """
+        refuse_autocast(self.stack.device)
         seconds = Seconds()
         if self._cancelled:
             self._drop_cancelled()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.target.refusals import is_compiled_own, refuse_unsplittable, refuse_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +78,36 @@ class _Given(nn.Module):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The causal LM itself, without a PEFT wrapper (its adapters stay in place) or torch.compile's."""
+    """The causal LM itself, without a PEFT wrapper (its adapters stay in place) or torch.compile's.
+
+    Raises:
+        UnsupportedModelError: it does what a twin could not, see `selfspec.target.refusals`.
+    """
     model = getattr(model, "_orig_mod", model)
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            "a PEFT adapter of virtual tokens (prompt, prefix or p-tuning) lies outside the model's layers, so it "
-            "cannot be split; decode it with the PEFT model's own generate()"
-        )
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    refuse_wrapper(model)
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    refuse_unsplittable(base)
+    return base
 
 
 def make_twin(model: nn.Module) -> Any:
-    """A second body around the same weights: own modules and config, shared parameters and buffers, in eval mode."""
+    """A second body around the same weights: own modules and config, shared parameters and buffers, in eval mode.
+
+    What torch.compile made of the model's own forward runs the model's modules; the twin runs its own.
+    """
     shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared).eval()
+    compiled = [name for name, module in model.named_modules() if is_compiled_own(module)]
+    twin = copy.deepcopy(model, shared).eval()
+    for name in compiled:
+        del twin.get_submodule(name).forward
+    return twin
 
 
 def copied_state(model: nn.Module) -> list[Any]:
     """What a twin copies instead of sharing, in a form to compare: once it has changed, a new twin is due.
 
-    Weights that are edited in place are shared and need nothing; replaced ones, moves to another device or dtype, hooks
-    and PEFT's switches (which adapter, on or off, merged or not) do.
+    Weights that are edited in place are shared and need nothing; replaced ones, moves to another device or dtype,
+    hooks, a replaced `forward` and PEFT's switches (which adapter, on or off, merged or not) do.
     """
     state: list[Any] = []
     seen, waiting = set[int](), [model]
@@ -110,6 +120,8 @@ def copied_state(model: nn.Module) -> list[Any]:
         for tensors in (own["_parameters"], own["_buffers"]):
             if tensors:
                 state += [(id(t), t.device, t.dtype) for t in tensors.values() if t is not None]
+        if "forward" in own:
+            state.append(id(own["forward"]))
         held = [(name, own[name]) for name in COPIED if name in own]
         state.append([(name, str(value)) for name, value in held if value or not isinstance(value, dict | None)])
         if own["_modules"]:
