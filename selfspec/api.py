@@ -19,7 +19,7 @@ from selfspec.decoding.request import Completion, Options, Prompts, make_request
 from selfspec.decoding.results import Round
 from selfspec.device.runner import install
 from selfspec.drafting.datastore import Datastore
-from selfspec.errors import whole
+from selfspec.errors import got, refuse_unknown, whole
 from selfspec.learn import Learner
 from selfspec.remembered import Remembered, Way, way_of
 from selfspec.target.engines import check_engine, choose
@@ -97,6 +97,8 @@ class Target:
             raise ValueError(f"engine 'compiled' has attention of its own; leave attention={attention!r} out")
         if attention != "auto" and engine == "auto":
             self._engine = "views"
+        if not isinstance(exit_heads, ExitHeads | None):
+            raise ValueError(f"exit_heads must be selfspec.ExitHeads or None, got {exit_heads!r}")
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
         self._exit_heads = exit_heads
@@ -266,6 +268,8 @@ class Target:
 
         Arguments are checked at the call, before the first round is asked for.
         """
+        refuse_unknown(options, CallOptions.__optional_keys__)
+        whole("max_batch_size", max_batch_size, 1)
         requests = make_requests(prompts, self.tokenizer, options)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
@@ -287,7 +291,7 @@ class Target:
                 num_draft_tokens=num_draft_tokens,
                 drafts=drafts,
                 datastore=Datastore.of(datastore, self.tokenizer),
-                max_batch_size=max_batch_size if max_batch_size < 1 else batch,
+                max_batch_size=batch,
                 max_cached_tokens=batch * longest,
                 learn=learner,
                 exact=exact,
@@ -305,6 +309,8 @@ class Target:
         if learn is True:
             learn = self.learner = self.learner or Learner(self)
         if not isinstance(learn, Learner):
+            if not isinstance(learn, bool):
+                raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(learn)}")
             return None
         learn.follow(self.stack)
         if exit_layer is not None and 1 <= exit_layer < self.stack.num_layers:

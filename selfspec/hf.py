@@ -18,6 +18,7 @@ from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.request import Completion
 from selfspec.decoding.stats import SpecStats
 from selfspec.drafting.datastore import Datastore
+from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call
 from selfspec.target.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
 from selfspec.target.views import copied_state, make_twin
@@ -71,11 +72,11 @@ class SelfSpeculative:
     _targets: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        texts = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings or ())
-        if not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"stop_strings must be a non-empty text or several of them, got {self.stop_strings!r}")
-        if texts and self.tokenizer is None:
-            raise ValueError("stop_strings need the tokenizer that makes them of tokens; pass tokenizer=... too")
+        if self.streamer is not None and not (hasattr(self.streamer, "put") and hasattr(self.streamer, "end")):
+            raise ValueError(f"streamer must have put and end, as transformers' have, got {self.streamer!r}")
+        refuse_empty("stop_strings", self._stops())
+        if self._stops() and self.tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer whose tokens they are texts of; pass tokenizer=... too")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the models that were opened up: a copy opens them anew."""
@@ -113,8 +114,8 @@ class SelfSpeculative:
             target = self._target(model)
             target.stack.refresh(deeply=True)
             target.stack.model.generation_config = config  # the twin's: the engine's defaults come from there
-            if self.stop_strings:
-                stop = StopStringCriteria(self.tokenizer, self.stop_strings)
+            if self._stops():
+                stop = StopStringCriteria(self.tokenizer, self._stops())
                 given["stopping_criteria"] = [*given["stopping_criteria"], stop]
             call = Call(ids, target.stack.context_limit, given)
             share = -(-call.longest // CUDA_PAGE_SIZE) * CUDA_PAGE_SIZE  # whole pages, so that all rows fit at once
@@ -140,6 +141,12 @@ class SelfSpeculative:
         finally:
             if self.streamer is not None:
                 self.streamer.end()
+
+    def _stops(self) -> list[str]:
+        given: Any = self.stop_strings
+        if given is None or isinstance(given, list | tuple):
+            return list(given or ())
+        return [given]
 
     def _decode(self, engine: Engine, call: Call) -> list[Completion]:
         if self.streamer is not None:

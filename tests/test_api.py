@@ -151,6 +151,7 @@ def test_ends_of_text_are_the_generation_configs_else_the_configs_else_the_token
 
 BAD = [
     ([[]], {}, "prompt is empty; give at least one token to continue"),
+    ([[5], None], {}, "prompts must be a text, .*, got a list that holds a NoneType"),
     ([1, 2, 3], {}, "prompts must be a text, a list of texts or a list of token-id lists, got one list of ids"),
     (["hello"], {}, "prompt is text but the target has no tokenizer; pass token ids, or load with tokenizer="),
     ([[5] * 128], {}, "prompt has 128 tokens and the model's context holds 128; shorten it by at least 1"),
@@ -167,11 +168,27 @@ BAD = [
     ([[5]], {"min_p": 1.5}, r"min_p must lie in \[0, 1\] \(0 keeps all tokens\), got 1.5"),
     ([[5]], {"stop": "x"}, "stop needs a tokenizer to turn tokens into text; load with tokenizer="),
     ([[5]], {"stop": ["x", ""]}, "stop must hold non-empty texts, got ''"),
+    ([[5]], {"max_new_tokens": None}, "max_new_tokens must be a whole .*, got None; leave it out for the default"),
+    ([[5]], {"temperature": None}, r"temperature must be a number of at least 0 .*, got None; leave it out"),
+    ([[5]], {"temperature": "1"}, r"temperature must be a number of at least 0 \(0 is greedy\), got '1'"),
+    ([[5]], {"top_k": None}, "top_k must be a whole number, got None; leave it out for the default"),
+    ([[5]], {"top_p": None}, r"top_p must lie in \(0, 1\] .*, got None; leave it out for the default"),
+    ([[5]], {"min_p": "a"}, r"min_p must lie in \[0, 1\] .*, got 'a'"),
+    ([[5]], {"seed": None}, "seed must be a whole number, got None; leave it out for the default"),
+    ([[5]], {"stop": 3}, "stop must hold non-empty texts, got 3"),
+    ([[5]], {"logits_processor": 3}, "logits_processor must be a function or a list of functions, got 3"),
+    ([[5]], {"stopping_criteria": [3]}, "stopping_criteria must be a function or a list of functions, got 3"),
     ([[5]], {"policy": "clever"}, "policy must be one of adaptive, plain, fixed.*, got 'clever'"),
     ([[5]], {"exit_layer": 4}, r"exit_layer must lie in 1\.\.3 for this model, got 4"),
     ([[5]], {"exit_layer": 0}, r"exit_layer must lie in 1\.\.3 for this model, got 0"),
     ([[5]], {"num_draft_tokens": -1}, r"num_draft_tokens must be at least 0 \(0 is plain decoding\), got -1"),
-    ([[5]], {"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
+    ([[5]], {"policy": 3}, "policy must be one of .*, or an object with plan and observe, got 3"),
+    ([[5]], {"drafts": 3}, "drafts must hold some of exit, .*, got 3"),
+    ([[5]], {"datastore": 3}, "datastore must be a file or an open selfspec.Datastore, got 3"),
+    ([[5]], {"exact": "no"}, "exact must be True or False, got 'no'"),
+    ([[5]], {"learn": 3}, "learn must be True, False or a selfspec.learn.Learner, got 3"),
+    ([[5]], {"max_batch_size": "a"}, "max_batch_size must be a whole number of at least 1, got 'a'"),
+    ([[5]], {"max_batch_size": 0}, "max_batch_size must be a whole number of at least 1, got 0"),
 ]
 
 
@@ -184,8 +201,13 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_is_decoded(prompts, 
 
 
 def test_an_option_that_does_not_exist_is_a_type_error():
-    with pytest.raises(TypeError, match="temprature"):
-        tiny("llama").generate([[5]], temprature=1.0)
+    for call in (tiny("llama").generate, tiny("llama").stream):
+        with pytest.raises(
+            TypeError, match=r"there is no option 'temprature'; the options are .*max_batch_size, .*top_k"
+        ):
+            call([[5]], temprature=1.0)
+    with pytest.raises(TypeError, match="there is no option 'temprature'; the options are keep_logits, logits_proc"):
+        Engine(tiny("llama")).submit([5], temprature=1.0)
 
 
 PER_REQUEST = {"temperature", "top_p", "top_k", "min_p", "seed", "stop"}

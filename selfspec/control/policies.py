@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from selfspec.control.adaptive import Adaptive
@@ -62,15 +62,19 @@ def make_policy(
         prior: what an earlier `Tracker` of this model has seen, for `adaptive`.
         drafts: where those of `adaptive` may come from, some of `DRAFTS`; default: all but "recycle".
     """
-    if not isinstance(policy, str):
+    if hasattr(policy, "plan") and hasattr(policy, "observe"):
         return policy
     if policy not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        raise ValueError(
+            f"policy must be one of {', '.join(POLICIES)}, or an object with plan and observe, got {policy!r}"
+        )
     if exit_layer is not None and not 1 <= whole("exit_layer", exit_layer) < num_layers:
         raise ValueError(f"exit_layer must lie in 1..{num_layers - 1} for this model, got {exit_layer}")
     if num_draft_tokens is not None and whole("num_draft_tokens", num_draft_tokens) < 0:
         raise ValueError(f"num_draft_tokens must be at least 0 (0 is plain decoding), got {num_draft_tokens}")
-    if drafts is not None and (isinstance(drafts, str) or not drafts or not set(drafts) <= set(DRAFTS)):
+    given: Any = drafts
+    are_several = isinstance(given, Collection) and not isinstance(given, str)
+    if drafts is not None and not (are_several and drafts and set(drafts) <= set(DRAFTS)):
         raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}")
     if drafts is not None and set(drafts) <= {"copies", "tree", "cascade"}:
         raise ValueError("drafts must name a source beside 'copies', 'tree' and 'cascade': exit, lookup or recycle")

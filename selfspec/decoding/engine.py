@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
+from selfspec.errors import flag, is_number, whole
 from selfspec.target.draft_head import Part
 from selfspec.target.refusals import refuse_autocast
 from selfspec.target.stack import Stack
@@ -91,11 +91,11 @@ class Engine:
         exact: bool = False,
         burst: float | None = None,
     ) -> None:
-        if burst is not None and not (isinstance(burst, Real) and not isinstance(burst, bool) and burst >= 0):
+        if burst is not None and not (is_number(burst) and burst >= 0):
             raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
-        for name, value in (("max_batch_size", max_batch_size), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        whole("max_batch_size", max_batch_size, 1)
+        whole("prefill_chunk", prefill_chunk, 1)
+        flag("exact", exact)
         self.target, self.exact = target, exact
         self.stack = target.exact_stack if exact else target.stack
         refuse_autocast(self.stack.device)

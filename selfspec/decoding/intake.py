@@ -8,12 +8,12 @@ from typing import Any
 
 from selfspec.decoding.checks import check_request
 from selfspec.decoding.offers import Decodable
-from selfspec.decoding.request import Request, make_request
+from selfspec.decoding.request import Options, Request, make_request
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.recycle import Recycled
-from selfspec.errors import CacheFullError
+from selfspec.errors import CacheFullError, refuse_unknown
 from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
@@ -46,6 +46,7 @@ class Intake:
         Raises:
             ValueError, CacheFullError: see `Engine.submit`.
         """
+        refuse_unknown(options, Options.__optional_keys__)
         request = prompt if isinstance(prompt, Request) else make_request(prompt, self._target.tokenizer, **options)
         check_request(request, self._stack, self._target.tokenizer is not None)
         need, room = self._num_cached_at_end(request), self._cache.room

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.errors import whole
+from selfspec.errors import got, is_number, whole
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.kernels.layout import SamplingTensors
 from selfspec.kernels.suite import pick_for
@@ -42,8 +42,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}")
+        if not (is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), {got(self.temperature)}")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which logits overflow, "
@@ -51,10 +51,10 @@ class Sampling:
             )
         if whole("top_k", self.top_k) < 0:
             raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1] (1 keeps all tokens), got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1] (0 keeps all tokens), got {self.min_p}")
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must lie in (0, 1] (1 keeps all tokens), {got(self.top_p)}")
+        if not (is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise ValueError(f"min_p must lie in [0, 1] (0 keeps all tokens), {got(self.min_p)}")
         if not -(1 << 63) <= whole("seed", self.seed) < 1 << 63:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Criterion, FinishReason
-from selfspec.errors import whole
+from selfspec.errors import refuse_empty, whole
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
 PER_PROMPT = ("seed", "max_new_tokens")  # options that may be one per prompt
@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None  # texts that end the output; they are not part of it
     logits_processor: Processor | Sequence[Processor] | None
     stopping_criteria: Criterion | Sequence[Criterion] | None
+    keep_logits: bool  # default False; see `Request`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,11 @@ class Request:
         if len(self.prompt) == 0:
             raise ValueError("prompt is empty; give at least one token to continue")
         whole("max_new_tokens", self.max_new_tokens, least=1)
-        if any(not text for text in self.stop):
-            raise ValueError("stop must hold non-empty texts, got ''")
+        refuse_empty("stop", self.stop)
+        for name in ("logits_processor", "stopping_criteria"):
+            for one in getattr(self, name):
+                if not callable(one):
+                    raise ValueError(f"{name} must be a function or a list of functions, got {one!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ def make_request(
         ids = [int(i) for i in tokenizer(prompt)["input_ids"]]
     else:
         ids = [whole("a prompt's token id", i) for i in prompt]
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops = tuple(stop or ()) if isinstance(stop, list | tuple | None) else (stop,)
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     return Request(
         ids,
@@ -124,8 +128,13 @@ def make_requests(prompts: Prompts, tokenizer: Any, options: Mapping[str, Any]) 
     """
     given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # a tensor or array of token ids
     several: Any = [given] if isinstance(given, str) else given
-    if not isinstance(several, Sequence) or any(isinstance(prompt, int) for prompt in several):
-        kind = "one list of ids" if isinstance(several, Sequence) else f"a {type(prompts).__name__}"
+    if not isinstance(several, Sequence) or not all(hasattr(prompt, "__iter__") for prompt in several):
+        kind = f"a {type(prompts).__name__}"
+        if isinstance(several, Sequence):
+            others = [
+                type(one).__name__ for one in several if not hasattr(one, "__iter__") and not isinstance(one, int)
+            ]
+            kind = f"a list that holds a {others[0]}" if others else "one list of ids"
         raise ValueError(f"prompts must be a text, a list of texts or a list of token-id lists, got {kind}")
     own = {name: value for name in PER_PROMPT if isinstance(value := options.get(name), Sequence)}
     for name, values in own.items():

@@ -161,6 +161,24 @@ def _draft(
     return draft_by_exit(stack, cache, places, last, plan.exit_layer, chooser, tapped, beside), chooser
 
 
+def _drawable(row: Row, path: Sequence[int], drawn: Sequence[int]) -> Sequence[int]:
+    """The path as far as sampling can draw a token at its nodes; the row may end before it comes to the next one.
+
+    Args:
+        drawn: per node, 0 where it cannot.
+
+    Raises:
+        ValueError: not even at the first, as `generate` raises then; it is the row's own fault.
+    """
+    if drawn[path[0]]:
+        return path[: next((i for i, node in enumerate(path) if not drawn[node]), len(path))]
+    with row.blamed():
+        raise ValueError(
+            f"no token can be sampled at position {len(row.content)}, where all logits are -inf or one of them is no "
+            "number; let logits_processor leave a token"
+        )
+
+
 def _accept(
     rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Sequence[int], seconds: Seconds, picker: Picker
 ) -> tuple[list[Verdict], Tensor]:
@@ -174,11 +192,15 @@ def _accept(
         scores = process_packed(rows, draft.lengths, fed, logits, draft.trees)
     else:
         scores = logits
-    picks = picker(scores, [row.request.sampling for row in owners], positions).tokens
+    samplings = [row.request.sampling for row in owners]
+    picks = picker(scores, samplings, positions).tokens
+    known = [draft.tokens, picks]
+    if any(sampling.temperature > 0 for sampling in samplings):
+        known.append(scores.amax(-1).isfinite().long())  # no token can be drawn where all are -inf, or one is NaN
     if picks.is_cuda:
-        fed, chosen = torch.stack([draft.tokens, picks]).tolist()  # the round's one copy to the host
+        fed, chosen, *drawn = torch.stack(known).tolist()  # the round's one copy to the host
     else:
-        fed, chosen = draft.tokens.tolist(), picks.tolist()
+        fed, chosen, *drawn = [one.tolist() for one in known]
     seconds.lap("pick")
     verdicts, at = [], 0
     for i, (row, drafted) in enumerate(zip(rows, draft.lengths, strict=True)):
@@ -187,11 +209,13 @@ def _accept(
         path: Sequence[int]
         if tree is None:
             accepted = next((i for i, (g, o) in enumerate(zip(guess, own, strict=False)) if g != o), drafted)
-            path, block = range(accepted + 1), own[: accepted + 1]
-            kept: slice | list[int] = slice(at, at + accepted + 1)
+            path = range(accepted + 1)
         else:
             path = walk(tree, guess, own)
-            block, kept = [own[node] for node in path], [at + node for node in path]
+        if drawn and row.request.sampling.temperature > 0:
+            path = _drawable(row, path, drawn[0][at : at + 1 + drafted])
+        block = own[: len(path)] if tree is None else [own[node] for node in path]
+        kept = slice(at, at + len(path)) if tree is None else [at + node for node in path]
         keep = row.request.keep_logits
         raw = logits[kept].clone() if keep else None
         told = filtered(scores[kept], row.request.sampling).clone() if keep else None

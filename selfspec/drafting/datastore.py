@@ -77,6 +77,8 @@ class Datastore:
     @classmethod
     def of(cls, given: str | Path | Datastore | None, tokenizer: Any = None) -> Datastore | None:
         """The same as `open`, of a path; what is open already is left as it is."""
+        if not isinstance(given, str | Path | Datastore | None):
+            raise ValueError(f"datastore must be a file or an open selfspec.Datastore, got {given!r}")
         return cls.open(given, tokenizer) if isinstance(given, str | Path) else given
 
     def check_fits(self, vocab_size: int) -> None:

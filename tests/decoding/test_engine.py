@@ -215,8 +215,8 @@ def test_the_first_in_line_is_not_overtaken(target):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
-        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ({"max_batch_size": 0}, "max_batch_size must be a whole number of at least 1, got 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"max_cached_tokens": 10, "page_size": 16}, "max_cached_tokens must hold a page of 16 tokens, got 10"),
         ({"policy": "clever"}, "policy must be one of adaptive, plain, fixed.*, got 'clever'"),
         ({"exit_layer": 4}, r"exit_layer must lie in 1\.\.3 for this model, got 4"),
