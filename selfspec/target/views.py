@@ -93,13 +93,17 @@ def unwrap(model: nn.Module) -> nn.Module:
 def make_twin(model: nn.Module) -> Any:
     """A second body around the same weights: own modules and config, shared parameters and buffers, in eval mode.
 
-    What torch.compile made of the model's own forward runs the model's modules; the twin runs its own.
+    What torch.compile made of a module or of its own forward runs the model's modules; the twin runs its own.
     """
     shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     compiled = [name for name, module in model.named_modules() if is_compiled_own(module)]
     twin = copy.deepcopy(model, shared).eval()
     for name in compiled:
         del twin.get_submodule(name).forward
+    for module in list(twin.modules()):
+        for name, child in module._modules.items():
+            while child is not None and "_orig_mod" in child._modules:
+                child = module._modules[name] = child._modules["_orig_mod"]
     return twin
 
 
