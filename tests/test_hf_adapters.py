@@ -125,6 +125,15 @@ def test_a_routing_by_task_is_refused():
     assert theirs(model, **tasks) == wanted
 
 
+def test_hooks_that_are_an_adapters_own_are_refused_and_stay():
+    model = adapted("ShadowConfig")
+    wanted = theirs(model)
+    for call in (ours, selfspec.load):
+        with pytest.raises(UnsupportedModelError, match="acts on calls"):
+            call(model)
+    assert theirs(model) == wanted
+
+
 def test_a_mixture_chosen_by_each_call_is_refused(tmp_path):
     adapted("LoraConfig", r=2, target_modules=["q_proj"]).save_pretrained(tmp_path)
     base = build("llama", eos_token_id=None, pad_token_id=0)

@@ -67,12 +67,13 @@ def refuse_call(model: nn.Module) -> None:
 def drop_hooks_of_call(model: nn.Module) -> None:
     """Take back the hooks that PEFT gave a call (adapter_names, aLoRA): where the call raises, PEFT leaves them."""
     for module in model.modules():
-        for key, _ in _hooks_of_call(module):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, hook in _hooks_of_peft(module):
+            if isinstance(hook, partial):  # it holds arguments of a call; other hooks are the adapter's own
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _hooks_of_call(module: nn.Module) -> list[tuple[int, Any]]:
+def _hooks_of_peft(module: nn.Module) -> list[tuple[int, Any]]:
     return [(key, hook) for key, hook in module._forward_pre_hooks.items() if _name(hook).startswith("peft.tuners.")]
 
 
@@ -84,7 +85,7 @@ def refuse_unsplittable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = name or "the model"
         _refuse_absent_weights(where, module)
-        for _, hook in _hooks_of_call(module):
+        for _, hook in _hooks_of_peft(module):
             raise UnsupportedModelError(_by_call(f"a PEFT adapter that is told of each call by {_name(hook)}"))
     rebuilt = ("", *_paths_of_views(model))
     for name, module in model.named_modules():
