@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from selfspec.errors import NoCompilerError
 from selfspec.kernels.compiler import library
 
+pytest_plugins = ["tests.gpu.isolation"]
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -43,13 +44,14 @@ STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
+def own_cache(request, tmp_path_factory):
     """Profiles go to a folder of this run, never to the user's; processes that tests start inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")  # which the command line leaves as it is
-        with suppress(NoCompilerError):
-            library()  # compiled here, so that no test hears of it
+        if not all(item.get_closest_marker("gpu") for item in request.session.items):  # those compile no C++
+            with suppress(NoCompilerError):
+                library()  # compiled here, so that no test hears of it
         yield
 
 

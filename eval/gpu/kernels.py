@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import SamplingTensors
 
-Say = Callable[[str], None]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
 NEAR = 1e-4  # picks may differ where the two best scores lie closer than this: logarithms differ in the last bit
 HEADS = ((32, 8, 128), (32, 32, 128), (32, 8, 64), (16, 8, 256), (28, 4, 128), (40, 8, 80))
+MOST = 4096  # tokens that the longest row holds
 KINDS = ((0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.0, 50, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.2, 300, 0.95, 0.02))
 
 
@@ -29,63 +29,76 @@ class Case(NamedTuple):
     error: float
     allowed: float
 
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed
+
     def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "agrees": self.error <= self.allowed}
+        return {**self._asdict(), "agrees": self.agrees}
 
 
-def check_kernels(device: torch.device | str, say: Say, seed: int = 0, most: int = 4096) -> list[dict[str, Any]]:
-    """Compare every kernel with its twin.
+def check_kernels(
+    device: torch.device | str, heads: Sequence[tuple[int, int, int]] = HEADS[:1], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """Compare every kernel with its twin, the most telling cases first: half precision, then float32.
 
     Args:
         device: a CUDA device; or the CPU where Triton's interpreter is on, with a small `most`.
-        say: told what is being compared.
+        heads: query heads, heads of keys and values, and the numbers of a head, of every attention that is tried.
         most: tokens that the longest row holds.
-
-    Returns:
-        One record per case: kernel, case, error, allowed, and whether it agrees.
     """
-    done = []
-    for check in (check_scatter, check_attention, check_pick, check_accept):
-        for case in check(torch.device(device), seed, most):
-            say(f"{case.kernel}, {case.case}: {case.error:.2g} of {case.allowed:.2g} allowed")
-            done.append(case.as_dict())
-    return done
+    place = torch.device(device)
+    for dtype in (torch.bfloat16, torch.float32) if place.type == "cuda" else (torch.float32,):
+        yield from check_scatter(place, dtype, seed, most)
+        for one in heads:
+            yield from check_attention(place, dtype, one, seed, most)
+        yield from check_prompts(place, dtype, seed, most)
+    yield from check_pick(place, seed, most)
+    yield from check_accept(place, seed)
 
 
-def check_scatter(device: torch.device, seed: int, most: int) -> Iterator[Case]:
+def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
     """Slots hold exactly their tokens, and all else stays."""
     from selfspec.kernels.kv_scatter import scatter
 
-    for dtype in _dtypes(device):
-        call = samples.paged([(most, 7), (30, 1)], 8, 8, 128, 64, seed, padding=1, dtype=dtype, device=device)
-        made = [(call.keys.clone(), call.values.clone()) for _ in range(2)]
-        for write, pages in zip((scatter, reference.scatter), made, strict=True):
-            write(-call.key, -call.value, *pages, call.layout.slots)
-        wrong = sum(int((a.nan_to_num() != b.nan_to_num()).sum()) for a, b in zip(*made, strict=True))
-        yield Case("scatter", _name(dtype), float(wrong), 0.0)
+    call = samples.paged([(most, 7), (30, 1)], 8, 8, 128, 64, seed, padding=1, dtype=dtype, device=device)
+    made = [(call.keys.clone(), call.values.clone()) for _ in range(2)]
+    for write, pages in zip((scatter, reference.scatter), made, strict=True):
+        write(-call.key, -call.value, *pages, call.layout.slots)
+    wrong = sum(int((a.nan_to_num() != b.nan_to_num()).sum()) for a, b in zip(*made, strict=True))
+    yield Case("scatter", _name(dtype), float(wrong), 0.0)
 
 
-def check_attention(device: torch.device, seed: int, most: int) -> Iterator[Case]:
-    """Ragged rows with an empty slot, NaN wherever no row has written, and each mask; a row alone and in company."""
+def check_attention(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """Ragged rows with an empty slot, NaN wherever no row has written, each mask, and with trees of tokens."""
     from selfspec.kernels.paged_attention import attend
 
+    num_heads, kv_heads, dim = heads
     ragged = [(most - 5, 5), (0, 0), (most // 4, 1), (255, 3), (0, 2)]
     masks: dict[str, dict[str, Any]] = {
-        "ragged": {}, "window": {"window": 130}, "chunks": {"chunk": 512}, "soft-cap": {"softcap": 30.0}, "sinks": {},
-    }  # fmt: skip
-    for dtype in _dtypes(device):
-        for heads, kv_heads, dim in HEADS:
-            for name, options in masks.items():
-                if name == "sinks":
-                    options = {"sinks": torch.linspace(-1, 3, heads, device=device).to(dtype)}
-                for trees in (False, True):
-                    call = samples.paged(ragged, heads, kv_heads, dim, 64, seed, trees, 1, dtype, device)
-                    error = _attention_error(attend, call, options)
-                    form = "tree, " if trees else ""
-                    case = f"{form}{name}, {heads}:{kv_heads} heads of {dim}, {_name(dtype)}"
-                    yield Case("attend", case, error, TOLERANCE[dtype])
-        prompts = samples.paged([(most // 8, most // 8), (0, 70)], 8, 2, 128, 64, seed, dtype=dtype, device=device)
-        yield Case("attend", f"prompts, {_name(dtype)}", _attention_error(attend, prompts, {}), TOLERANCE[dtype])
+        "ragged": {},
+        "window": {"window": 130},
+        "chunks": {"chunk": 512},
+        "soft-cap": {"softcap": 30.0},
+        "sinks": {"sinks": torch.linspace(-1, 3, num_heads, device=device).to(dtype)},
+    }
+    for name, options in masks.items():
+        for trees in (False, True):
+            call = samples.paged(ragged, num_heads, kv_heads, dim, 64, seed, trees, 1, dtype, device)
+            error = _attention_error(attend, call, options)
+            form = "tree, " if trees else ""
+            case = f"{form}{name}, {num_heads}:{kv_heads} heads of {dim}, {_name(dtype)}"
+            yield Case("attend", case, error, TOLERANCE[dtype])
+
+
+def check_prompts(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
+    """Many new tokens of a row at once, as prompts have."""
+    from selfspec.kernels.paged_attention import attend
+
+    prompts = samples.paged([(most // 8, most // 8), (0, 70)], 8, 2, 128, 64, seed, dtype=dtype, device=device)
+    yield Case("attend", f"prompts, {_name(dtype)}", _attention_error(attend, prompts, {}), TOLERANCE[dtype])
 
 
 def _attention_error(attend: Callable[..., Tensor], call: samples.Paged, options: dict[str, Any]) -> float:
@@ -98,7 +111,7 @@ def _attention_error(attend: Callable[..., Tensor], call: samples.Paged, options
     return error if error == error else float("inf")
 
 
-def check_pick(device: torch.device, seed: int, most: int) -> Iterator[Case]:
+def check_pick(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:
     """Picks over vocabularies of real models; and the noise, against the processor's, as what it makes of zeros."""
     from selfspec.kernels.fused_pick import pick
 
@@ -128,7 +141,7 @@ def _regret(logits: Tensor, sampling: SamplingTensors, got: Tensor, wanted: Tens
     return float(lost.abs().max())
 
 
-def check_accept(device: torch.device, seed: int, most: int) -> Iterator[Case]:
+def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
     """Every field of the record, over random drafts that are often right."""
     from selfspec.kernels.fused_accept import accept
 
@@ -145,10 +158,6 @@ def check_accept(device: torch.device, seed: int, most: int) -> Iterator[Case]:
     live = given[3] > 0
     wrong = sum(int((a[live] != b[live]).sum()) for a, b in zip(got, wanted, strict=True))
     yield Case("accept", f"{slots} rows", float(wrong + int((sums[0] != sums[1]).sum())), 0.0)
-
-
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,20 +11,17 @@ from eval.gpu import kernels
 from selfspec.kernels import fused_accept, fused_pick, paged_attention, reference
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(kernels, "HEADS", ((4, 2, 16),))
+def small_cases():
+    return list(kernels.check_kernels("cpu", ((4, 2, 16),), most=64))
 
 
-def test_every_kernel_agrees_with_its_twin(small):
-    said = []
-    cases = kernels.check_kernels("cpu", said.append, most=64)
-    assert {case["kernel"] for case in cases} == {"scatter", "attend", "pick", "accept"}
-    assert [case for case in cases if not case["agrees"]] == []
-    assert len(said) == len(cases)
+def test_every_kernel_agrees_with_its_twin():
+    cases = small_cases()
+    assert {case.kernel for case in cases} == {"scatter", "attend", "pick", "accept"}
+    assert [case for case in cases if not case.agrees] == []
 
 
-def test_a_broken_kernel_is_found(small, monkeypatch):
+def test_a_broken_kernel_is_found(monkeypatch):
     def careless(queries, keys, values, layout, *given, **options):  # reads what no row has written
         beyond = layout._replace(
             lengths=layout.lengths + 1, positions=layout.positions + 1, pages=layout.pages.clamp(max=len(keys) - 1)
@@ -37,16 +34,4 @@ def test_a_broken_kernel_is_found(small, monkeypatch):
     monkeypatch.setattr(
         fused_accept, "accept", lambda *given: reference.accept(*given[:4], torch.ones_like(given[4]), *given[5:])
     )
-    wrong = {case["kernel"] for case in kernels.check_kernels("cpu", lambda text: None, most=64) if not case["agrees"]}
-    assert wrong == {"attend", "pick", "accept"}
-
-
-@pytest.mark.gpu
-def test_every_kernel_agrees_on_the_device():
-    assert [case for case in kernels.check_kernels("cuda", print) if not case["agrees"]] == []
-
-
-@pytest.mark.gpu
-def test_a_device_copies_and_multiplies():
-    told = kernels.bandwidth(torch.device("cuda"), 0.25, 2048, 3)
-    assert told["copy_bytes_per_second"] > 1e10 and told["matmul_flops_per_second"] > 1e11
+    assert {case.kernel for case in small_cases() if not case.agrees} == {"attend", "pick", "accept"}

@@ -1,9 +1,11 @@
 """What must hold on a CUDA device (`pytest -m gpu`), each also run here by stand-ins, so that the tests are tested.
 
-The kernels themselves are compared with their twins in `tests/eval/test_gpu_kernels.py`.
+The kernels themselves are compared with their twins in `test_kernels.py`.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from selfspec.decoding.engine import Engine
 from selfspec.target.attention import Reach
 from selfspec.target.backends import importable
 from selfspec.target.cache import PackedRows, Span
+from selfspec.target.stack import Stack
 from tests.device.standin import with_runner
 from tests.helpers import Always, Schedule, decode, make_prompts
-from tests.models import FAMILIES, build
+from tests.models import FAMILIES, build, rounded
 from tests.target.test_backends import check, packed_call
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -53,32 +56,62 @@ def test_speculation_from_recordings_is_plain_decoding(place, family):
     assert recorded.stack.runner.refused is None
 
 
+def fix_routes(model):
+    """Make the routers of a mixture of experts choose the same experts for every token.
+
+    Two ways to run the same layers round differently in half precision, and a token whose experts are nearly tied is
+    then sent to other experts, which gives other numbers altogether. Only the experts that are not chosen are moved, so
+    the shares of those that are still depend on the token, and every position can be compared. That recordings follow
+    a router's choice is seen in float32, by `test_speculation_from_recordings_is_plain_decoding`.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "top_k") and isinstance(getattr(module, "bias", None), torch.nn.Parameter):
+                module.bias[module.top_k :] -= 20  # several times what the router's products differ by
+
+
+def layer_outputs(stack, place, cuts=((0, 2), (2, 4))):
+    """What the layers make of `CALLS`, `[tokens, hidden]` in float32."""
+    made = []
+    with torch.inference_mode():
+        cache = stack.new_cache(8, 64)
+        pages = [cache.reserve(128) for _ in range(3)]
+        tokens = torch.arange(90, device=place) % 90 + 3
+        for at in CALLS:
+            rows = PackedRows(cache, [Span(pages[row], first, count) for row, first, count in at], place)
+            hidden = tokens[: rows.num_tokens]
+            for low, high in cuts:
+                hidden = stack.run(rows, low, high, hidden)
+            made.append(hidden.float())
+    return torch.cat(made)
+
+
+def assert_same_layers(got, wanted, dtype):
+    exact = dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=1e-3 if exact else 0.1, atol=1e-4 if exact else 0.1)
+
+
 @on_places
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_layers_from_a_recording_are_layers_run_eagerly(place, family):
     recorded, eager = targets(family, place, HALF[place])
-    for stack in (recorded.stack, eager.stack):
-        stack.lean = None
-    outs = []
-    for stack in (recorded.stack, eager.stack):
-        with torch.inference_mode():
-            cache = stack.new_cache(8, 64)
-            pages = [cache.reserve(128) for _ in range(3)]
-            made = []
-            tokens = torch.arange(90, device=place) % 90 + 3
-            for at in (
-                [(0, 0, 30), (1, 0, 50), (2, 0, 10)],
-                [(0, 30, 5), (2, 10, 1)],
-                [(1, 50, 3)],
-                [(0, 35, 1), (1, 53, 2)],
-            ):
-                rows = PackedRows(cache, [Span(pages[row], first, count) for row, first, count in at], place)
-                hidden = stack.run(rows, 0, 2, tokens[: rows.num_tokens])
-                made.append(stack.run(rows, 2, 4, hidden).float())
-            outs.append(torch.cat(made))
-    exact = HALF[place] == torch.float32
-    torch.testing.assert_close(*outs, rtol=1e-3 if exact else 0.1, atol=1e-4 if exact else 0.1)
+    recorded.stack.lean = eager.stack.lean = None
+    fix_routes(eager.model)  # both targets', which have one model
+    assert_same_layers(layer_outputs(recorded.stack, place), layer_outputs(eager.stack, place), HALF[place])
     assert recorded.stack.runner.graphs.num_recorded >= 6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_rounding_passes_for_the_same_layers_and_a_wrong_split_does_not(family):
+    model = rounded(build(family))
+    fix_routes(model)
+    exact = Stack(model)
+    wanted = layer_outputs(exact, "cpu")
+    half = layer_outputs(Stack(copy.deepcopy(model).bfloat16()), "cpu")
+    assert_same_layers(half, wanted, torch.bfloat16)
+    for cuts in [((0, 2), (3, 4)), ((0, 2), (1, 4)), ((0, 3),)]:
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same_layers(layer_outputs(exact, "cpu", cuts), wanted, torch.bfloat16)
 
 
 @on_places
