@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench clean
+.PHONY: help venv demo test gpu lint format bench clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -28,6 +28,9 @@ demo: $(STAMP)  ## generate with the embedded model: coloured drafts, and plain 
 
 test: lint  ## lint, types, then every test that needs neither network nor GPU nor patience
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+gpu: $(STAMP)  ## the tests that need a CUDA device, in processes of their own
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

@@ -3,13 +3,15 @@
     python -m eval gpu --output runs/gpu
 
 Targets are synthetic: well-known shapes, random weights, a set acceptance. What there is no time or memory for is
-reported as not measured. It needs torch and transformers only; `--smoke` runs all of it on a CPU, small, in a minute.
+reported as not measured. Every shape is measured in a process of its own: one that loses its CUDA context, or crashes,
+costs the figure it was at. The record is written after every figure, the most telling ones first: `--minutes 4` gives
+plain, fixed and adaptive decoding of the first shape at the first two batch sizes, beside transformers' `generate`.
+It needs torch and transformers only; `--smoke` runs all of it on a CPU, small, in a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,20 +19,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from eval.environment import device, machine
 from eval.gpu.figures import figures
-from eval.gpu.record import Budget, Record
-from eval.gpu.speed import Settings, Shape
+from eval.gpu.parts import measure_device, measure_shape, sayer
+from eval.gpu.process import run_apart
+from eval.gpu.record import Budget, Content, Record, file_writer, merged
+from eval.gpu.speed import MAKING, Settings
 from eval.gpu.table import render
 from eval.shapes import SHAPES
 
 MINUTES = 9.5
 SHAPE_WEIGHTS = {"llama-3-8b": 4.0, "llama-2-7b": 2.5, "llama-3.2-1b": 2.0}
+DEVICE, DEVICE_WEIGHT = "the device and its kernels", 1.0
+FIRST_SECONDS, DEVICE_SECONDS = 160.0, 55.0  # that the first shape and the device have at least, of a short run
 BATCHES = (1, 32, 8, 128, 4, 64, 2, 16)
-FIRST_WEIGHTS = {"kernels": 0.8, "bandwidth": 0.2}
-Say = Callable[[str], None]
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,97 +73,85 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(where, dtype, tuple(options.shapes), contexts, batches, fixed, few, 768, 0.6, 1.2, 32, 100.0)
 
 
-def kernels(where: torch.device, record: Record, say: Say) -> None:
-    """Every kernel beside its twin, where this machine can run them."""
-    try:
-        from eval.gpu.kernels import check_kernels
-    except ImportError as problem:
-        return record.skip("kernels", f"{type(problem).__name__}: {problem}")
-    if where.type != "cuda":
-        return record.skip("kernels", "they need a CUDA device")
-    record.content["kernels"] = check_kernels(where, say)
-    return None
+class Run:
+    """All parts in turn, each in a process of its own and within its share of the time.
 
+    Args:
+        write: given the whole record after every figure.
+    """
 
-def bandwidth(where: torch.device, record: Record, say: Say) -> None:
-    """How fast the device copies and multiplies; a CPU, or a machine without that part, only how fast it copies."""
-    say("bandwidth")
-    try:
-        if where.type != "cuda":
-            raise ImportError("they need a CUDA device")
-        from eval.gpu.kernels import bandwidth as of_device
+    def __init__(self, options: argparse.Namespace, settings: Settings, write: Callable[[Content], None]) -> None:
+        self.settings, self.start = settings, perf_counter()
+        weights = {DEVICE: DEVICE_WEIGHT} | {name: SHAPE_WEIGHTS.get(name, 2.0) for name in settings.shapes}
+        least = {settings.shapes[0]: FIRST_SECONDS, DEVICE: DEVICE_SECONDS}
+        self.budget, self.record = Budget(60 * options.minutes, weights, least), Record(write)
+        about = {**machine(), **device(settings.device)}
+        self.record.content |= {"complete": False, "benchmark": "gpu", "environment": about, "options": vars(options)}
+        self.record.save()
 
-        record.content["bandwidth"] = of_device(where)
-    except ImportError:
-        record.content["bandwidth"] = copy_rate(where)
+    def measure(self) -> Content:
+        """The record, with a reason for everything that is not in it."""
+        first, *others = self.settings.shapes
+        self._shape(first)  # what it tells is worth most
+        self._device()
+        for name in others:
+            self._shape(name)
+        self._keep({**self.record.content, "complete": True})
+        return self.record.content
 
+    def _device(self) -> None:
+        end = self.budget.end_of(DEVICE)
+        why = self._apart(measure_device, (self.settings.device, self.start, end), end)
+        if why is not None:
+            self.record.skip(DEVICE, why)
 
-def copy_rate(where: torch.device, num_bytes: int = 1 << 26, repeats: int = 8) -> dict[str, Any]:
-    """Bytes read and written per second by a large copy, the best of the repeats."""
-    from eval.timing import timed
+    def _shape(self, name: str) -> None:
+        """A shape; once more in a fresh process, without the figure it was at, where a process was lost."""
+        end, found = self.budget.end_of(name), None
+        while True:
+            needed, left = self._seconds_to_make(name), end - perf_counter()
+            if left < needed:
+                return self.record.skip(name, f"about {needed:.0f} s needed to make it, {max(0, left):.0f} s left")
+            why = self._apart(measure_shape, (name, self.settings, self.start, end, found), end)
+            if why is None:
+                return None
+            found = self._shapes().get(name)
+            if found is None or found["trying"] == MAKING:
+                return self.record.skip(name, why)
+            self.record.skip(found["trying"], why)
 
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=where)
-    target = torch.empty_like(source)
-    seconds = min(timed(lambda: target.copy_(source), where)[1] for _ in range(repeats))
-    return {"copy_bytes_per_second": 2 * num_bytes / seconds, "copied_bytes": 2 * num_bytes, "repeats": repeats}
+    def _seconds_to_make(self, name: str) -> float:
+        """What making the target took before; of a shape that was not made yet, what the quickest other one took."""
+        made = {one: shape["made_in"] for one, shape in self._shapes().items() if "made_in" in shape}
+        return made.get(name, min(made.values(), default=0.0))
 
+    def _shapes(self) -> dict[str, Any]:
+        return self.record.content.get("shapes", {})
 
-def measure(options: argparse.Namespace, settings: Settings, record: Record, say: Say) -> None:
-    """All parts in turn, each within its share of the time; the record is on disk after every figure."""
-    start, content = perf_counter(), record.content
-    weights = FIRST_WEIGHTS | {name: SHAPE_WEIGHTS.get(name, 2.0) for name in settings.shapes}
-    budget = Budget(60 * options.minutes, weights)
-    content |= {"benchmark": "gpu", "environment": {**machine(), **device(settings.device)}, "options": vars(options)}
-    record.save()
-    for name, part in {"kernels": kernels, "bandwidth": bandwidth}.items():
-        with budget.part(name):
-            try:
-                part(settings.device, record, say)
-            except Exception as problem:
-                record.skip(name, f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}")
-        record.save()
-    for name in settings.shapes:
-        with budget.part(name):
-            shape = Shape(name, settings, budget, record, say)
-            shape.found["contexts"] = list(settings.contexts)
-            try:
-                shape.measure()
-            except Exception as problem:
-                record.skip(name, f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}")
-        tidy(settings.device)
+    def _apart(self, work: Callable[..., None], given: Sequence[Any], end: float) -> str | None:
+        before = self.record.content
+        return run_apart(work, given, end, lambda part: self._keep(merged(before, part)))
+
+    def _keep(self, content: Content) -> None:
         content["figures"] = [figure.as_dict() for figure in figures(content)]
-        content["seconds"] = round(perf_counter() - start, 1)
-        record.save()
-    content["complete"] = True
-    record.save()
-
-
-def tidy(where: torch.device) -> None:
-    """Give a shape's memory back: compiled code would keep its weights."""
-    gc.collect()
-    if where.type == "cuda":
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
+        content["seconds"] = round(perf_counter() - self.start, 1)
+        self.record.content = content
+        self.record.save()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    start = perf_counter()
-
-    def say(text: str) -> None:
-        print(f"[{perf_counter() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
-
     try:
         settings = settings_of(options)
         unknown = [name for name in settings.shapes if name not in SHAPES and not Path(name).exists()]
         if unknown:
             raise ValueError(f"shapes must be of {', '.join(SHAPES)}, or a config.json, got {unknown[0]!r}")
-        record = Record(Path(options.output) / "gpu.json")
+        path = Path(options.output) / "gpu.json"
+        run = Run(options, settings, file_writer(path))
     except (ValueError, OSError) as problem:
         print(f"eval: {problem}", file=sys.stderr)
         return 2
-    logging.set_verbosity_error()
-    measure(options, settings, record, say)
-    say(f"everything is in {record.path}")
-    print(render(record.content))
+    content = run.measure()
+    sayer(run.start)(f"everything is in {path}")
+    print(render(content))
     return 0

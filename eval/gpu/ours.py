@@ -20,6 +20,7 @@ from selfspec.decoding.results import Round
 from selfspec.target.cache import PackedRows, Span
 
 SLICES = 3  # of a timed window, whose spread is told
+WARM_ROUNDS = 4  # before the clock counts, at least: the first ones may compile or record
 WARM_SHARE = 0.4  # of the room that rows have, at most, before the clock counts
 
 
@@ -64,19 +65,19 @@ def ready_engine(target: Synthetic, batch: int, context: int, room: int, **optio
 
 
 def rate_of(engine: Engine, warm: float, window: float) -> Rate:
-    """Decode for about `warm` seconds and then for `window` seconds, or until a row ends."""
+    """Decode for about `warm` seconds, a few rounds at least, and then for `window` seconds, or until a row ends."""
     room = engine.rows[0].room
     done: list[tuple[float, Round]] = []
     where = engine.stack.device
     with quiet():
-        start, begun = perf_counter(), None
+        start, begun, num_rounds = perf_counter(), None, 0
         while len(engine.rows) == engine.max_batch_size:
             round_ = engine.step()
             synchronize(where)
-            now = perf_counter()
+            now, num_rounds = perf_counter(), num_rounds + 1
             used = room - min((row.room for row in engine.rows), default=0)
             if begun is None:
-                if now - start >= warm or used >= WARM_SHARE * room:
+                if (now - start >= warm and num_rounds >= WARM_ROUNDS) or used >= WARM_SHARE * room:
                     begun = now
                 continue
             done.append((now, round_))

@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from eval.exact import compared
+from eval.gpu.faults import check_context, told
 from eval.gpu.ours import busy_seconds, forward_seconds, rate_of, ready_engine
 from eval.gpu.peers import peer_rate
-from eval.gpu.record import Budget, Record
+from eval.gpu.record import Record
 from eval.targets import Synthetic, random_prompts, synthetic_target
 
 OURS = ("plain", "fixed", "adaptive")
 PEERS = ("hf", "hf early exit", "hf static")
 DRAFT_TOKENS = 4
+NUM_TELLING = 2  # of the batch sizes, that come before all else
+FIGURES = ("forwards", "busy", "exact mode")  # beside the cells
+MAKING = "making it"
 EXACT_TOKENS = 32  # new tokens of a row on which exact mode is tried
 
 
@@ -43,71 +47,127 @@ class Cell(NamedTuple):
     method: str
 
 
-def cells_of(settings: Settings) -> Iterator[Cell]:
-    """The most telling first: one row at the first context, then batches, then longer contexts, then what compiles."""
+def steps_of(settings: Settings) -> Iterator[Cell | str]:
+    """Cells and the names of other figures, the most telling first.
+
+    Every way to decode at the first batch sizes comes first; then single forwards, the device's own time and exact
+    mode; then the other batch sizes and contexts; and last what compiles.
+    """
     first, *longer = settings.contexts
-    for batch in settings.batches:
-        for method in ("plain", "adaptive"):
-            yield Cell(first, batch, method)
-        if batch in settings.fixed_batches:
-            yield Cell(first, batch, "fixed")
-            yield Cell(first, batch, "hf")
-        if batch == 1:
-            yield Cell(first, batch, "hf early exit")
+    for number, batch in enumerate(settings.batches):
+        if number == NUM_TELLING:
+            yield from FIGURES
+        methods = ("plain", "fixed", "adaptive", "hf") if batch in settings.fixed_batches else ("plain", "adaptive")
+        yield from (Cell(first, batch, method) for method in methods)
+    if len(settings.batches) <= NUM_TELLING:
+        yield from FIGURES
+    if 1 in settings.batches:
+        yield Cell(first, 1, "hf early exit")
     for context in longer:
         for batch in settings.long_batches:
-            for method in OURS:
-                yield Cell(context, batch, method)
+            yield from (Cell(context, batch, method) for method in OURS)
         yield Cell(context, 1, "hf")
     yield Cell(first, 1, "hf static")
 
 
 class Shape:
-    """One synthetic target and what is measured of it, into `record`'s content under its name."""
+    """One synthetic target and what is measured of it, into `record`'s content under its name.
+
+    Args:
+        end: when it is to be over, in the seconds of `perf_counter`.
+        found: what an earlier process measured of it before it lost its context; that is not tried again.
+    """
 
     def __init__(
-        self, name: str, settings: Settings, budget: Budget, record: Record, say: Callable[[str], None]
+        self,
+        name: str,
+        settings: Settings,
+        end: float,
+        record: Record,
+        say: Callable[[str], None],
+        found: dict[str, Any] | None = None,
     ) -> None:
-        self.name, self.settings, self.budget, self.record, self.say = name, settings, budget, record, say
-        self.found: dict[str, Any] = {"cells": []}
+        self.name, self.settings, self.end, self.record, self.say = name, settings, end, record, say
+        self.found = found or {"cells": [], "tried": [], "contexts": list(settings.contexts)}
         self.taken: dict[str, float] = {}  # seconds the last cell of a method took
-        record.content.setdefault("shapes", {})[name] = self.found
+        record.content["shapes"] = {name: self.found}
+
+    @property
+    def left(self) -> float:
+        return self.end - perf_counter()
 
     def measure(self) -> None:
-        """Make the target and measure what there is time for."""
+        """Make the target and measure what there is time for.
+
+        Raises:
+            LostContextError: the device cannot be used any more; `found["trying"]` is the figure that did it.
+        """
         settings, longest = self.settings, max(self.settings.contexts) + 2 * self.settings.room
-        self.say(f"synthetic {self.name}: making it")
+        self.found["trying"] = MAKING
+        self.record.save()
+        self.say(f"synthetic {self.name}: {MAKING}")
         start = perf_counter()
-        target = synthetic_target(
-            self.name,
-            dtype=settings.dtype,
-            device=settings.device,
-            max_position_embeddings=longest,  # rows longer than some were trained at: speed does not mind
-        )
+        try:
+            target = synthetic_target(
+                self.name,
+                dtype=settings.dtype,
+                device=settings.device,
+                max_position_embeddings=longest,  # rows longer than some were trained at: speed does not mind
+            )
+        except Exception as problem:
+            check_context(problem, settings.device)
+            raise
         self.found |= {"target": target.about(), "sizes": sizes_of(target), "made_in": perf_counter() - start}
         self.found["engine"] = target.engine
-        self._try("forwards", lambda: self._forwards(target))
-        self._try("busy", lambda: self._busy(target))
-        self._try("exact mode", lambda: self._exact(target))
-        for cell in cells_of(settings):
-            self._cell(target, cell)
+        for step in steps_of(settings):
+            label = self._label(step)
+            if label not in self.found["tried"]:
+                self._step(target, step, label)
 
-    def _cell(self, target: Synthetic, cell: Cell) -> None:
-        label = f"{self.name}, {cell.method}, batch {cell.batch}, context {cell.context}"
-        settings = self.settings
-        expected = self.taken.get(cell.method, 2 * (settings.warm + settings.window))
-        if cell.method == "hf static":
-            expected = settings.compile_seconds
-        if self.budget.left < expected:
-            return self.record.skip(label, f"about {expected:.0f} s needed, {max(0, self.budget.left):.0f} s left")
-        needed, free = needed_bytes(target, cell, room_of(cell, settings)), free_bytes(settings.device)
-        if needed > free:
-            return self.record.skip(label, f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} GiB free")
+    def _label(self, step: Cell | str) -> str:
+        what = step if isinstance(step, str) else f"{step.method}, batch {step.batch}, context {step.context}"
+        return f"{self.name}, {what}"
+
+    def _step(self, target: Synthetic, step: Cell | str, label: str) -> None:
+        method = step if isinstance(step, str) else step.method
+        expected = self._expected(method)
+        if self.left < expected:
+            return self.record.skip(label, f"about {expected:.0f} s needed, {max(0, self.left):.0f} s left")
+        if isinstance(step, Cell):
+            needed, free = needed_bytes(target, step, room_of(step, self.settings)), free_bytes(self.settings.device)
+            if needed > free:
+                return self.record.skip(label, f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} GiB free")
         self.say(f"synthetic {label}")
         start = perf_counter()
-        self._try(label, lambda: self._rate(target, cell))
-        self.taken[cell.method] = max(perf_counter() - start, 0.5 * self.taken.get(cell.method, 0.0))
+        self._try(target, step, label)
+        self.taken[method] = max(perf_counter() - start, 0.5 * self.taken.get(method, 0.0))
         return None
+
+    def _expected(self, method: str) -> float:
+        """Seconds that a step should take: what the last of its kind took, or the longest of all if it is the first."""
+        about = self.settings.warm + self.settings.window
+        if method == "hf static":
+            return self.settings.compile_seconds
+        if method == "exact mode":
+            return 8 * about
+        return self.taken.get(method, max(2 * about, *self.taken.values(), 0.0))
+
+    def _try(self, target: Synthetic, step: Cell | str, label: str) -> None:
+        """One failure costs one figure, but for a lost context, which nothing can be measured after."""
+        self.found["trying"] = label
+        self.found["tried"].append(label)
+        self.record.save()
+        try:
+            if isinstance(step, Cell):
+                self._rate(target, step)
+            else:
+                {"forwards": self._forwards, "busy": self._busy, "exact mode": self._exact}[step](target)
+        except Exception as problem:
+            check_context(problem, self.settings.device)
+            self.record.skip(label, told(problem))
+        self.record.save()
+        if self.settings.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _rate(self, target: Synthetic, cell: Cell) -> None:
         settings = self.settings
@@ -132,8 +192,6 @@ class Shape:
 
     def _exact(self, target: Synthetic) -> None:
         """Whether speculation is plain decoding bit for bit in exact mode here, and what that costs."""
-        if self.budget.left < 8 * (self.settings.warm + self.settings.window):
-            raise TimeoutError(f"{self.budget.left:.0f} s left")
         found = {}
         for rows in (1, 4):
             prompts = random_prompts(target.stack.vocab_size, rows, self.settings.contexts[0])
@@ -145,19 +203,6 @@ class Shape:
             raise ValueError("only a CUDA device is asked how busy it is")
         engine = ready_engine(target, 1, self.settings.contexts[0], self.settings.room, policy="plain")
         self.found["busy_seconds_per_plain_round"] = busy_seconds(engine)
-
-    def _try(self, label: str, measure: Callable[[], None]) -> None:
-        """One failure costs one figure."""
-        what = label if label.startswith(self.name) else f"{self.name}, {label}"
-        try:
-            measure()
-        except torch.OutOfMemoryError:
-            self.record.skip(what, "out of memory")
-        except Exception as problem:
-            self.record.skip(what, f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}")
-        self.record.save()
-        if self.settings.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def ragged_lengths(rows: int) -> list[int]:

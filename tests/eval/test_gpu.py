@@ -1,7 +1,8 @@
-"""`python -m eval gpu`: the whole command on a CPU, small; its figures; and that a cut run keeps what it had."""
+"""`python -m eval gpu`: the whole command on a CPU, small; its figures; and what faults and too little time cost."""
 
 import json
 import sys
+from time import perf_counter
 from types import ModuleType
 
 import pytest
@@ -10,20 +11,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.__main__ import main
-from eval.gpu import bench, record, speed
+from eval.gpu import bench, parts, process, record, speed
+from eval.gpu.faults import told
 from eval.gpu.figures import expected_speedup, figures
-from eval.gpu.ours import forward_seconds, rate_of, ready_engine
-from eval.gpu.record import Budget, Record
+from eval.gpu.ours import WARM_ROUNDS, Rate, forward_seconds, rate_of, ready_engine
+from eval.gpu.record import Budget, Record, file_writer
 from eval.gpu.speed import ragged_lengths, sizes_of
 from eval.targets import synthetic_target
+from tests.eval import faults
+
+KILLED = faults.KILLED
+
+
+class Case:
+    """Of a kernel that is said to agree."""
+
+    kernel, case, error, allowed = "pick", "x", 1.0, 1.0
+
+    def as_dict(self):
+        return {"kernel": self.kernel, "agrees": True}
+
+
+CASE = Case()
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The command's exit code, its record, and what it printed."""
-    folder, printed = tmp_path_factory.mktemp("gpu"), []
+    """The command's exit code, its record, and what it printed; its first shape kills the process that measures it."""
+    folder, printed, settings_of = tmp_path_factory.mktemp("gpu"), [], bench.settings_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda *given, **more: None if more.get("file") else printed.append(given[0]))
+        patch.setattr(bench, "settings_of", lambda options: settings_of(options)._replace(shapes=(KILLED, "tiny")))
+        patch.setattr(bench, "measure_shape", faults.kill_or_measure)
         code = main(["gpu", "--smoke", "--output", str(folder)])
     return code, json.loads((folder / "gpu.json").read_text()), printed
 
@@ -43,6 +62,13 @@ def test_the_whole_command_runs_on_a_cpu(smoke):
     assert "synthetic tiny" in table and "tokens/s" in table and "not measured" in table
 
 
+def test_a_process_that_dies_costs_its_shape_alone(smoke):
+    content = smoke[1]
+    whys = {one["what"]: one["why"] for one in content["not_measured"]}
+    assert whys[KILLED] == "the process ended with SIGKILL"
+    assert content["shapes"][KILLED]["cells"] == []
+
+
 def test_acceptance_while_timed_is_what_was_set(smoke):
     shape = smoke[1]["shapes"]["tiny"]
     rates = [cell["acceptance"] for cell in shape["cells"] if cell["method"] == "fixed"]
@@ -52,9 +78,9 @@ def test_acceptance_while_timed_is_what_was_set(smoke):
 def test_what_a_cpu_cannot_tell_is_reported_as_not_measured(smoke):
     content = smoke[1]
     skipped = {one["what"] for one in content["not_measured"]}
-    assert {"kernels", "tiny, busy"} == skipped
-    unknown = [figure for figure in content["figures"] if figure["value"] is None]
-    assert ["waits for the host" in figure["name"] for figure in unknown] == [True]
+    assert {"kernels", "tiny, busy", KILLED} == skipped
+    unknown = [figure["name"] for figure in content["figures"] if figure["value"] is None]
+    assert unknown[0] == f"{KILLED}: everything" and ["waits for the host" in name for name in unknown[1:]] == [True]
     (differs,) = [f for f in content["figures"] if f["name"].startswith("tiny: exact mode, batch 4: rows")]
     assert differs["value"] == 0
     assert all(figure["goal"] is None for figure in content["figures"])  # they are a GPU's
@@ -63,20 +89,48 @@ def test_what_a_cpu_cannot_tell_is_reported_as_not_measured(smoke):
 # --------------------------------------------------------------------------------------------------- time and trouble
 
 
+def here(work, given, end, on_content):
+    """What `run_apart` does, in this process, where tests can replace what it calls."""
+    try:
+        work(Record(on_content), *given)
+    except Exception as problem:
+        return told(problem)
+
+
 def quick(monkeypatch, tmp_path, **changes):
     """The command with some of its settings changed; returns the record."""
     before = bench.settings_of
+    monkeypatch.setattr(bench, "run_apart", here)
     monkeypatch.setattr(bench, "settings_of", lambda options: before(options)._replace(**changes))
     assert main(["gpu", "--smoke", "--output", str(tmp_path)]) == 0
     return json.loads((tmp_path / "gpu.json").read_text())
 
 
+SMALL = {"contexts": (48,), "batches": (1,), "fixed_batches": (1,)}
+
+
 def test_without_time_every_cell_is_reported_as_not_measured(monkeypatch, tmp_path, capsys):
     content = quick(monkeypatch, tmp_path, warm=1e6)
-    whys = [one["why"] for one in content["not_measured"] if one["what"].count(",") > 1]
-    assert len(whys) == 16 and all("s needed" in why and "s left" in why for why in whys)
+    whys = [one["why"] for one in content["not_measured"] if one["what"].startswith("tiny, ")]
+    assert len(whys) == 19 and all("s needed" in why and "s left" in why for why in whys)
     assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["hf static"]  # it has its own estimate
     assert "not measured" in capsys.readouterr().out
+
+
+def test_a_cell_is_not_begun_that_would_take_as_long_as_others_did(monkeypatch, tmp_path):
+    def slow(*given):
+        now[0] += 100
+        return rate
+
+    now, rate = [0.0], Rate(1.0, 1.0, 1.0, 1, 1.0)
+    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speed, "rate_of", slow)
+    made = Record(lambda content: None)
+    settings = bench.settings_of(bench.parse_arguments(["--smoke"]))._replace(**SMALL)
+    speed.Shape("tiny", settings, 250.0, made, lambda text: None).measure()
+    assert [cell["method"] for cell in made.content["shapes"]["tiny"]["cells"]] == ["plain", "fixed", "hf static"]
+    whys = {one["what"]: one["why"] for one in made.content["not_measured"]}
+    assert whys["tiny, adaptive, batch 1, context 48"] == "about 100 s needed, 50 s left"
 
 
 def test_without_memory_cells_are_reported_as_not_measured(monkeypatch, tmp_path):
@@ -92,10 +146,35 @@ def test_one_failure_costs_one_cell(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError("too much") if kind == "hf" else RuntimeError("no such\ncache")
 
     monkeypatch.setattr(speed, "peer_rate", failing)
-    content = quick(monkeypatch, tmp_path, contexts=(48,), batches=(1,), fixed_batches=(1,))
+    content = quick(monkeypatch, tmp_path, **SMALL)
     whys = {one["what"].split(", ")[1]: one["why"] for one in content["not_measured"] if "batch" in one["what"]}
     assert whys["hf"] == "out of memory" and whys["hf static"] == "RuntimeError: no such cache"
     assert len(content["shapes"]["tiny"]["cells"]) == 3 and content["complete"]
+
+
+def test_a_lost_context_costs_one_cell_and_a_process(monkeypatch, tmp_path):
+    def losing(target, kind, *given):
+        raise torch.AcceleratorError(f"CUDA error: lost by {kind}")
+
+    made = []
+    monkeypatch.setattr(speed, "peer_rate", losing)
+    monkeypatch.setattr(bench, "measure_shape", lambda *given: made.append(given[1]) or parts.measure_shape(*given))
+    content = quick(monkeypatch, tmp_path, **SMALL)
+    assert made == ["tiny"] * 4  # once more after each of the three ways to decode that transformers has
+    assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["plain", "fixed", "adaptive"]
+    whys = {one["what"].split(", ")[1]: one["why"] for one in content["not_measured"] if "batch" in one["what"]}
+    assert whys == {kind: f"AcceleratorError: CUDA error: lost by {kind}" for kind in speed.PEERS}
+    assert content["complete"] and content["bandwidth"]
+
+
+def test_a_target_that_cannot_be_made_is_tried_once(monkeypatch, tmp_path):
+    def losing(*given, **options):
+        raise torch.AcceleratorError("CUDA error: lost at once")
+
+    monkeypatch.setattr(speed, "synthetic_target", losing)
+    content = quick(monkeypatch, tmp_path)
+    assert {"what": "tiny", "why": "AcceleratorError: CUDA error: lost at once"} in content["not_measured"]
+    assert content["figures"][0]["why"] == "the target could not be made" and content["bandwidth"]
 
 
 def test_a_run_that_is_cut_short_keeps_what_it_had(monkeypatch, tmp_path):
@@ -104,46 +183,70 @@ def test_a_run_that_is_cut_short_keeps_what_it_had(monkeypatch, tmp_path):
 
     monkeypatch.setattr(speed, "peer_rate", cut)
     with pytest.raises(KeyboardInterrupt):
-        main(["gpu", "--smoke", "--output", str(tmp_path)])
+        quick(monkeypatch, tmp_path)
     content = json.loads((tmp_path / "gpu.json").read_text())
     assert content["complete"] is False
-    assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["plain", "adaptive", "fixed"]
+    assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["plain", "fixed", "adaptive"]
 
 
-def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    made = Record(tmp_path / "new" / "gpu.json")
+@pytest.mark.parametrize(
+    ("work", "why", "content"),
+    [
+        (faults.finish, None, {"not_measured": [], "done": 3}),
+        (faults.fail, "ValueError: no such thing", {"not_measured": [{"what": "a", "why": "b"}]}),
+    ],
+)
+def test_work_in_a_process_of_its_own_is_kept_as_it_comes(work, why, content):
+    kept = []
+    assert process.run_apart(work, (3,), perf_counter() + 60, kept.append) == why
+    assert kept[-1] == content
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(process, "GRACE", 0.0)
+    why = process.run_apart(faults.hang, (), perf_counter() + 0.5, lambda content: None)
+    assert why == "it took 0 s longer than it had, and was ended"
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "gpu.json"
+    made = Record(file_writer(path))
     made.content["a"] = 1
     made.save()
     made.content["b"] = {(1, 2): "no JSON has such keys"}
     with pytest.raises(TypeError):
         made.save()
-    assert json.loads(made.path.read_text())["a"] == 1
+    assert json.loads(path.read_text())["a"] == 1
 
 
 def test_what_a_part_leaves_over_later_parts_have(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(record, "perf_counter", lambda: now[0])
     budget = Budget(60.0, {"a": 1.0, "b": 1.0, "c": 2.0})
-    with budget.part("a"):
-        assert budget.left == pytest.approx(15)
-        now[0] += 3
-    with budget.part("b"):
-        assert budget.left == pytest.approx(19)
-        now[0] += 40
-        assert budget.left < 0
-    with budget.part("c"):
-        assert budget.left == pytest.approx(17)
+    assert budget.end_of("a") == pytest.approx(115)
+    now[0] += 3
+    assert budget.end_of("b") == pytest.approx(103 + 19)
+    now[0] += 40
+    assert budget.end_of("c") == pytest.approx(143 + 17)
 
 
-def test_kernels_are_checked_where_they_are_there(monkeypatch, tmp_path):
+def test_what_is_worth_most_has_its_time_in_a_short_run_and_its_share_in_a_long_one(monkeypatch):
+    monkeypatch.setattr(record, "perf_counter", lambda: 0.0)
+    for seconds, end in [(40.0, 40.0), (200.0, 50.0), (1000.0, 250.0)]:
+        assert Budget(seconds, {"a": 1.0, "b": 3.0}, {"a": 50.0}).end_of("a") == pytest.approx(end)
+
+
+def test_kernels_are_checked_where_they_are_there(monkeypatch):
     module = ModuleType("eval.gpu.kernels")
-    module.check_kernels = lambda device, say: [{"kernel": "pick", "case": "x", "error": 1.0, "agrees": False}]
+    module.check_kernels = lambda device: iter([CASE] * 3)
     module.bandwidth = lambda device: {"copy_bytes_per_second": 4e12}
     monkeypatch.setitem(sys.modules, "eval.gpu.kernels", module)
-    made = Record(tmp_path / "gpu.json")
-    bench.kernels(torch.device("cuda"), made, print)
-    bench.bandwidth(torch.device("cuda"), made, print)
-    assert made.content["kernels"][0]["kernel"] == "pick" and made.content["bandwidth"]["copy_bytes_per_second"] == 4e12
+    for end, count in [(1e99, 3), (0.0, 1)]:
+        made = Record(lambda content: None)
+        parts.measure_device(made, torch.device("cuda"), 0.0, end)
+        assert made.content["kernels"] == [CASE.as_dict()] * count
+        assert made.content["bandwidth"]["copy_bytes_per_second"] == 4e12
+        assert [one["what"] for one in made.content["not_measured"]] == ["the other kernels"] * (count == 1)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +330,9 @@ def test_rows_made_ready_hold_what_reading_their_prompts_would_have_given():
 def test_a_rate_counts_what_was_emitted_in_its_window():
     target = synthetic_target("tiny", acceptance=None)
     rate = rate_of(ready_engine(target, 2, 20, 60, policy="plain"), warm=0.0, window=1e9)
-    assert rate.rounds == 59 and rate.plans == {"plain": 59} and rate.acceptance is None
-    assert rate.tokens_per_second == pytest.approx(2 * 59 / rate.seconds)
+    rounds = 60 - WARM_ROUNDS
+    assert rate.rounds == rounds and rate.plans == {"plain": rounds} and rate.acceptance is None
+    assert rate.tokens_per_second == pytest.approx(2 * rounds / rate.seconds)
     assert forward_seconds(ready_engine(target, 2, 20, 20, policy="plain"), [1, 3], repeats=1) > 0
 
 
