@@ -70,7 +70,12 @@ FAMILIES = {  # what a tiny model of the family needs beyond SMALL; sliding wind
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
 
-
+GROUPED = {
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+}  # experts by grouped products: on a device bfloat16 alone in graphs
 EAGER_ONLY = {"gemma2", "gpt_oss"}  # soft-capping and sinks: transformers has them in its eager attention alone
 POST_NORMED = {"olmo2", "exaone4", "glm4", "gemma2", "gemma3_text"}  # a norm after each sublayer sets its size
 

@@ -18,7 +18,7 @@ from selfspec.kernels.suite import REFERENCE
 from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 from tests.device.test_launches import layout
-from tests.models import FAMILIES, SMALL
+from tests.models import FAMILIES, GROUPED, SMALL
 
 
 class NoHostCopies(TorchDispatchMode):
@@ -44,8 +44,7 @@ def on_meta(family, dtype):
         return Stack(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
 
 
-EXPERTS = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss"}  # torch groups their products on a device in bfloat16 alone
-CASES = [(family, torch.float32) for family in FAMILIES if family not in EXPERTS]
+CASES = [(family, torch.float32) for family in FAMILIES if family not in GROUPED]
 CASES += [(family, torch.bfloat16) for family in FAMILIES]
 
 

@@ -18,7 +18,7 @@ from selfspec.target.cache import PackedRows, Span
 from selfspec.target.stack import Stack
 from tests.device.standin import with_runner
 from tests.helpers import Always, Schedule, decode, make_prompts
-from tests.models import FAMILIES, build, rounded
+from tests.models import FAMILIES, GROUPED, build, rounded
 from tests.target.test_backends import check, packed_call
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -53,7 +53,8 @@ def test_speculation_from_recordings_is_plain_decoding(place, family):
     for target in (recorded, eager):
         spoken = decode(target, prompts, Schedule(1, 4), engine={"page_size": 64}, **how)
         assert [one.tokens for one in spoken] == [one.tokens for one in plain]
-    assert recorded.stack.runner.refused is None
+    # In float32 torch groups the products of experts on the host, which no graph can hold.
+    assert recorded.stack.runner.refused == ("aten._grouped_mm.default" if family in GROUPED else None)
 
 
 def fix_routes(model):
@@ -94,10 +95,11 @@ def assert_same_layers(got, wanted, dtype):
 @on_places
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_layers_from_a_recording_are_layers_run_eagerly(place, family):
-    recorded, eager = targets(family, place, HALF[place])
+    dtype = torch.bfloat16 if family in GROUPED else HALF[place]
+    recorded, eager = targets(family, place, dtype)
     recorded.stack.lean = eager.stack.lean = None
     fix_routes(eager.model)  # both targets', which have one model
-    assert_same_layers(layer_outputs(recorded.stack, place), layer_outputs(eager.stack, place), HALF[place])
+    assert_same_layers(layer_outputs(recorded.stack, place), layer_outputs(eager.stack, place), dtype)
     assert recorded.stack.runner.graphs.num_recorded >= 6
 
 
