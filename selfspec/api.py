@@ -118,7 +118,8 @@ class Target:
         self.stack = Stack(self.model, self._attention)
         refuse_autocast(self.stack.device)
         if not self._check:
-            self.stack.lean = None  # only ever used once the self-check has found it equal
+            self.stack.lean = None  # these are only ever used once the self-check has found them equal
+            self.stack.leave_out_heads()
         self.split_error = choose(self.stack, self._engine) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         if self._graphs:

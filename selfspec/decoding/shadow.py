@@ -17,9 +17,9 @@ from selfspec.decoding.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_shadow import can_look, look
+from selfspec.target.shortlist import NUM_TOP
 from selfspec.target.stack import Stack
 
-TOP = 32  # of the target's likeliest tokens
 CHUNK = 256  # rows of one vocabulary product, as far as one layer's positions are fewer
 
 
@@ -62,7 +62,7 @@ def in_one_call(
     heads = stack.exit_heads  # read once: another thread may set it
     if heads is not None:
         hidden = heads.of_layers(hidden, layers)
-    num_likely = min(TOP, target.shape[1]) - 1
+    num_likely = min(NUM_TOP, target.shape[1]) - 1
     return look(body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others)
 
 
@@ -81,7 +81,7 @@ def over_shortlist(
     Arguments are those of `shadow_picks`.
     """
     own = judged[:, None]
-    likely = target.scatter(1, own, float("-inf")).topk(min(TOP, target.shape[1]) - 1).indices
+    likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, target.shape[1]) - 1).indices
     top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first
     logits = stack.short_logits(hidden, top, layers)
     if logits is None:

@@ -164,12 +164,17 @@ class DraftHead(nn.Module):
         part = frequencies.part(size)
         made_of = (part.version, edits)
         if known is None or known.made_of != made_of:
-            tokens = part.tokens.to(linear.weight.device)
-            with torch.inference_mode(False), torch.no_grad():
-                bias = linear._parameters["bias"]
-                rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
-            known = self._subsets[size] = Subset(tokens, rows, made_of, {})
+            known = self._subsets[size] = self.of_tokens(part.tokens, made_of)
         return known
+
+    def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0)) -> Subset:
+        """The head's rows for these tokens (int64 `[size]`, ascending), with its weights as they are now."""
+        linear = self._linear[0]
+        tokens = tokens.to(linear.weight.device)
+        with torch.inference_mode(False), torch.no_grad():
+            bias = linear._parameters["bias"]
+            rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
+        return Subset(tokens, rows, made_of, {})
 
     def logits(self, hidden: Tensor, subset: Subset, normed: Any, body: LeanBody | None) -> Tensor:
         """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` before the final norm."""

@@ -23,6 +23,7 @@ from selfspec.target.cache import PackedRows, Span
 from selfspec.target.exact_attention import NAME, Tile, attend_exactly
 from selfspec.target.exact_check import difference
 from selfspec.target.exit_heads import ExitHeads
+from selfspec.target.selfcheck import check_part_heads
 from selfspec.target.stack import Stack, Taps
 
 AttentionInterface.register(NAME, attend_exactly)  # no mask function: transformers then builds no mask
@@ -52,6 +53,7 @@ class ExactStack(Stack):
         self.lean = None
         _settle_experts(self._twin)
         self._twin.set_attn_implementation(NAME)
+        check_part_heads(self)
         differs = difference(self)
         if differs:
             kind = getattr(self.config, "model_type", "model")

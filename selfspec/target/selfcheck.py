@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from selfspec.errors import UnsupportedModelError
 from selfspec.target import backends
 from selfspec.target.cache import PackedRows, Span
+from selfspec.target.fingerprint import hidden_size_of
 from selfspec.target.groups import SHORT
+from selfspec.target.shortlist import NUM_TOP
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
 
@@ -18,6 +21,7 @@ _log = logging.getLogger("selfspec")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 # Two rows: tokens in all, tokens prefilled before the draft begins. The first is long enough for a call of its own.
 LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
+FAR = 1e3  # nats below a position's likeliest token: only masks put a logit there
 
 
 @torch.inference_mode()
@@ -35,15 +39,34 @@ def split_error(stack: Stack) -> float:
     rng = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, vocab, (n,), generator=rng).to(stack.device) for n in LENGTHS]
     wanted = [whole(input_ids=p[None], use_cache=False).logits[0].float() for p in prompts]
-    spread = torch.cat(wanted).std().clamp_min(1e-6)
-    wanted_tail = torch.cat([want[at:] for want, at in zip(wanted, PREFIX, strict=True)])
-    exits = {max(1, stack.num_layers // 4), stack.num_layers // 2}
-    errors = torch.stack([(_split_logits(stack, prompts, e) - wanted_tail).abs().amax(-1) for e in sorted(exits)])
-    worst = errors.max() if stack.dtype.itemsize >= 4 else errors.median(-1).values.max()
-    return float(worst / spread)
+    tail = torch.cat([want[at:] for want, at in zip(wanted, PREFIX, strict=True)])
+    exits = sorted({max(1, stack.num_layers // 4), stack.num_layers // 2})
+    errors = []
+    for hidden in [_split_states(stack, prompts, e) for e in exits]:
+        errors.append(difference(stack.logits(hidden), tail))
+        # A head that depends on how many tokens share a call would make a row's tokens depend on its neighbours.
+        errors[-1][0] = torch.maximum(errors[-1][0], difference(stack.logits(hidden[:1]), tail[:1])[0])
+    worst = torch.stack(errors)
+    return float(worst.max() if stack.dtype.itemsize >= 4 else worst.median(-1).values.max())
 
 
-def _split_logits(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
+def difference(got: Tensor, wanted: Tensor) -> Tensor:
+    """The largest difference between logits at each of N positions, fp32 `[N]`, in units of the wanted ones' spread.
+
+    A token that is masked in both is left out of difference and spread, since a mask's size says nothing of a model's
+    logits; one that is masked in `wanted` alone is infinitely wrong.
+
+    Args:
+        got: fp32 `[N, vocab]`, as `wanted`.
+    """
+    real = wanted > wanted.amax(-1, keepdim=True) - FAR
+    is_masked = got < got.amax(-1, keepdim=True) - FAR / 2  # half: a logit at the bound may be rounded to either side
+    apart = torch.where(real, (got - wanted).abs(), torch.where(is_masked, 0.0, torch.inf))
+    return apart.amax(-1) / wanted[real].std().clamp_min(1e-6)
+
+
+def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
+    """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, prefilled, drafted and verified."""
     cache = stack.new_cache(len(prompts), max(LENGTHS))
     pages = [[row] for row in range(len(prompts))]
 
@@ -62,15 +85,60 @@ def _split_logits(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tenso
             drafted[row].append(state)
     verify = rows([(row, PREFIX[row], LENGTHS[row] - PREFIX[row]) for row in range(len(prompts))])
     states = torch.stack([state for row in drafted for state in row])
-    return stack.logits(stack.run(verify, exit_layer, stack.num_layers, states))
+    return stack.run(verify, exit_layer, stack.num_layers, states)
 
 
 def self_check(stack: Stack) -> float:
     """The split error, or UnsupportedModelError with the reason when it is beyond what rounding explains.
 
     A lean body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
-    attention backend in favour of `sdpa`, with a warning.
+    attention backend in favour of `sdpa`, with a warning. Heads over a part of the vocabulary are left out where they
+    differ from the model's own, see `check_part_heads`.
     """
+    error = _split_error_or_refusal(stack)
+    check_part_heads(stack)
+    return error
+
+
+@torch.inference_mode()
+def check_part_heads(stack: Stack) -> None:
+    """Leave out heads over a part of the vocabulary that do not give the model's own logits.
+
+    They replace the vocabulary product inside the model's forward. A forward that treats logits by their token id, as
+    one that masks some ids does, then treats others, or fails.
+    """
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(PREFIX[0], hidden_size_of(stack), generator=rng).to(stack.device, stack.hidden_dtype)
+    wanted = stack.logits(hidden, 1)
+    top = torch.stack([torch.randperm(wanted.shape[1], generator=rng)[:NUM_TOP] for _ in hidden]).to(stack.device)
+    others = stack.others.expand(len(hidden), -1)
+
+    def is_equal(index: Tensor, logits: Tensor) -> bool:
+        error = difference(wanted.scatter(1, index, logits), wanted).max()
+        return bool(error <= TOLERANCE.get(stack.dtype, 0.2))
+
+    def short_is_equal() -> bool:
+        short = stack.short_logits(hidden[None], top, [1])
+        parts = () if short is None else zip((top, others), short[0].split([top.shape[1], others.shape[1]], -1))
+        return all(is_equal(*part) for part in parts)
+
+    def draft_is_equal() -> bool:
+        tokens = stack.others.sort().values
+        logits = stack.logits_of(hidden, 1, tokens)
+        return logits is None or is_equal(tokens.expand(len(hidden), -1), logits)
+
+    stack.leave_out_heads(short=not _holds(short_is_equal), draft=not _holds(draft_is_equal))
+
+
+def _holds(test: Callable[[], bool]) -> bool:
+    """Whether a test passes; not where the model's forward raises, on logits of a shape it does not expect."""
+    try:
+        return test()
+    except Exception:
+        return False
+
+
+def _split_error_or_refusal(stack: Stack) -> float:
     kind = getattr(stack.config, "model_type", "model")
     if stack.num_layers < 2:
         raise UnsupportedModelError(f"{kind}: a model of {stack.num_layers} layer has no layer to leave early at")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from selfspec.target.quantized import is_dense
 
+NUM_TOP = 32  # of the target's likeliest tokens
 NUM_OTHERS = 64
 
 

@@ -214,6 +214,20 @@ class Stack:
         subset = self._draft_head.subset(size, self.frequencies)
         return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
 
+    def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
+        """What `draft_logits` gives for these tokens (int64 `[size]`, ascending); None where it has no such head."""
+        if self._draft_head is None:
+            return None
+        heads = self.exit_heads
+        if heads is not None:
+            hidden = heads(hidden, exit_layer)
+        return self._draft_head.logits(hidden, self._draft_head.of_tokens(tokens), self._normed, self.lean)
+
+    def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
+        """Do without the heads of `short_logits` and of `draft_logits`: the whole vocabulary's serves in their place."""
+        self._short = None if short else self._short
+        self._draft_head = None if draft else self._draft_head
+
     def packed_head(
         self, exit_layer: int, size: int | None = None, rounded: bool = False
     ) -> tuple[Packed, Tensor | None] | None:
