@@ -41,7 +41,10 @@ class Method(Protocol):
 
 
 class Endless(Target):
-    """A target that knows no end of text; its model, views and self-check are those of the target it is made from."""
+    """A target that knows no end of text and takes nothing from its model's generation config.
+
+    Its model, views and self-check are those of the target it is made from.
+    """
 
     def __init__(self, target: Target, with_text: bool = False) -> None:
         vars(self).update(vars(target))
@@ -52,6 +55,11 @@ class Endless(Target):
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset()
+
+    @property
+    def stored(self) -> None:
+        """Greedy and neutral, or what a method's options say: figures do not change with a model's files."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

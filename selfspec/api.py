@@ -15,6 +15,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import Engine, page_size_of
+from selfspec.decoding.generation_config import Stored
 from selfspec.decoding.request import Completion, Options, Prompts, make_requests
 from selfspec.decoding.results import Round
 from selfspec.device.runner import install
@@ -122,6 +123,7 @@ class Target:
             self.stack.leave_out_heads()
         self.split_error = choose(self.stack, self._engine) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
+        self._stored = Stored(self.stack.model)
         if self._graphs:
             install(self.stack)
         self.exit_heads = self._exit_heads
@@ -169,6 +171,11 @@ class Target:
             if ids is not None:
                 return frozenset([ids] if isinstance(ids, int) else ids)
         return frozenset()
+
+    @property
+    def stored(self) -> Stored | None:
+        """What the model's generation config asks for where a call's options name nothing else; None: not looked at."""
+        return self._stored
 
     @property
     def default_exit_layer(self) -> int | None:
@@ -237,10 +244,14 @@ class Target:
                 policy, the batch and the number format, at the cost of idle tokens; see `selfspec.target.exact`.
             burst: seconds of rounds that may be decoded in one compiled call, where nobody else can interrupt; default:
                 a quarter of a second, and for `stream` a thirtieth.
+            generation_config: what the other options do not name comes from the model's own generation config, as
+                transformers' `generate` has it (lengths, stop strings, penalties and other processors, and with
+                `do_sample` temperature and filters), which a log line names once. A `GenerationConfig` wins over the
+                model's, value by value; False: nothing but ends of text comes from it.
 
         Raises:
-            ValueError: an empty or too long prompt, or an option out of range; a `DatastoreError` where the datastore
-                is damaged, or of another tokenizer.
+            ValueError: an empty or too long prompt, or an option out of range; a generation config that asks for beams
+                or another kind of decoding; a `DatastoreError` where the datastore is damaged, or of another tokenizer.
             OSError: the datastore is not there, or cannot be read.
             UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
@@ -272,6 +283,8 @@ class Target:
         refuse_unknown(options, CallOptions.__optional_keys__)
         whole("max_batch_size", max_batch_size, 1)
         requests = make_requests(prompts, self.tokenizer, options)
+        if self.stored is not None:
+            requests = self.stored.complete(requests, options, self)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
         self.stack.refresh(deeply=True)

@@ -13,11 +13,9 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as lp
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from selfspec.decoding.generation_config import peel
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.request import Completion, Request
-
-FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
-FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order
 
 
 class Call:
@@ -33,7 +31,7 @@ class Call:
         if (over := self.longest - limit) > 0:
             told = f"prompt and new tokens must fit the model's context of {limit} tokens, got {self.longest}"
             raise ValueError(f"{told}; lower max_new_tokens by {over} or shorten the prompt")
-        self.processors, self.sampling = _peel(given["logits_processor"], config.do_sample)
+        self.processors, self.sampling = peel(given["logits_processor"], config.do_sample)
         eos = [t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()]
         self.eos = frozenset(eos)
         self.pad: int | None = None  # every row then runs on, as generate() lets it, until all have ended
@@ -113,14 +111,3 @@ def _starts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None)
         if given.shape[1:] != at.shape[1:] or not ((given == at) | (at < 0)).all():
             raise ValueError("position_ids must count each row's tokens from 0, got others; leave them out")
     return starts[:, 0].tolist()
-
-
-def _peel(processors: Iterable[Any], do_sample: bool) -> tuple[list[Any], dict[str, Any]]:
-    """The list, and as fields of `Sampling`, which serves all rows at once, the filters that were at its end."""
-    rest, fields = list(processors), {"temperature": 1.0 if do_sample else 0.0}
-    for kind, name in list(zip(FILTERS, FILTER_NAMES, strict=True))[::-1] if do_sample else ():
-        last = rest[-1] if rest else None
-        usual = getattr(last, "filter_value", -torch.inf) == -torch.inf and getattr(last, "min_tokens_to_keep", 1) == 1
-        if type(last) is kind and usual and getattr(last, name) > 0:
-            fields[name] = getattr(rest.pop(), name)
-    return rest, fields

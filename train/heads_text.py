@@ -79,6 +79,7 @@ def _write(target: Target, prompts: list[list[int]], config: TextConfig, part: s
             policy="plain",  # whatever the policy, the text is the same
             max_new_tokens=config.max_new_tokens,
             temperature=temperature,
+            generation_config=False,  # the model's own law is what heads learn
             seed=[_seed(config, part, i) for i in mine],
             max_batch_size=config.batch_size,
         )
@@ -105,6 +106,7 @@ def _openings(target: Target, count: int, config: TextConfig, part: str) -> list
         policy="plain",
         max_new_tokens=config.prompt_tokens,
         temperature=1.0,
+        generation_config=False,
         seed=[_seed(config, part, count + i) for i in range(count)],
         max_batch_size=config.batch_size,
     )

@@ -60,7 +60,7 @@ def store(given: argparse.Namespace) -> Path:
     target = load(given.model)
     watch = Watch(target.stack.num_layers)
     for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
-        options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i}
+        options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i, "generation_config": False}
         target.generate(prompt, policy=watch, max_new_tokens=given.max_new_tokens, **options)
         print(f"text {i + 1} of {given.num_texts}", file=sys.stderr, flush=True)
     return profile.store_prior(folder, target.stack, watch.tracker.state())

@@ -68,6 +68,8 @@ def decode(
         max_batch_size=1,
         max_new_tokens=max_new_tokens,
         stop=stops,
+        temperature=0.0,
+        generation_config=False,
     )
 
 

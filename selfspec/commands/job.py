@@ -82,9 +82,11 @@ class Job:
         with hub.quiet():
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
         sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
-        given = {name: getattr(options, name) for name in sampling} | {"stop": options.stop or []}
+        given = {name: value for name in sampling if (value := getattr(options, name)) is not None}
+        given["stop"] = options.stop
         given |= {"drafts": options.sources, "exact": options.exact, "datastore": _datastore(options, target)}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
+        given["generation_config"] = False if options.ignore_generation_config else None
         given["max_new_tokens"] = [p.max_new_tokens or options.max_new_tokens for p in prompts]
         policy = _policy_name(options, target)
         learner = None if options.learn is None or policy == "plain" else _learner(target, options)

@@ -138,17 +138,53 @@ class Generate:
         ),
     ] = False
 
-    max_new_tokens: Annotated[int, Option(metavar="N", help="Most tokens to write.", rich_help_panel=_SAMPLE)] = 128
-    temperature: Annotated[float, Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLE)] = 0.0
-    top_k: Annotated[int, Option(metavar="K", help="Keep the K likeliest; 0: all.", rich_help_panel=_SAMPLE)] = 0
-    top_p: Annotated[float, Option(metavar="P", help="Keep this much probability.", rich_help_panel=_SAMPLE)] = 1.0
+    max_new_tokens: Annotated[
+        int | None,
+        Option(metavar="N", help="Most tokens to write. Default: the model's own, else 128.", rich_help_panel=_SAMPLE),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        Option(
+            metavar="T",
+            help="0 is greedy. Default: 0, or the model's own if its generation config says that it samples.",
+            rich_help_panel=_SAMPLE,
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Option(
+            metavar="K", help="Keep the K likeliest; 0: all. Default: the model's own, else 0.", rich_help_panel=_SAMPLE
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Option(
+            metavar="P",
+            help="Keep this much probability. Default: the model's own, else 1.",
+            rich_help_panel=_SAMPLE,
+        ),
+    ] = None
     min_p: Annotated[
-        float, Option(metavar="P", help="Keep tokens this likely beside the likeliest.", rich_help_panel=_SAMPLE)
-    ] = 0.0
+        float | None,
+        Option(
+            metavar="P",
+            help="Keep tokens this likely beside the likeliest. Default: the model's own, else 0.",
+            rich_help_panel=_SAMPLE,
+        ),
+    ] = None
     seed: Annotated[int, Option(metavar="S", help="Same seed, same text.", rich_help_panel=_SAMPLE)] = 0
     stop: Annotated[
         list[str] | None, Option(metavar="TEXT", help="End before this text; may be repeated.", rich_help_panel=_SAMPLE)
     ] = None
+
+    ignore_generation_config: Annotated[
+        bool,
+        Option(
+            "--ignore-generation-config",
+            help="Take no length, stop text, penalty or sampling from the model's generation_config.json.",
+            rich_help_panel=_SAMPLE,
+        ),
+    ] = False
 
     chat: Annotated[
         bool | None,
@@ -192,11 +228,11 @@ def _check_numbers(given: Generate) -> None:
         value = getattr(given, name)
         if value is not None and value < least:
             raise Failure(f"{_flag(name)} must be at least {least}, got {value}")
-    if not (math.isfinite(given.temperature) and given.temperature >= 0):
+    if given.temperature is not None and not (math.isfinite(given.temperature) and given.temperature >= 0):
         raise Failure(f"--temperature must be a number of at least 0 (0 is greedy), got {given.temperature}")
-    if not 0 < given.top_p <= 1:
+    if given.top_p is not None and not 0 < given.top_p <= 1:
         raise Failure(f"--top-p must lie in (0, 1] (1 keeps all tokens), got {given.top_p}")
-    if not 0 <= given.min_p <= 1:
+    if given.min_p is not None and not 0 <= given.min_p <= 1:
         raise Failure(f"--min-p must lie in [0, 1] (0 keeps all tokens), got {given.min_p}")
     if not -(1 << 63) <= given.seed < 1 << 63:
         raise Failure(f"--seed must be a 64-bit integer, got {given.seed}")

@@ -19,7 +19,7 @@ PROMPT = 2
 class _Plain:
     """What an engine needs of a target, as far as it decodes plainly."""
 
-    tokenizer = prior = default_exit_layer = default_num_draft_tokens = None
+    tokenizer = prior = stored = default_exit_layer = default_num_draft_tokens = None
     eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, stack: Stack) -> None:

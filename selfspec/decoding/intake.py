@@ -47,7 +47,7 @@ class Intake:
             ValueError, CacheFullError: see `Engine.submit`.
         """
         refuse_unknown(options, Options.__optional_keys__)
-        request = prompt if isinstance(prompt, Request) else make_request(prompt, self._target.tokenizer, **options)
+        request = prompt if isinstance(prompt, Request) else self._made(prompt, options)
         check_request(request, self._stack, self._target.tokenizer is not None)
         need, room = self._num_cached_at_end(request), self._cache.room
         if self._cache.pages_for(need) > self._cache.num_pages:
@@ -58,6 +58,11 @@ class Intake:
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._waiting.append((request_id, request))
         return request_id
+
+    def _made(self, prompt: str | Sequence[int], options: dict[str, Any]) -> Request:
+        own = {name: value for name, value in options.items() if name != "generation_config"}
+        request, stored = make_request(prompt, self._target.tokenizer, **own), self._target.stored
+        return request if stored is None else stored.complete([request], options, self._target)[0]
 
     def admitted(self, most: int) -> Iterator[Row]:
         """Rows of the requests that waited longest, at most so many, as far as pages are free."""

@@ -9,6 +9,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.led import Led
 from selfspec.control.plan import Policy
 from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.decoding.generation_config import Stored
 from selfspec.target.stack import Stack
 
 
@@ -29,6 +30,8 @@ class Decodable(Protocol):
     def default_num_draft_tokens(self) -> int | None: ...
     @property
     def prior(self) -> Any: ...
+    @property
+    def stored(self) -> Stored | None: ...
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs: ...
 
 

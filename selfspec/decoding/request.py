@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.stats import SpecStats
@@ -14,6 +15,7 @@ from selfspec.decoding.stopping import Criterion, FinishReason
 from selfspec.errors import refuse_empty, whole
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
+DEFAULT_NEW_TOKENS = 128
 PER_PROMPT = ("seed", "max_new_tokens")  # options that may be one per prompt
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -21,7 +23,7 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 class Options(TypedDict, total=False):
     """How to continue prompts, shared by a call's rows; `seed` and `max_new_tokens` may also be one per prompt."""
 
-    max_new_tokens: int | Sequence[int]  # default 128
+    max_new_tokens: int | Sequence[int | None]  # default 128; None in a list is the default, too
     temperature: float  # default 0: greedy
     top_k: int  # default 0: all tokens
     top_p: float  # default 1: all tokens
@@ -31,6 +33,10 @@ class Options(TypedDict, total=False):
     logits_processor: Processor | Sequence[Processor] | None
     stopping_criteria: Criterion | Sequence[Criterion] | None
     keep_logits: bool  # default False; see `Request`
+    generation_config: GenerationConfig | Literal[False] | None
+    """What is not named here is taken from the model's own generation config, as transformers' `generate` takes it:
+    lengths, stop strings, penalties and other processors, and with `do_sample` temperature and filters. One that is
+    given wins over the model's own, value by value; False: take nothing (but end-of-text tokens) from the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Request:
     """
 
     prompt: Sequence[int]
-    max_new_tokens: int = 128
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     eos: frozenset[int] | None = None  # None: the model's own
@@ -83,7 +89,7 @@ def make_request(
     prompt: str | Sequence[int],
     tokenizer: Any = None,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -136,12 +142,16 @@ def make_requests(prompts: Prompts, tokenizer: Any, options: Mapping[str, Any]) 
             ]
             kind = f"a list that holds a {others[0]}" if others else "one list of ids"
         raise ValueError(f"prompts must be a text, a list of texts or a list of token-id lists, got {kind}")
+    shared = {name: value for name, value in options.items() if name != "generation_config"}  # see `Stored.complete`
     own = {name: value for name in PER_PROMPT if isinstance(value := options.get(name), Sequence)}
     for name, values in own.items():
         if len(values) != len(several):
             raise ValueError(f"{name} must be one number or one per prompt ({len(several)}), got {len(values)}")
+    shared = {name: value for name, value in shared.items() if name not in own}
     return [
-        make_request(prompt, tokenizer, **{**options, **{name: values[i] for name, values in own.items()}})
+        make_request(
+            prompt, tokenizer, **shared, **{name: one[i] for name, one in own.items() if one[i] is not None}
+        )
         for i, prompt in enumerate(several)
     ]
 
