@@ -30,11 +30,8 @@ def measure(model: str, device: str, dtype: str, threads: int, prompt: str) -> d
     start = perf_counter()
     target = load(model, device=device or None, dtype=dtype)
     loaded = perf_counter()
-    next(
-        round_
-        for round_ in target.stream([prompt], policy="plain", max_new_tokens=1, generation_config=False)
-        if round_.rows
-    )
+    rounds = target.stream([prompt], policy="plain", max_new_tokens=1, temperature=0.0, generation_config=False)
+    next(round_ for round_ in rounds if round_.rows)
     first = perf_counter()
     return {"load_seconds": loaded - start, "first_token_seconds": first - loaded, "seconds": first - start}
 

@@ -284,6 +284,7 @@ class Target:
         whole("max_batch_size", max_batch_size, 1)
         requests = make_requests(prompts, self.tokenizer, options)
         if self.stored is not None:
+            self.stored.mind_chat(prompts, self.tokenizer)
             requests = self.stored.complete(requests, options, self)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()

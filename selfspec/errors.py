@@ -13,7 +13,16 @@ class UnsupportedModelError(RuntimeError):
 
 
 class NoCompilerError(RuntimeError):
-    """Layers that are to be compiled on this machine cannot be: no C++ compiler, or one that fails."""
+    """Layers that are to be compiled on this machine cannot be: no C++ compiler, or one that fails.
+
+    Attributes:
+        reason: why, half a sentence.
+        remedy: what to do about it, likewise.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"engine 'compiled' needs a C++ compiler, and {reason}; {remedy}, or choose engine auto")
+        self.reason, self.remedy = reason, remedy
 
 
 class CacheFullError(ValueError):

@@ -26,7 +26,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.measured import Copies
 from selfspec.control.table import Table
 from selfspec.decoding.measure import measure
-from selfspec.kernels.places import cache_folder
+from selfspec.kernels.places import cache_folder, say_unkept
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
@@ -243,7 +243,6 @@ def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Pa
     """Whole or not at all: readers see the old file or the new one, and of several writers the last one wins."""
     whole = {"about": ABOUT[kind], "key": dict(key), kind: content}
     text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
-    place: Path | str = "the user's cache folder"
     try:
         place = folder()
         path = path_of(kind, key)
@@ -259,8 +258,7 @@ def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Pa
             raise
         return path
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        _log.warning("nothing can be kept in %s (%s); set SELFSPEC_CACHE to a folder of yours", place, reason)
+        say_unkept(problem)
         return None
 
 

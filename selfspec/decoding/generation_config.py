@@ -69,7 +69,7 @@ class Writer(Protocol):
 
 
 class Stored:
-    """The generation config of a model, which is read anew for every call.
+    """What is stored with a model for those who ask it: its generation config, which is read anew for every call.
 
     Args:
         model: the causal LM.
@@ -77,7 +77,20 @@ class Stored:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._is_said = False  # what was taken from it
+        self._is_said = self._is_told_of_chat = False  # what was taken from it; that there is a template
+
+    def mind_chat(self, prompts: Any, tokenizer: Any) -> None:
+        """Say once that a text is continued as it is, where the tokenizer has a chat template that it has not seen."""
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        if self._is_told_of_chat or not getattr(tokenizer, "chat_template", None):
+            return
+        marks = [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]  # which a template writes
+        if any(isinstance(text, str) and not any(mark in text for mark in marks) for text in texts):
+            self._is_told_of_chat = True
+            _log.warning(
+                "texts are continued as they are, although this model's tokenizer has a chat template; for answers, "
+                "pass tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
+            )
 
     def complete(self, requests: Sequence[Request], options: Mapping[str, Any], target: Writer) -> list[Request]:
         """The requests with what the config asks for wherever the caller's options name nothing else.

@@ -62,7 +62,10 @@ class Intake:
     def _made(self, prompt: str | Sequence[int], options: dict[str, Any]) -> Request:
         own = {name: value for name, value in options.items() if name != "generation_config"}
         request, stored = make_request(prompt, self._target.tokenizer, **own), self._target.stored
-        return request if stored is None else stored.complete([request], options, self._target)[0]
+        if stored is None:
+            return request
+        stored.mind_chat([prompt], self._target.tokenizer)
+        return stored.complete([request], options, self._target)[0]
 
     def admitted(self, most: int) -> Iterator[Row]:
         """Rows of the requests that waited longest, at most so many, as far as pages are free."""

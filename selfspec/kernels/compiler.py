@@ -41,41 +41,37 @@ def library() -> ctypes.CDLL:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise NoCompilerError(
-            "engine 'compiled' needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found; "
-            "install one, or choose engine auto"
-        )
-    folder, is_lasting = _folder()
-    file = folder / f"body-{_key(compiler)}.so"
+        raise NoCompilerError("neither $CXX nor g++ nor clang++ was found", "install one")
+    folder, is_lasting = _folder(name := f"body-{_key(compiler)}.so")
+    file = folder / name
     try:
         if not file.is_file():
             _compile(compiler, file)
-        loaded = ctypes.CDLL(str(file))
-        if not is_lasting:
-            shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded
-        return loaded
+        return ctypes.CDLL(str(file))
     except OSError as problem:
         with suppress(OSError):
             file.unlink()  # broken, or of another system under the same name: the next program compiles anew
-        raise NoCompilerError(
-            f"engine 'compiled': {file} cannot be loaded ({problem}); run it again, or choose engine auto"
-        ) from problem
+        raise NoCompilerError(f"{file} cannot be loaded ({problem})", "run it again") from problem
+    finally:
+        if not is_lasting:
+            shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded
 
 
 def _compile(compiler: str, file: Path) -> None:
     start = perf_counter()
     reason = ""
+    _log.warning("compiling for this machine's processor with %s, ten to thirty seconds, once ...", compiler)
     for more in TRIED:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".tmp")
         os.close(handle)
         reason = _run([compiler, *FLAGS, *more, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", name])
         if not reason:
             os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
-            _log.warning("compiled the layers for this machine in %.1f s, kept in %s", perf_counter() - start, file)
+            _log.warning("compiled in %.1f s: %s", perf_counter() - start, file)
             return
         with suppress(OSError):
             os.unlink(name)
-    raise NoCompilerError(f"engine 'compiled': {compiler} fails ({reason}); repair it, or choose engine auto")
+    raise NoCompilerError(f"{compiler} fails ({reason})", "repair it")
 
 
 def _run(command: Sequence[str]) -> str:
@@ -108,15 +104,17 @@ def _features() -> str:
     return " ".join(sorted(kept))
 
 
-def _folder() -> tuple[Path, bool]:
-    """Where compiled files are kept, `compiled` in selfspec's cache folder; else a temporary folder, and False."""
-    from selfspec.kernels.places import cache_folder
+def _folder(name: str) -> tuple[Path, bool]:
+    """Where a compiled file is or can be kept, in selfspec's cache folder; else, with a notice, a temporary folder."""
+    from selfspec.kernels.places import cache_folder, say_unkept
 
     try:
         place = cache_folder() / "compiled"
-        place.mkdir(parents=True, exist_ok=True)
-        if os.access(place, os.W_OK):
+        if (place / name).is_file():  # which need not be a folder that can be written to
             return place, True
-    except OSError:
-        pass
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            return place, True
+    except OSError as problem:
+        say_unkept(problem)
     return Path(tempfile.mkdtemp(prefix="selfspec-")), False

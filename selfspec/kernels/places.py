@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import lru_cache
 from pathlib import Path
+
+_log = logging.getLogger("selfspec")
 
 
 def cache_folder() -> Path:
@@ -22,3 +26,22 @@ def cache_folder() -> Path:
     if not os.path.isabs(home):
         raise FileNotFoundError(2, "there is no home folder")
     return Path(home) / ".cache" / "selfspec"
+
+
+def say_unkept(problem: OSError) -> None:
+    """Say that nothing can be kept in the cache folder, once for each folder and reason: everything works without."""
+    try:
+        place = str(cache_folder())
+    except OSError:
+        place = "the user's cache folder"
+    _say_unkept(place, problem.strerror or str(problem))
+
+
+@lru_cache
+def _say_unkept(place: str, reason: str) -> None:
+    _log.warning(
+        "nothing can be kept in %s (%s), so every program measures and compiles anew; set SELFSPEC_CACHE to a folder "
+        "of yours",
+        place,
+        reason,
+    )

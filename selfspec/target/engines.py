@@ -69,7 +69,13 @@ def choose(stack: Stack, engine: Engine) -> float:
     except NoCompilerError as problem:
         if engine == "compiled":
             raise
-        _log.info("%s", problem)
+        _log.warning(
+            "engine %s runs the layers, which is slower than compiled, most of all in small models: that needs a C++ "
+            "compiler, and %s; %s",
+            stack.engine,
+            problem.reason,
+            problem.remedy,
+        )
     compiled = stack.lean
     error = self_check(stack)
     if engine == "compiled":

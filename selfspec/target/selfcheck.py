@@ -119,8 +119,9 @@ def check_part_heads(stack: Stack) -> None:
 
     def short_is_equal() -> bool:
         short = stack.short_logits(hidden[None], top, [1])
-        parts = () if short is None else zip((top, others), short[0].split([top.shape[1], others.shape[1]], -1))
-        return all(is_equal(*part) for part in parts)
+        return short is None or (
+            is_equal(top, short[0, :, : top.shape[1]]) and is_equal(others, short[0, :, top.shape[1] :])
+        )
 
     def draft_is_equal() -> bool:
         tokens = stack.others.sort().values

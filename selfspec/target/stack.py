@@ -224,7 +224,7 @@ class Stack:
         return self._draft_head.logits(hidden, self._draft_head.of_tokens(tokens), self._normed, self.lean)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
-        """Do without the heads of `short_logits` and of `draft_logits`: the whole vocabulary's serves in their place."""
+        """Do without the heads of `short_logits` and `draft_logits`: the whole vocabulary's serves in their place."""
         self._short = None if short else self._short
         self._draft_head = None if draft else self._draft_head
 
