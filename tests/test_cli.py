@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from typing import get_args
 
@@ -16,7 +17,7 @@ from selfspec.control.plan import DRAFTS
 from selfspec.control.policies import POLICIES
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
-from tests.cli_fixtures import Terminal
+from tests.cli_fixtures import Terminal, assert_refused
 
 model_folder, chat_folder, run = cli_fixtures.model_folder, cli_fixtures.chat_folder, cli_fixtures.run
 STATS = {"num_generated_tokens", "num_spec_steps", "num_draft_tokens", "mean_acceptance_length", "acceptance_histogram"}
@@ -387,3 +388,42 @@ def test_inspect_says_why_a_model_cannot_draft(run, tmp_path):
     assert (report["family"], report["layers"], report["self_check"]) == ("mamba", 2, False)
     assert "rolled back" in report["reason"]
     assert "does not pass" in run("inspect", tmp_path).out
+
+
+def test_the_models_generation_config_is_applied_and_said_unless_told_otherwise(run, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    stored = json.loads((folder / "generation_config.json").read_text())
+    stored |= {"repetition_penalty": 1.4, "do_sample": True, "temperature": 0.9, "max_new_tokens": 20}
+    (folder / "generation_config.json").write_text(json.dumps(stored))
+    target = selfspec.load(folder)
+    [sampled], [greedy] = target.generate("abc"), target.generate("abc", temperature=0, max_new_tokens=9)
+    [neutral] = target.generate("abc", generation_config=False)
+    assert len(sampled.tokens) == 20 and len({sampled.text[:5], greedy.text[:5], neutral.text[:5]}) > 1
+    done = run("generate", "--model", folder, "abc")
+    assert (done.code, done.out) == (0, sampled.text + "\n")
+    line = "applied: do_sample=True, temperature=0.9, top_k=50, repetition_penalty=1.4, max_new_tokens=20;"
+    assert done.err.count(line) == 1 and "--ignore-generation-config" in done.err
+    done = run("generate", "--model", folder, "abc", "--temperature", 0, "--max-new-tokens", 9, "--quiet")
+    assert done == (0, greedy.text + "\n", "")
+    assert run("generate", "--model", folder, "abc", "--ignore-generation-config") == (0, neutral.text + "\n", "")
+
+
+def test_lines_of_a_file_name_lengths_of_their_own_beside_the_models(run, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    stored = json.loads((folder / "generation_config.json").read_text()) | {"max_new_tokens": 11}
+    (folder / "generation_config.json").write_text(json.dumps(stored))
+    lines = b'{"prompt": "abc", "max_new_tokens": 3}\n{"prompt": "xyz"}\n'
+    done = run("generate", "--model", folder, "--prompts", "-", stdin=lines)
+    assert [len(json.loads(line)["tokens"]) for line in done.out.splitlines()] == [3, 11]
+
+
+def test_what_a_generation_config_asks_for_in_vain_is_one_sentence(run, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    stored = json.loads((folder / "generation_config.json").read_text()) | {"num_beams": 4}
+    (folder / "generation_config.json").write_text(json.dumps(stored))
+    assert_refused(run("generate", "--model", folder, "abc"), 2, "num_beams=4", "--ignore-generation-config")
+
+
+@pytest.mark.parametrize("chat", [[], ["--no-chat"]])
+def test_a_chat_model_brings_no_notice_where_the_command_line_says_how(run, chat_folder, chat):
+    assert run("generate", "--model", chat_folder, "abc", "--max-new-tokens", 4, *chat).err == ""

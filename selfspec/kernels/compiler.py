@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
     file = folder / name
     try:
         if not file.is_file():
-            _compile(compiler, file)
+            _compile(compiler, file, f", kept in {file}" if is_lasting else "")
         return ctypes.CDLL(str(file))
     except OSError as problem:
         with suppress(OSError):
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
             shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded
 
 
-def _compile(compiler: str, file: Path) -> None:
+def _compile(compiler: str, file: Path, kept: str) -> None:
     start = perf_counter()
     reason = ""
     _log.warning("compiling for this machine's processor with %s, ten to thirty seconds, once ...", compiler)
@@ -67,7 +67,7 @@ def _compile(compiler: str, file: Path) -> None:
         reason = _run([compiler, *FLAGS, *more, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", name])
         if not reason:
             os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
-            _log.warning("compiled in %.1f s: %s", perf_counter() - start, file)
+            _log.warning("compiled in %.1f s%s", perf_counter() - start, kept)
             return
         with suppress(OSError):
             os.unlink(name)

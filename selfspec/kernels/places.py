@@ -40,7 +40,7 @@ def say_unkept(problem: OSError) -> None:
 @lru_cache
 def _say_unkept(place: str, reason: str) -> None:
     _log.warning(
-        "nothing can be kept in %s (%s), so every program measures and compiles anew; set SELFSPEC_CACHE to a folder "
+        "nothing can be kept in %s (%s), so every program measures or compiles anew; set SELFSPEC_CACHE to a folder "
         "of yours",
         place,
         reason,

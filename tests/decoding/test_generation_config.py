@@ -1,4 +1,4 @@
-"""What a model's generation config asks for: tokens are those of `model.generate`, or the setting is refused by name."""
+"""What a model's generation config asks for: tokens are those of `model.generate`, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_stop_strings_are_stops_unless_a_call_names_others(model):
     assert done.tokens == generated(model, ids, max_new_tokens=24, tokenizer=tokenizer) != whole.tokens
     assert done.finish_reason == "stop" and piece not in done.text
     assert target.generate(["abc"], max_new_tokens=24, stop=[])[0].tokens == whole.tokens
-    with pytest.raises(ValueError, match="stop_strings=.* need a tokenizer"):
+    with pytest.raises(ValueError, match=r"stop_strings=.* need a tokenizer"):
         Target(model).generate([ids], max_new_tokens=24)
 
 
@@ -198,7 +198,7 @@ def test_a_given_config_wins_value_by_value_and_a_named_option_over_both(model):
     assert target.generate([prompt], generation_config=longer)[0].tokens == generated(model, prompt)[:5]
     [done] = target.generate([prompt], generation_config=longer, max_new_tokens=6)
     assert done.tokens == generated(model, prompt)[:6]
-    with pytest.raises(ValueError, match="generation_config must be a GenerationConfig, .* or False, .* got dict"):
+    with pytest.raises(ValueError, match=r"generation_config must be a GenerationConfig, .* or False, .* got dict"):
         target.generate([prompt], generation_config={"repetition_penalty": 1.0})
 
 
@@ -278,3 +278,21 @@ def test_generates_own_loop_applies_nothing_twice(model, caplog):
     with caplog.at_level(logging.WARNING, "selfspec"):
         assert generated(model, prompt, custom_generate=SelfSpeculative()) == expected
     assert said(caplog) == []
+
+
+def test_plain_texts_for_a_tokenizer_with_a_chat_template_are_mentioned_once(caplog):
+    tokenizer = byte_tokenizer()
+    target = Target(build("phi", vocab_size=257), tokenizer)
+    target.generate(["abc"], max_new_tokens=2)
+    tokenizer.chat_template = "{% for m in messages %}<|end|>{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "abc"}]
+    target.generate([tokenizer.apply_chat_template(messages, return_dict=False)], max_new_tokens=2)
+    target.generate([tokenizer.apply_chat_template(messages, tokenize=False)], max_new_tokens=2)
+    assert said(caplog) == []
+    for _ in range(2):
+        target.generate("abc", max_new_tokens=2)
+        Engine(target).submit("abc")
+    [line] = said(caplog)
+    assert line.startswith("texts are continued as they are") and "apply_chat_template" in line
+    Engine(Target(target.model, tokenizer)).submit("abc")
+    assert len(said(caplog)) == 2

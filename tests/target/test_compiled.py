@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -339,12 +341,21 @@ def test_copies_of_the_weights_are_only_made_where_memory_is_free(monkeypatch, c
 
 
 @pytest.fixture
+def built():
+    """The library that this run of the tests has compiled."""
+    return next(Path(os.environ["SELFSPEC_CACHE"], "compiled").glob("*.so"))
+
+
+@pytest.fixture
 def compiler_anew(monkeypatch, tmp_path):
     """A cache folder in which nothing has been compiled yet, and no library in memory."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
-    compiler.library.cache_clear()
+    known = compiler.library, c.functions
+    for one in known:
+        one.cache_clear()
     yield monkeypatch
-    compiler.library.cache_clear()
+    for one in known:
+        one.cache_clear()
 
 
 def test_without_a_compiler_the_fused_engine_serves_and_compiled_says_so(compiler_anew):
@@ -354,20 +365,52 @@ def test_without_a_compiler_the_fused_engine_serves_and_compiled_says_so(compile
         compiler.library()
 
 
+def test_without_a_compiler_auto_says_what_is_slower_and_decodes_all_the_same(compiler_anew, caplog):
+    compiler_anew.setenv("CXX", "no-such-compiler")
+    compiler_anew.setenv("PATH", "/nowhere")
+    model, prompts = build("llama"), make_prompts([9])
+    target = Target(model)
+    [line] = caplog.messages
+    assert line.startswith("engine fused runs the layers, which is slower than compiled") and "install one" in line
+    assert target.generate(prompts, max_new_tokens=8)[0].tokens == generate(model, prompts[0], 8)
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(built, compiler_anew, tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    compiler_anew.setenv("SELFSPEC_CACHE", str(tmp_path / "file"))
+    compiler_anew.setattr(compiler, "_run", lambda command: shutil.copy(built, command[-1]) and "")
+    compiler.library()
+    unkept, _, last = caplog.messages
+    assert "nothing can be kept in " in unkept and "SELFSPEC_CACHE" in unkept and "kept" not in last
+    target = Target(build("llama"))
+    assert target.generate(make_prompts([9]), max_new_tokens=8) and target.engine == "compiled"
+    target.save_prior()
+    assert [line for line in caplog.messages if "kept" in line] == [unkept]
+
+
+def test_what_was_compiled_serves_from_a_folder_that_takes_no_files(built, compiler_anew, caplog):
+    compiler_anew.setenv("SELFSPEC_CACHE", str(built.parents[1]))
+    compiler_anew.setattr(compiler.tempfile, "TemporaryFile", lambda **options: pytest.fail("written to"))
+    compiler.library()
+    assert caplog.messages == []
+
+
 def test_a_compiler_that_fails_is_named_with_its_reason(compiler_anew, tmp_path):
     broken = tmp_path / "broken++"
     broken.write_text("#!/bin/sh\necho 'error: no room' >&2\nexit 1\n")
     broken.chmod(0o755)
     compiler_anew.setenv("CXX", str(broken))
-    with pytest.raises(NoCompilerError, match=r"^engine 'compiled': .*broken\+\+ fails \(error: no room\); repair it"):
+    with pytest.raises(NoCompilerError, match=r"^engine 'compiled' .*broken\+\+ fails \(error: no room\); repair it"):
         compiler.library()
     assert not [name for name in os.listdir(tmp_path / "compiled") if name.endswith(".tmp")]
 
 
 def test_what_was_compiled_is_kept(compiler_anew, tmp_path, caplog):
     compiler.library()
-    assert "compiled the layers for this machine in " in caplog.text
+    first, last = caplog.messages  # one before the wait, one after it
+    assert first.startswith("compiling for this machine's processor with ") and "ten to thirty seconds" in first
     [file] = (tmp_path / "compiled").iterdir()
+    assert re.fullmatch(rf"compiled in \d+\.\d s, kept in {re.escape(str(file))}", last)
     made = file.stat().st_mtime_ns
     compiler.library.cache_clear()
     compiler_anew.setattr(compiler, "_compile", lambda *given: pytest.fail("compiled again"))
