@@ -113,6 +113,8 @@ class Stored:
             )
         own, first = _settings(getattr(self._model, "generation_config", None)), _settings(over)
         merged, made, told = {**own, **first}, [], dict[str, Any]()
+        if not first and own.keys() <= {"eos_token_id"}:
+            return list(requests)
         for i, request in enumerate(requests):
             given = {name for name, value in options.items() if _of_row(value, i, name) is not None}
             taken = _taken(merged, given, request.sampling.temperature)
@@ -181,8 +183,8 @@ class Stored:
 
 def _settings(config: Any) -> Settings:
     """Those of `NAMES` that a config sets."""
-    values = ((name, getattr(config, name, None)) for name in NAMES)
-    return {name: value for name, value in values if value is not None}
+    held = {} if config is None else vars(config)  # in a fraction of the time that reading one by one takes
+    return {name: held[name] for name in NAMES if held.get(name) is not None}
 
 
 def _of_row(value: Any, row: int, name: str) -> Any:
