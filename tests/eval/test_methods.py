@@ -77,3 +77,15 @@ def test_stages_add_up_and_the_stack_is_left_alone(target):
     record = attribute([(method, [PROMPTS])], 12, repeats=2)[0]
     assert sum(record["shares"][stage]["median"] for stage in STAGES) == pytest.approx(1, abs=0.2)
     assert 0 < record["outside_forward_share_of_call"]["median"] < 1
+
+
+def test_figures_do_not_change_with_a_models_generation_config(target):
+    model = build("llama")
+    model.generation_config.update(repetition_penalty=1.8, do_sample=True, max_length=20)
+    told = type(target)(model)
+    wanted = [methods.OneByOne(method, "one by one")(PROMPTS, 8) for method in every_method(target)]
+    assert told.generate(PROMPTS[:1], policy="plain", max_new_tokens=8)[0].tokens != wanted[0][0].tokens
+    for method, answers in zip(every_method(told), wanted, strict=True):
+        assert [a.tokens for a in methods.OneByOne(method, "one by one")(PROMPTS, 8)] == [a.tokens for a in answers], (
+            method.name
+        )

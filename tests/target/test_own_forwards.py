@@ -152,3 +152,14 @@ def test_lookup_drafts_what_a_mask_forbids_and_it_is_refused():
     target = Target(model)
     [done] = target.generate([prompt], max_new_tokens=16, drafts=["lookup"])
     assert done.tokens == generate(model, prompt, 16) and not set(done.tokens) & set(BANNED)
+
+
+def test_a_forward_that_looks_at_tokens_as_well_is_refused():
+    class NeverTwice(LlamaForCausalLM):
+        def forward(self, input_ids=None, **given):
+            out = super().forward(input_ids=input_ids, **given)
+            out.logits = out.logits.scatter(-1, input_ids[..., None], LOWEST)
+            return out
+
+    with pytest.raises(UnsupportedModelError, match=r"cannot be run in two parts .* transformers' own generate"):
+        Target(NeverTwice(AutoConfig.for_model("llama", **SMALL)).eval())
