@@ -81,9 +81,9 @@ class Job:
         chat = wants_chat(target.tokenizer, options)
         with hub.quiet():
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
-        sampling = ("exit_layer", "num_draft_tokens", "temperature", "top_k", "top_p", "min_p")
-        given = {name: value for name in sampling if (value := getattr(options, name)) is not None}
-        given["stop"] = options.stop
+        sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        given |= {"exit_layer": options.exit_layer, "num_draft_tokens": options.num_draft_tokens, "stop": options.stop}
         given |= {"drafts": options.sources, "exact": options.exact, "datastore": _datastore(options, target)}
         given["seed"] = [options.seed if p.seed is None else p.seed for p in prompts]
         given["generation_config"] = False if options.ignore_generation_config else None

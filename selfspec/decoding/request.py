@@ -149,9 +149,7 @@ def make_requests(prompts: Prompts, tokenizer: Any, options: Mapping[str, Any]) 
             raise ValueError(f"{name} must be one number or one per prompt ({len(several)}), got {len(values)}")
     shared = {name: value for name, value in shared.items() if name not in own}
     return [
-        make_request(
-            prompt, tokenizer, **shared, **{name: one[i] for name, one in own.items() if one[i] is not None}
-        )
+        make_request(prompt, tokenizer, **shared, **{name: one[i] for name, one in own.items() if one[i] is not None})
         for i, prompt in enumerate(several)
     ]
 
