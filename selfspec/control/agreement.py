@@ -82,20 +82,10 @@ class Agreement(Fading):
         self._fade()
         return self._all_expected >= KNOWN * BELIEVED * self._weight
 
-    @property
-    def counts(self) -> tuple[Floats, Floats]:
-        """`[L - 1]` each, always in the same place: tokens that came right, and that were to, weighing more later."""
-        return self._came, self._expected
-
-    @property
-    def believed(self) -> tuple[float, float]:
-        """What every exit's are shrunk to: the agreement of all of them, and how many tokens that is worth."""
-        pooled = self.pooled
-        return pooled, POOLED * self._weight
-
     def ratios(self) -> Floats:
-        """`[L - 1]`, at most 1."""
-        pooled, weight = self.believed
+        """`[L - 1]`, at most 1: each exit's, shrunk to that of all of them."""
+        pooled = self.pooled
+        weight = POOLED * self._weight
         ratios: Floats = np.minimum((self._came + weight * pooled) / (self._expected + weight), 1.0)
         return ratios
 

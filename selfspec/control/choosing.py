@@ -47,11 +47,6 @@ class Chooser:
         self._trusts = self._experience.trusts()
         self._right, self._share = self._experience.tracker.estimates()
 
-    def limits(self, worth: Worth) -> list[float]:
-        """See `Worth.limits`."""
-        limits: list[float] = worth.limits().tolist()
-        return limits
-
     def choose(self, parts: Sequence[Part], worth: Worth, now: tuple[Part, int | None], margin: float) -> Choice:
         """The best of these ways, which `worth` then prices drafts by.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.compiled_chooser import chooser_of
+from selfspec.control.choosing import Chooser
 from selfspec.control.costs import Costs
 from selfspec.control.decision import HANDICAP, OFF, Decision, decide
 from selfspec.control.experience import Experience
@@ -49,7 +49,7 @@ class Decider:
 
     def __init__(self, costs: Costs, experience: Experience, exit_layers: Sequence[int], most: int = MOST) -> None:
         self._costs, self._experience, self._exit_layers, self._most = costs, experience, exit_layers, most
-        self._chooser = chooser_of(experience, exit_layers, costs.num_layers)
+        self._chooser = Chooser(experience, exit_layers, costs.num_layers)
         self._has_copies = False
         self._vocabulary: Vocabulary | None = None
         self._parts = Parts(costs)  # ways of drafting
@@ -192,7 +192,7 @@ class Decider:
         """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""
         slower = self._experience.pace.kinds.ratio(BY_LAYERS, worth.num_rows)
         least = slower * speedup * worth.num_rows / worth.plain_seconds
-        limits = self._chooser.limits(worth)
+        limits = worth.limits()
         return [layer for layer in self._exit_layers if limits[layer - 1] >= least]
 
     def layers_to_see(self) -> tuple[int, ...]:

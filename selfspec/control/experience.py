@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from selfspec.control.agreement import Agreement
-from selfspec.control.compiled_tracker import tracker_of
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
 from selfspec.control.laps import Seconds
@@ -45,7 +44,7 @@ class Experience:
     """
 
     def __init__(self, costs: Costs, prior: Any, has_seconds: bool) -> None:
-        self._costs, self._tracker = costs, tracker_of(costs.num_layers, prior)
+        self._costs, self._tracker = costs, Tracker(costs.num_layers, prior)
         self._second_rates = SecondRates(costs.num_layers) if has_seconds else None
         self._passed = Passed()
         self._agreement = Agreement(costs.num_layers, self._passed, (prior or {}).get("agreement"))
@@ -86,12 +85,7 @@ class Experience:
         """`[L - 1]`: how far forecasts for layers like each came true, for those that are known or for all. That one
         did not do what next to nothing told of it says how good others are that nobody knows, not what is known."""
         is_known = self.tracker.lasting.sum((0, 2)) >= KNOWN
-        return np.where(is_known, *self.trust_ratios)
-
-    @property
-    def trust_ratios(self) -> tuple[float, float]:
-        """The same of layers that are known, and of others."""
-        return self._trust_in_known.ratio, self._trust.ratio
+        return np.where(is_known, self._trust_in_known.ratio, self._trust.ratio)
 
     @property
     def pace(self) -> Pace:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from selfspec.control.compiled_weighing import weighing_of
 from selfspec.control.finder import Finder, strength_of
 from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths, Weighed
 from selfspec.control.matches import LONG, bin_of
 from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.rows import Looked, RowOutcome, RowState
+from selfspec.control.weighing import Weighing
 from selfspec.control.worth import Worth
 
 Checks = Callable[[Sequence[float]], int]  # how many guesses that are as likely an early pass checks
@@ -45,7 +45,7 @@ class Follower:
     """
 
     def __init__(self, finder: Finder) -> None:
-        self._finder, self._weighing, self._lengths = finder, weighing_of(finder), Lengths()
+        self._finder, self._weighing, self._lengths = finder, Weighing(finder), Lengths()
         self._quiet: dict[int, bool] = {}  # by match, as far as anybody asked: see `is_quiet`
         self._drafts: Drafts | None = None  # as far as anybody asked
         self._match = 0  # before the round that was planned last

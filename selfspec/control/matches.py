@@ -63,24 +63,10 @@ class Matches(Fading):
         self._hits, self._seen = _zeros(bins * MOST_FOUND), _zeros(bins * MOST_FOUND)  # [bins, positions]
         self._pooled_hits, self._pooled_seen = _zeros(bins), _zeros(bins)
         self._rows: dict[int, _Row] = {}
-        self._nothing = _Row()  # of a row that nothing is known of
 
     def _divide(self, by: float) -> None:
-        for counts in self.counts:
+        for counts in (self._hits, self._seen, self._pooled_hits, self._pooled_seen):
             counts[:] = array("d", [count / by for count in counts])
-
-    @property
-    def counts(self) -> tuple[array[float], ...]:
-        """Hits and observations by bin and position, `[bins, MOST_FOUND]`; the same of all positions, `[bins]`. They
-        stay where they are in memory."""
-        return self._hits, self._seen, self._pooled_hits, self._pooled_seen
-
-    def counts_of(self, request_id: int) -> tuple[array[float], array[float], float]:
-        """Hits and observations of a row's own, `[bins]`; and what an observation weighs now in `counts`."""
-        self._fade()
-        own = self._rows.get(request_id, self._nothing)
-        own.fade(self.passed.tokens)
-        return own.hits, own.seen, self._weight
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget all rows but these."""

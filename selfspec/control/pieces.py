@@ -24,10 +24,7 @@ class Pieces:
         self.plain = costs.stages(None, (0,) * num_rows)
         self.plain_seconds = sum(self.plain.values())
         self._tables: dict[bool, Floats] = {}
-        # One entry: of several threads that make it, the first one's stays.
-        self._lookups: dict[tuple[()], tuple[Floats, Floats, Floats, Floats]] = {}
-        self._addresses: dict[bool, int] = {}
-        self._lookup_addresses: tuple[int, int, int, int] | None = None
+        self._lookups: tuple[Floats, Floats, Floats, Floats] | None = None
 
     @classmethod
     def of(cls, costs: Costs, num_rows: int) -> Pieces:
@@ -44,15 +41,8 @@ class Pieces:
             copies: copies of the layers draft: they need not read the last token, and all layers verify.
         """
         known = self._tables.get(copies)
-        if known is None:  # of several threads that make it, the first one's stays: others may know its address
-            known = self._tables.setdefault(copies, self._make_table(copies))
-        return known
-
-    def address(self, copies: bool) -> int:
-        """Where that table is in memory."""
-        known = self._addresses.get(copies)
         if known is None:
-            known = self._addresses[copies] = self.table(copies).ctypes.data
+            known = self._tables[copies] = self._make_table(copies)
         return known
 
     def _make_table(self, copies: bool) -> Floats:
@@ -84,10 +74,9 @@ class Pieces:
     def lookups(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Of rounds by lookup, by drafted tokens in all: what does not change, picks, and drafted tokens per row; and
         the first two on the grid."""
-        known = self._lookups.get(())
-        if known is None:
-            known = self._lookups.setdefault((), self._make_lookups())
-        return known
+        if self._lookups is None:
+            self._lookups = self._make_lookups()
+        return self._lookups
 
     def _make_lookups(self) -> tuple[Floats, Floats, Floats, Floats]:
         rows, costs = self._num_rows, self._costs
@@ -99,16 +88,6 @@ class Pieces:
         drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         fixed, picks = (np.interp(drafted, LOOKUP_GRID, each) for each in grid)
         return fixed, picks, drafted, grid
-
-    @property
-    def lookup_addresses(self) -> tuple[int, int, int, int]:
-        """Of rounds by lookup: how many drafted tokens, and where the first three of those are in memory."""
-        known = self._lookup_addresses
-        if known is None:
-            fixed, picks, drafted, _ = self.lookups
-            known = len(drafted), fixed.ctypes.data, picks.ctypes.data, drafted.ctypes.data
-            self._lookup_addresses = known
-        return known
 
 
 def coefficients(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from selfspec.control.costs import Costs
 from selfspec.control.measured import CONTEXT
 from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Coefficients, Pieces, coefficients
 from selfspec.control.tracker import Floats
-
-if TYPE_CHECKING:
-    from selfspec.kernels.compiled_call import Rounds
 
 MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
@@ -86,11 +83,6 @@ class Worth:
             self._way, self._line_for = (share, copies), 0
             self._wider.clear()
 
-    def take_line(self, way: Way, exit_layer: int, line: list[float]) -> None:
-        """Take on a way of drafting whose seconds at one exit layer are priced already, as in `Pieces.table`."""
-        self.draft_by(*way)
-        self._line, self._line_for = line, exit_layer
-
     def _price(self) -> None:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
         pieces, num_layers = self._pieces, self._costs.num_layers
@@ -106,18 +98,17 @@ class Worth:
         if ways not in self._known:
             seconds = np.empty((len(ways), (self._costs.num_layers - 1) * WIDTH))
             for line, way in zip(seconds, ways, strict=True):
-                np.dot(self.pieces(way)[0], self._pieces.table(way[1]), out=line)
+                np.dot(self._coefficients(way), self._pieces.table(way[1]), out=line)
             begins = np.arange(ROUNDS, seconds.size, WIDTH).reshape(len(ways), -1, 1)
             priced = seconds.reshape(len(ways), -1, WIDTH)
             self._known[ways] = priced, begins
             self._by_way |= zip(ways, priced, strict=True)
         return self._known[ways]
 
-    def pieces(self, way: Way) -> tuple[Coefficients, int]:
-        """What a way of drafting is priced by: coefficients, and where the table that they belong to is in memory."""
+    def _coefficients(self, way: Way) -> Coefficients:
+        """What a way of drafting is priced by."""
         (share, copies), more = way, self._more
-        by = coefficients(self._pick, self._passes[copies], share, more, self._further, self._deciding)
-        return by, self._pieces.address(copies)
+        return coefficients(self._pick, self._passes[copies], share, more, self._further, self._deciding)
 
     def rates(
         self, right: Floats, share: Floats, ways: Sequence[Way] = (WHOLE,), coverages: Floats | None = None
@@ -160,14 +151,14 @@ class Worth:
         """
         known = self._known_limits.get(self._way)
         if known is None:
-            (first, deepest), *others = self.at_best()
+            (first, _), *others = self._at_best()
             limits = self._limits(first)
             for way, deepest in others:
                 limits[:deepest] = np.maximum(limits[:deepest], self._limits(way)[:deepest])
             known = self._known_limits[self._way] = self.num_rows * limits
         return known
 
-    def at_best(self) -> list[tuple[Way, int]]:
+    def _at_best(self) -> list[tuple[Way, int]]:
         """What limits are of: ways of drafting, and the deepest exit of each; the first one's is the last layer's."""
         (share, by_copies), num_layers = self._way, self._costs.num_layers
         ways = [((1.0 if by_copies else share, False), num_layers - 1)]
@@ -194,14 +185,6 @@ class Worth:
             seconds = fixed + self._pick * picks + reading + self._deciding
             known = self._lookups = [self.plain_seconds, *(self._slower * seconds).tolist()]
         return known
-
-    def tell_lookups(self, rounds: Rounds) -> None:
-        """Say the same to compiled functions, in what it is made of."""
-        pieces, num_layers = self._pieces, self._costs.num_layers
-        rounds.count, rounds.fixed, rounds.picks, rounds.drafted = pieces.lookup_addresses
-        rounds.pick, rounds.slower, rounds.deciding = self._pick, self._slower, self._deciding
-        rounds.reading, rounds.further = num_layers * self._more, num_layers * self._further
-        rounds.plain = self.plain_seconds
 
     @property
     def least_lookup(self) -> float:

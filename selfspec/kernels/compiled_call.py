@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 from functools import lru_cache
-from struct import Struct
 from typing import Any
 
 from selfspec.kernels.compiler import library
@@ -117,61 +116,6 @@ class Looking(Structure):
     )
 
 
-class Known(Structure):
-    _fields_ = (
-        *_all("lines bins", c_int64),
-        *_all("counts bounds expected wider curve mean log_odds", c_void_p),
-        *_all("recent_rates recent_shares lasting_rates lasting_shares", c_double),  # weights
-        *_all("precise_offset precise_slope curve_weight most_step recalled", c_double),
-        *_all("recent lasting overall", c_double),  # half-lives
-        *_all("right share totals", c_void_p),
-    )
-
-
-MOST_WIDTH, MOST_FOUND = 64, 63  # of a line of prices, and of a row's chances: what compiled functions have room for
-PRICES = Struct("=9dq")  # coefficients, and where their table is
-WAY = Struct("=2d2q9dq")  # share and margin, are_copies and deepest, prices
-
-
-class Asked(Structure):
-    _fields_ = (
-        *_all("num_rows num_ways num_layers", c_int64),
-        *_all("ways layers", c_void_p),
-        *_all("width longest", c_int64),
-        *_all("caps", c_void_p),
-        *_all("num_caps", c_int64),
-        *_all("came expected", c_void_p),
-        *_all("pooled believed", c_double),
-        ("favour", c_void_p),
-        *_all("trust trust_in_known known", c_double),
-        *_all("now_way now_layer", c_int64),
-        *_all("stay", c_double),
-    )
-
-
-class Chosen(Structure):
-    _fields_ = (*_all("way exit_layer", c_int64), *_all("rate length covered trust", c_double))
-
-
-class Matches(Structure):
-    _fields_ = (
-        *_all("bins longest", c_int64),
-        *_all("edges hits seen pooled_hits pooled_seen own_hits own_seen first", c_void_p),
-        *_all("first_weight pool_weight row_weight least weight", c_double),
-    )
-
-
-class Rounds(Structure):
-    _fields_ = (
-        ("count", c_int64),
-        *_all("fixed picks drafted", c_void_p),
-        *_all("pick reading further deciding slower plain", c_double),
-    )
-
-
-WEIGHED = 6 + MOST_FOUND  # numbers: what is said of a draft, and chances
-
-
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
     """The compiled library with its functions' types; raises what `library` raises."""
@@ -196,11 +140,6 @@ def functions() -> ctypes.CDLL:
         "selfspec_index_bytes": ([p], n),
         "selfspec_index_draft": ([p, n, p], None),
         "selfspec_index_add": ([p, p, n, p], n),
-        "selfspec_count": ([p, p, p, n, p, p, p, n, c_double, c_double], None),
-        "selfspec_estimate": ([p, n], None),
-        "selfspec_choose": ([p, p, p, p], None),
-        "selfspec_limits": ([p, n, n, n, p], None),
-        "selfspec_weigh": ([p, p, p, n, p], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_shadow_words": ([p], n),
         "selfspec_shadow": ([p, p, n], None),

@@ -170,7 +170,6 @@ def test_a_batch_changes_its_layer_for_less(num_rows, monkeypatch):
         stays.append(stay)
         return choose(parts, layers, worth, right, share, now, stay, *more)
 
-    monkeypatch.setattr("selfspec.control.compiled_tracker.loaded", lambda: None)
     monkeypatch.setattr("selfspec.control.choosing.choose", chosen)
     policy = Adaptive(made_up_costs(LAYERS, rows=(1, 16)))
     policy.plan([RowState(i, 40, 100) for i in range(num_rows)])
