@@ -12,7 +12,7 @@ from selfspec.control.kinds import BY_LAYERS, BY_LOOKUP
 from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import Plan, ShadowPlan
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RowState
 from selfspec.control.worth import Worth
 
 # A batch's drafts that promise between the first two of these are tried for so many rounds and held against the clock
@@ -180,13 +180,6 @@ class Decider:
     def usual(self, num_rows: int) -> float:
         """Tokens per second of all rows without lookups, where a few have left or joined since that was decided."""
         return self.decision.usual * num_rows / self.num_rows
-
-    def forecast(self, exit_layer: int | None, outcomes: Sequence[RowOutcome]) -> float:
-        """Tokens that a round of a single row was to bring, by what is usual now; 0 where no layer drafted."""
-        if not exit_layer or len(outcomes) != 1 or self.decision.exit_layer is None:
-            return 0.0
-        rounds = self.decision.rounds
-        return self.decision.usual * rounds[min(outcomes[0].num_drafted, len(rounds) - 1)]
 
     def could_pay(self, worth: Worth, speedup: float) -> list[int]:
         """Exit layers of such a speedup if they were always right: looks at the others would be for nothing."""

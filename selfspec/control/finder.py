@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from selfspec.control.ease import Ease
 from selfspec.control.fading import Passed
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.lengths import TO_ASK
@@ -43,13 +42,9 @@ class Finder:
         self.most = MOST_FOUND if most is None else min(most, MOST_FOUND)
         self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
-        self.ease = Ease(len(STRENGTHS) + 2, passed)  # the first: nothing is found
         self._vain = {0: QUIET}  # by match, of a batch: in how many rounds in a row nothing was drafted
-        self.usual = 0.0  # tokens per second that the last round had to promise
         self.forecast = 0.0
         """Tokens of the round that was planned last, of all rows."""
-        self.gives_way = False
-        """Whether lookup would have drafted in that round, but layers are to show what they come to there."""
         self.chains: Sequence[Sequence[float]] = []
         """Of every row in the round that was planned last, see `chances`."""
 
@@ -58,15 +53,14 @@ class Finder:
         self.matches.keep_rows(())
         self.stored.keep_rows(())
 
-    def plan(self, rows: Sequence[RowState], worth: Worth, usual: float, beside_layers: bool = False) -> Plan | None:
+    def plan(self, rows: Sequence[RowState], worth: Worth, usual: float) -> Plan | None:
         """Drafts of what is free; None where that promises less than is usual.
 
         Args:
             usual: tokens per second of all rows.
-            beside_layers: whether that is what drafts by layers come to.
         """
-        matches, self.gives_way = [row.match for row in rows], False
-        found = self.plan_by_guesses(rows, matches, worth, usual, beside_layers)
+        matches = [row.match for row in rows]
+        found = self.plan_by_guesses(rows, matches, worth, usual)
         for match in {*matches}:
             self._vain[match] = 0 if found is not None and match else self._vain.get(match, 0) + 1
         return found
@@ -83,15 +77,11 @@ class Finder:
         return most._replace(lengths=(*[0 if is_vain else TO_ASK for is_vain in vain], TO_ASK))
 
     def plan_by_guesses(
-        self, rows: Sequence[RowState], matches: Sequence[int], worth: Worth, usual: float, beside_layers: bool
+        self, rows: Sequence[RowState], matches: Sequence[int], worth: Worth, usual: float
     ) -> Plan | None:
         """The same of rows whose matches are known."""
         branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
         longest = max(matches)
-        compares = beside_layers and len(rows) == 1
-        if compares:
-            usual *= self.ease.ratio(strength_of(longest))
-        self.usual = usual
         if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
             self.chains = [[]] * len(rows)
             return None
@@ -115,10 +105,6 @@ class Finder:
         trusted = self._trust.ratio * rate
         if not any(lengths) or trusted < usual:
             return None
-        if compares and self.ease.is_wanted(strength_of(longest), trusted, usual):
-            self.gives_way = True
-            return None
-        self.ease.note(strength_of(longest))
         self.forecast = rate * seconds[sum(lengths)]
         trees: list[TokenTree | None] = [None] * len(rows)
         for i, (row, one, length) in enumerate(zip(rows, grown, lengths, strict=True)):
@@ -192,12 +178,8 @@ class Finder:
         grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
         return grown if len(grown.chances) > len(chances) else None
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], forecast: float = 0.0) -> None:
-        """Set what came of a round beside what would have been guessed, and beside what it promised.
-
-        Args:
-            forecast: tokens that a round of a single row was to bring, which layers drafted in.
-        """
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
+        """Set what came of a round beside what would have been guessed, and beside what it promised."""
         emitted = 0
         for outcome in outcomes:
             emitted += outcome.num_emitted
@@ -208,8 +190,6 @@ class Finder:
                 (self.stored if looked.is_stored else self.matches).add(looked, outcome.request_id)
             if looked.ranks:
                 self.ranks.add(looked.ranks)
-        if forecast and outcomes[0].looked is not None:
-            self.ease.add(strength_of(outcomes[0].looked.match), emitted, forecast)
         alive = [outcome.request_id for outcome in outcomes]
         self.matches.keep_rows(alive)
         self.stored.keep_rows(alive)
@@ -217,8 +197,3 @@ class Finder:
         self.passed.tokens += tokens
         if plan.exit_layer == LOOKUP:
             self._trust.add(tokens, self.forecast / max(1, len(outcomes)))
-
-
-def strength_of(match: int) -> int:
-    """Of matches that are told apart where forecasts are held against what came: 0 where nothing is found."""
-    return 1 + bisect_right(STRENGTHS, match) if match else 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from selfspec.control.finder import Finder, strength_of
-from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths, Weighed
+from selfspec.control.finder import Finder
+from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths
 from selfspec.control.matches import LONG, bin_of
 from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.rows import Looked, RowOutcome, RowState
@@ -30,7 +30,6 @@ class Drafts(NamedTuple):
     lengths: tuple[int, ...]
     branches: tuple[bool, ...]
     grown: tuple[int, ...]
-    turns: Sequence[tuple[int, Weighed]]  # by shortest match: those where layers draft in place of lookup in turns
 
 
 class Follower:
@@ -65,7 +64,7 @@ class Follower:
         guesses, finder = row.guesses, self._finder
         assert guesses is not None
         match = self._match = row.match
-        finder.gives_way = self.wants_looks = False
+        self.wants_looks = False
         is_other = row.whole != self._row
         if is_other:
             self._row, self._streak = row.whole, 0
@@ -76,7 +75,7 @@ class Follower:
         known = self._lengths.after(match)
         if known.may_branch and guesses.first_candidates()[1]:
             self.wants_looks = True
-            found = finder.plan_by_guesses([row], [match], worth, usual, beside_layers)
+            found = finder.plan_by_guesses([row], [match], worth, usual)
             if found is not None:
                 self._forecast = finder.forecast
                 self._lengths.note()
@@ -85,11 +84,6 @@ class Follower:
         length = min(known.after(self._streak) if match >= LONG else known.length, row.room - 1)
         if length <= 0:
             return None
-        strength = strength_of(match)
-        if beside_layers and finder.ease.is_wanted(strength, known.promised, known.usual):
-            finder.gives_way = True
-            return None
-        finder.ease.note(strength)
         self._lengths.note()
         self._forecast = known.forecast if length == known.length else 0.0
         tokens = tuple(guesses.chain(length))
@@ -130,16 +124,10 @@ class Follower:
         drafts = self._drafts
         if drafts is None or drafts.beside_layers != beside_layers:
             drafts = self._drafts = self._drafts_now(beside_layers, checks)
-        lengths, ease = drafts.lengths, self._finder.ease
-        for match, one in drafts.turns:
-            if ease.is_wanted(strength_of(match), one.promised, one.usual):
-                told = zip(BINS, lengths, strict=True)
-                lengths = tuple([TO_ASK if n == BINS[match] else length for n, length in told])
         return most._replace(
-            lengths=lengths,
-            most_lookups=ease.rounds_left if beside_layers else most.most_lookups,
+            lengths=drafts.lengths,
             branches=drafts.branches,
-            grown=drafts.grown if lengths[-1] > 0 else (),
+            grown=drafts.grown if drafts.lengths[-1] > 0 else (),
             streak=self._streak,
             kept=self._lengths.rounds_left,
             most_surprises=self._lengths.most_surprises,
@@ -151,16 +139,11 @@ class Follower:
         for n, one in enumerate(known if beside_layers else ()):
             if not one.length and checks(one.chances):
                 lengths[n] = TO_ASK
-        turns = [(match, one) for match, one in zip(SHORTEST, known, strict=True) if beside_layers and one.length]
         by_match = tuple([lengths[n] for n in BINS]), tuple([branches[n] for n in BINS])
-        return Drafts(beside_layers, *by_match, known[-1].grown, turns)
+        return Drafts(beside_layers, *by_match, known[-1].grown)
 
-    def learn(self, plan: Plan, outcome: RowOutcome, forecast: float = 0.0) -> None:
-        """What came of a round of the row that is followed.
-
-        Args:
-            forecast: tokens that it was to bring, if layers drafted.
-        """
+    def learn(self, plan: Plan, outcome: RowOutcome) -> None:
+        """What came of a round of the row that is followed."""
         emitted, looked = outcome.num_emitted, outcome.looked
         is_found, is_right = plan.exit_layer == LOOKUP, 0 < outcome.num_drafted == outcome.num_accepted
         if is_found and looked is None:
@@ -169,8 +152,6 @@ class Follower:
             self._finder.matches.add(looked, outcome.request_id, is_tallied=True)
         if looked is not None and looked.ranks:
             self._finder.ranks.add(looked.ranks)
-        if forecast:
-            self._finder.ease.add(strength_of(self._match), emitted, forecast)
         self._finder.matches.keep_rows([outcome.request_id])
         self._finder.pass_time(emitted)
         self._streak = self._streak + 1 if is_found and is_right and self._match >= LONG else 0

@@ -9,7 +9,7 @@ from selfspec.control.crowd import Crowd
 from selfspec.control.decider import Decider
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Checks, Follower
-from selfspec.control.plan import LOOKUP, Plan, Steady
+from selfspec.control.plan import Plan, Steady
 from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.timetable import AHEAD
@@ -83,7 +83,7 @@ class Free:
         worth, decision = self._decider.worth, self._decider.decision
         if worth is None or not self._is_used:
             return None
-        usual, drafts = self._decider.usual(len(rows)), decision.exit_layer is not None
+        usual = self._decider.usual(len(rows))
         guesses = rows[0].guesses
         if guesses is not None:
             self._asks = not guesses.is_own
@@ -92,6 +92,7 @@ class Free:
             return None  # they come with the next round
         if len(rows) == 1 and not self._asks:
             self.follows = self._reading.may_follow(rows[0], worth)
+            drafts = decision.exit_layer is not None
             found = self._follower.plan(rows[0], worth, usual, drafts) if self.follows else None
             self.told_of = rows if self.follows and self._follower.wants_looks else ()
             return found
@@ -101,8 +102,8 @@ class Free:
         read = self.told_of = self._reading.begin(rows, worth, decision.usual)
         if not read:
             return None
-        found = self._finder.plan(read, worth, usual, drafts)
-        self._reading.note(found is not None or self._finder.gives_way)
+        found = self._finder.plan(read, worth, usual)
+        self._reading.note(found is not None)
         return found
 
     @property
@@ -176,7 +177,7 @@ class Free:
         if not self._is_used:
             return
         if self.follows and len(outcomes) == 1:
-            self._follower.learn(plan, outcomes[0], decider.forecast(plan.exit_layer, outcomes))
+            self._follower.learn(plan, outcomes[0])
             return
         self._follower.pass_others(bool(self.told_of))
         if self._crowds:
@@ -186,9 +187,9 @@ class Free:
             self._reading.pass_round(len(outcomes), decider.worth.plain_seconds, 0.0)
             return  # nothing is looked up, or will be for so many rows
         if self.told_of:
-            finder.observe(plan, outcomes, decider.forecast(plan.exit_layer, outcomes))
+            finder.observe(plan, outcomes)
         elif outcomes:
             finder.pass_time(sum([outcome.num_emitted for outcome in outcomes]) / len(outcomes))
         if decider.worth is not None:
-            usual = finder.usual if plan.exit_layer == LOOKUP else decider.usual(len(outcomes))
-            self._reading.count(plan, outcomes, decider.worth, usual, decider.decision.rounds)
+            usual, rounds = decider.usual(len(outcomes)), decider.decision.rounds
+            self._reading.count(plan, outcomes, decider.worth, usual, rounds)

@@ -173,8 +173,6 @@ class Steady(NamedTuple):
     match, and that were right as a whole: one, two, ..; more are as the last. Empty: that changes nothing."""
     streak: int = 0
     """How many of those the round that was planned last comes after."""
-    most_lookups: int = 1 << 30
-    """Rounds that are drafted by lookup; the policy has to be asked before any more."""
     most_surprises: int = 1 << 30
     """Of a single row: the policy has to be asked once so many tokens in `RowState.guessed` came after matches that
     have no length in `lengths`, each draft by lookup meanwhile counted as one of them unless it was right as a whole

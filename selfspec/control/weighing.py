@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.finder import Finder, strength_of
+from selfspec.control.finder import Finder
 from selfspec.control.growth import LEAST
 from selfspec.control.lengths import SHORTEST, Weighed, growing
 from selfspec.control.matches import LONG, MOST_FOUND, choose
@@ -30,10 +30,6 @@ class Weighing:
         """
         return [self._weigh(request_id, match, worth, usual, beside_layers) for match in SHORTEST]
 
-    def _usual(self, match: int, usual: float, beside_layers: bool) -> float:
-        """The same after such a match."""
-        return usual * self._finder.ease.ratio(strength_of(match)) if beside_layers else usual
-
     def _few(self, worth: Worth, beside_layers: bool) -> int:
         """Tokens looked at where it does not pay to verify them: layers may yet check a few."""
         return 1 if worth.by_copies or not beside_layers else self._finder.most
@@ -47,14 +43,13 @@ class Weighing:
         return wrong * self._finder.ranks.beside >= max(LEAST, least)
 
     def _weigh(self, request_id: int, match: int, worth: Worth, usual: float, beside_layers: bool) -> Weighed:
-        usual = self._usual(match, usual, beside_layers)
         if not match:
-            return Weighed(0, usual=usual)
+            return Weighed(0)
         finder, trust = self._finder, self._finder.trust_after(match)
         seconds, few = worth.lookups(), self._few(worth, beside_layers)
         chances = finder.matches.survivals(match, request_id, most=few) if finder.looks_up else []
         if not finder.could_pay([chances], seconds, usual, finder.branches, trust):
-            return Weighed(0, usual=usual, chances=chances)
+            return Weighed(0, chances=chances)
         if few < finder.most and chances:
             chances = finder.matches.survivals(match, request_id, most=finder.most)
         (length,), rate = choose([chances], seconds)
@@ -64,4 +59,4 @@ class Weighing:
             length = 0
         may_branch = self._may_branch(match, worth, usual, chances)
         grown = growing(length, choose([CIRCLES[: finder.most]], seconds).lengths[0]) if match >= LONG else ()
-        return Weighed(length, promised, forecast, usual, chances, may_branch, grown)
+        return Weighed(length, promised, forecast, chances, may_branch, grown)

@@ -167,7 +167,7 @@ class Ahead:
         lengths, grown = (tuple([min(n, longest) for n in told]) for told in (steady.lengths, steady.grown))
         surprises = max(0, min(steady.most_surprises, NEVER) - steady.surprises(rows[0].guessed))
         longer = min(steady.longer, most_rounds(len(rows)) - num_rounds)
-        most = min(steady.most_lookups, num_rounds + longer), surprises, min(steady.kept, num_rounds + longer)
+        most = surprises, min(steady.kept, num_rounds + longer)
         shared = steady.lookups if len(rows) > 1 else None
         if shared is not None and max(map(max, shared.lengths)) > longest:
             shared = shared._replace(lengths=tuple([tuple([min(n, longest) for n in own]) for own in shared.lengths]))

@@ -51,7 +51,6 @@ def check_steady(steady: Steady) -> None:
     """ValueError unless rounds can be decoded before a policy is asked about them; see `check_lookups`, too."""
     whole("the rounds that a policy is steady for", steady.num_rounds, 0)
     whole("the rounds by which lookups lengthen that", steady.longer, 0)
-    whole("the rounds that a steady policy has drafted by lookup", steady.most_lookups, 0)
     whole("the right drafts that a steady policy has seen in a row", steady.streak, 0)
     whole("the surprises after which a steady policy is asked", steady.most_surprises, 0)
     whole("the rounds for which a steady policy is not asked because of these", steady.kept, 0)

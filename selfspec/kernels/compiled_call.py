@@ -102,7 +102,7 @@ class Ahead(Structure):
         *_all("seconds", c_double),
         *_all("rooms ends stops indices lengths branches gains needs grown found given", c_void_p),
         *_all(
-            "num_lengths num_grown num_needs found_size most_lookups most_surprises kept watched match streak done",
+            "num_lengths num_grown num_needs found_size most_surprises kept watched match streak done",
             c_int64,
         ),
     )

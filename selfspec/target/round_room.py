@@ -64,7 +64,6 @@ class Further(NamedTuple):
     branches: Sequence[bool] = ()
     grown: Sequence[int] = ()
     streak: int = 0
-    most_lookups: int = 0  # rounds after the first one that are drafted by lookup
     most_surprises: int = 1 << 30
     kept: int = 0
     watched: Sequence[bool] = ()
@@ -246,7 +245,7 @@ class Room:
                 self._table = told, [(ctypes.c_int64 * len(one))(*one) for one in lists]
             ahead.lengths, ahead.branches, ahead.grown = map(ctypes.addressof, self._table[1])
             ahead.num_grown, ahead.streak = len(further.grown), further.streak
-            ahead.most_lookups, ahead.match = further.most_lookups, further.match
+            ahead.match = further.match
             ahead.most_surprises, ahead.kept = further.most_surprises, further.kept
             ahead.watched = sum([0xFF << 8 * at for at, counts in enumerate(further.watched) if counts])
             self._share(further.lookups)

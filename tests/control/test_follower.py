@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.ease import EVERY
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Follower
 from selfspec.control.lengths import LEAST_SURPRISES, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
@@ -195,32 +194,6 @@ def test_after_long_matches_a_right_draft_is_followed_by_one_twice_as_long_in_th
     learn(followed, plan, first)
     plan_of(followed, request_id=7)
     assert followed._streak == 0, "another row's drafts say nothing of this one's"
-
-
-def test_the_policy_is_told_where_lookup_gives_way_to_layers_for_once():
-    followed = follower(drafts=("lookup",))
-    usual = 0.8 * plan_of(follower(drafts=("lookup",)), LONG, usual=0.0).speedup / worth_of(1).plain_seconds
-    planned = []
-    for left in range(EVERY, -1, -1):
-        planned.append((plan_of(followed, LONG, usual=usual, beside=True), followed._finder.gives_way))
-        steady = lengths_of(followed, beside=True)
-        assert steady.most_lookups == (left - 1 if left > 1 else EVERY) or left == 0
-        assert (steady.lengths[-1] == TO_ASK) == (left <= 1)
-        assert {*steady.lengths[:9]} == {0}, "where lookup drafts nothing, layers take no turns with it"
-    assert all(plan is not None and not gives_way for plan, gives_way in planned[:-1])
-    assert planned[-1] == (None, True)
-    assert plan_of(followed, 0, usual=usual, beside=True) is None and not followed._finder.gives_way
-
-
-def test_what_layers_do_where_something_is_found_must_be_beaten():
-    easy, hard = follower(drafts=("lookup",)), follower(drafts=("lookup",))
-    usual = plan_of(hard, usual=0.0).speedup / worth_of(1).plain_seconds / 1.3
-    for followed, came in ((easy, 8), (hard, 4)):
-        for match, tokens in ((0, 1 if followed is easy else 4), (14, came)) * 40:
-            plan_of(followed, match, usual=1e9, beside=True)
-            followed.learn(Plan(2, (8,)), RowOutcome(0, 8, tokens - 1), 4.0)
-    assert plan_of(hard, usual=usual, beside=True) is not None
-    assert plan_of(easy, usual=usual, beside=True) is None
 
 
 @pytest.mark.parametrize(("slower", "branches"), [(100.0, True), (1.0, False)])

@@ -167,7 +167,8 @@ def test_where_there_is_nothing_to_look_up_it_is_as_fast_as_without(acceptance, 
     texts = [random_words(trace, vocab) for trace in traces(acceptance, tokens=500)]
     alone, both = seconds_of(texts, drafts=without), seconds_of(texts, drafts=(*without, *beside))
     # Plain rounds that nobody is asked about end elsewhere, so that looks at the layers come a few rounds apart.
-    assert alone >= (0.999 if vocab == VOCAB else 0.97) * both
+    # A text of few words matches itself by chance, and what that is worth has to be learned.
+    assert alone >= (0.999 if vocab == VOCAB else 0.96) * both
 
 
 @pytest.mark.parametrize(("drafts", "allowed"), [(("exit",), {*range(1, LAYERS), None}), (("lookup",), {LOOKUP, None})])

@@ -28,7 +28,6 @@ struct Ahead {
                                   // `selfspec_index_add` tells
     int64_t* given;               // [rounds + longer]: whether no layer drafts; in: of the first, out: of all
     int64_t num_lengths, num_grown, num_needs, found_size;
-    int64_t most_lookups;         // rounds after the first one that are drafted by lookup
     // Of a single row, but not before `kept` rounds after the first one: tokens that came as what followed its matches
     // the last time, in bins of these that are watched (all bits of a byte each), and drafts by lookup that no longer one
     // takes the place of.
@@ -79,7 +78,6 @@ class Going {
         if (d.num_rows == 1 && a.done >= a.kept && surprises >= a.most_surprises) return TO_ASK;
         if (a.branches[match] && selfspec_index_has_others(a.indices[row])) return TO_ASK;
         int64_t length = a.lengths[match];
-        if (length && lookups >= a.most_lookups) return TO_ASK;
         if (length > 0 && streak && a.num_grown && match == a.num_lengths - 1)
             length = a.grown[std::min(streak, a.num_grown) - 1];
         return length > 0 ? std::min(length, std::max<int64_t>(1, a.rooms[row])) : length;
