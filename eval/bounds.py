@@ -166,12 +166,12 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT
     wrong token, drafted alone, is allowed as well: where a table makes that cheaper than a plain round, static settings
     have it too, and the bound must hold. So is one wrong token with the right one beside it.
     """
-    n, most, exits = len(trace.tokens), costs.base.shape[1] - 1, trace.num_layers - 1
+    n, most = len(trace.tokens), costs.base.shape[1] - 1
     accepted = runs(trace.hits)
     copied = trace.copied_right if len(trace.copied) else accepted
     accepted = np.minimum(np.concatenate((accepted, copied[: costs.half])), most)  # [L - 1 + half, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
-    found, chains = free(trace, most, drafts), by_lookup(trace, most)
+    found = free(trace, most, drafts)
     rest = np.zeros(n + most + 2)
     lengths = np.arange(most + 1)
     for i in range(n - 1, -1, -1):
@@ -179,8 +179,6 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT
         best = costs.plain_at(context) + rest[i + 1]
         if i < n - 1:
             by_exit = costs.at(context)[: len(accepted)]
-            if "cascade" in drafts and chains[i] > 0 and len(accepted):
-                by_exit[:exits] = np.minimum(by_exit[:exits], costs.cascades_at(context, int(chains[i])))
             by_line = np.concatenate((by_exit, costs.by_lookup_at(context)[None]))
             of_round = by_line if found[i] >= 0 else by_line[:-1]
             longest = np.minimum(np.append(accepted[:, i], found[i])[: len(of_round)], n - i - 1)

@@ -8,9 +8,7 @@ from eval.traces import WRONG_STEPS, Trace
 from selfspec.control.plan import LOOKUP, Plan, SecondChoices, TokenTree, confidence_bin
 from selfspec.control.rows import RowOutcome
 from selfspec.control.second_choices import likely_seconds
-from selfspec.drafting.cascade import guesses_at
 from selfspec.drafting.lookup import Lookup, num_right
-from selfspec.drafting.sources import Guesser
 
 
 def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
@@ -64,34 +62,6 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     return lengths
 
 
-def cascade(trace: Trace, at: int, guesser: Guesser, plan: Plan) -> tuple[int, tuple[int, ...]]:
-    """How many tokens a single row drafts whose early layers check free guesses, and how many each pass is of.
-
-    Raises:
-        ValueError: see `draft_lengths`.
-    """
-    assert plan.exit_layer
-    length, line = plan.draft_lengths[0], plan.exit_layer - 1
-    guess = guesser.chain(length)
-    own, sure = _picks(trace, line, at, length), _confidences(trace, line, at, length)
-    drafted, survival, widths = 0, 1.0, list[int]()
-    while drafted < length:
-        if length > len(own):
-            raise ValueError(f"a draft goes on for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
-        some = guesses_at(guess, own[:drafted], plan.guesses, length)
-        count = num_right(some, own[drafted:]) + 1
-        widths.append(1 + len(some))
-        for confidence in sure[drafted : drafted + count]:
-            if plan.stop is not None:
-                survival *= plan.stop.calibration[confidence_bin(confidence)]
-                goes_on = plan.stop.goes_on([survival])
-            else:
-                goes_on = confidence >= plan.min_confidence
-            length = length if goes_on else min(length, drafted + count)
-        drafted += count
-    return drafted, tuple(widths)
-
-
 def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutcome:
     """What a draft by lookup of at most `length` tokens comes to where the output goes on with `rest`."""
     guess = lookup.draft(length).tokens
@@ -119,7 +89,7 @@ def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome:
 
 def _has_copies(trace: Trace, plan: Plan) -> bool:
     """Whether the trace tells what the copies draft that the plan asks for; else they are taken to draft as layers."""
-    if plan.draft_bits is None or not plan.exit_layer or plan.keep_divergence or plan.guesses:  # which layers draft
+    if plan.draft_bits is None or not plan.exit_layer or plan.keep_divergence:  # which layers draft
         return False
     return plan.exit_layer <= len(trace.copied)
 
@@ -143,16 +113,6 @@ def _sure(trace: Trace, at: int, length: int, plan: Plan) -> list[float]:
         sure: list[float] = trace.copied[line, at, :length].tolist()
         return sure
     return _confidences(trace, line, at, length)
-
-
-def _picks(trace: Trace, line: int, at: int, length: int) -> list[int]:
-    """What a layer drafts from output position `at` on: on the output, then after a wrong token."""
-    hits, end = trace.hits[line, at : at + length], at + length
-    wrong_at = end if hits.all() else at + int(hits.argmin())
-    picks: list[int] = trace.picks[line, at : min(wrong_at + 1, end)].tolist()
-    if wrong_at + 1 < end:
-        picks += trace.wrong_picks[line, wrong_at, : end - wrong_at - 1].tolist()
-    return picks
 
 
 def _confidences(trace: Trace, line: int, at: int, length: int) -> list[float]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.drafts import cascade, draft, draft_by_lookup, draft_lengths, draft_tree
+from eval.drafts import draft, draft_by_lookup, draft_lengths, draft_tree
 from eval.sources import split_policy
 from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
@@ -194,9 +194,8 @@ def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: 
     """What a round would take whose rows hold `context` tokens each, see `Costs.context_of`."""
     beside = [o.num_beside for o in outcomes]
     drafted = [o.num_drafted for o in outcomes]
-    widths = outcomes[0].widths  # of a cascade, which is of a single row
     beside, copies = beside if any(beside) else [], plan.draft_bits is not None
-    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, widths=widths, copies=copies))
+    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, copies=copies))
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
@@ -204,10 +203,6 @@ def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: 
 
 
 def _outcomes(ready: Sequence[_Row], plan: Plan) -> list[RowOutcome]:
-    if plan.guesses and plan.exit_layer and len(ready) == 1:
-        row = ready[0]
-        length, widths = cascade(row.trace, row.at, row.guesser, plan)
-        return [_outcome(row, 0, plan, length)._replace(widths=widths)]
     lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
     return [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from selfspec.control.costs import Costs
 from selfspec.control.measured import CONTEXT
 from selfspec.control.plan import LOOKUP
-from selfspec.control.worth import MOST_GUESSES, deepest_copy
+from selfspec.control.worth import deepest_copy
 
 
 class RoundCosts:
@@ -44,8 +44,6 @@ class RoundCosts:
         )
         self.second_slope = self.slope + layers * further  # of the last pass, and of verification
         self.copied_second_slope = self.copied_slope + layers * further
-        self.cascades = cascades(costs, longest)
-        self.cascade_slope = one * 2 * exits + (layers - exits) * verified  # of two passes at least
 
     def plain_at(self, context: float) -> float:
         return float(self.plain + self.per_context * max(0.0, context - CONTEXT))
@@ -66,10 +64,6 @@ class RoundCosts:
         rounds = self.with_second + self.second_slope * beyond
         return self._with_copies(rounds, self.copied_second, self.copied_second_slope * beyond)
 
-    def cascades_at(self, context: float, guesses: int) -> NDArray[np.float64]:
-        """`[L - 1, longest + 1]`: the same by layers where so many free guesses are what they would write."""
-        return self.cascades[:, :, guesses] + self.cascade_slope * max(0.0, context - CONTEXT)
-
     def _with_copies(
         self, rounds: NDArray[np.float64], copied: NDArray[np.float64], beyond: NDArray[np.float64]
     ) -> NDArray[np.float64]:
@@ -78,23 +72,3 @@ class RoundCosts:
     def by_lookup_at(self, context: float) -> NDArray[np.float64]:
         """`[longest + 1]`: seconds of rounds that draft by lookup."""
         return self.by_lookup + self.lookup_slope * max(0.0, context - CONTEXT)
-
-
-def cascades(costs: Costs, longest: int) -> NDArray[np.float64]:
-    """`[L - 1, longest + 1, longest + 1]`: seconds of a round by drafted tokens, and right guesses, cut up at best."""
-    exits = range(1, costs.num_layers)
-    wide = np.array([[costs.wide_pass(e, 1, n) for n in range(1, MOST_GUESSES + 2)] for e in exits])
-    one = np.array([costs.head(n) + costs.pick(n) for n in range(1, MOST_GUESSES + 2)])
-    passes = np.zeros((longest + 1, longest + 1, len(exits)))
-    for drafted in range(1, longest + 1):
-        for right in range(longest + 1):
-            checked = range(min(right, drafted - 1, MOST_GUESSES) + 1)
-            rest = [passes[drafted - n - 1, max(0, right - n - 1)] + wide[:, n] + one[n] for n in checked]
-            passes[drafted, right] = np.minimum.reduce(rest)
-    first = np.array([costs.early_pass(e, 1, first=True) for e in exits])
-    ends = [
-        [costs.verify(e, 1, d + 1) + costs.head(d + 1) + costs.pick(d + 1) for d in range(longest + 1)] for e in exits
-    ]
-    whole = passes.transpose(2, 0, 1) + np.array(ends)[:, :, None] + costs.rest(1) + first[:, None, None]
-    whole[:, 0] = np.inf
-    return whole

@@ -233,8 +233,7 @@ class Target:
             num_draft_tokens: tokens drafted per round, likewise; else 4.
             drafts: where those of `adaptive` may come from: "exit" (early layers), "lookup" (what followed earlier in
                 the row's own text), "recycle" (what the model itself thought likely after such tokens before); "tree"
-                lets drafts of these have branches, "cascade" lets early layers check what was looked up; default: all
-                but "recycle".
+                lets drafts of these have branches; default: all but "recycle".
             datastore: where `adaptive` drafts by lookup, it looks in this corpus too: a file that `selfspec datastore
                 build` wrote with this tokenizer, opened at every call, or an open `selfspec.Datastore`.
             max_batch_size: rows decoded together; the others wait and join as rows end.

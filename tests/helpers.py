@@ -76,7 +76,6 @@ class Adversary(Schedule):
         return replace(
             plan,
             second_choices=dice.choice([None, rule]) if plan.exit_layer else None,
-            guesses=dice.choice([0, 1, 4]) if plan.exit_layer else 0,
             stop=dice.choice([None, stop]),
             keep_confidence=dice.random() < 0.5,
             keep_divergence=dice.random() < 0.5,

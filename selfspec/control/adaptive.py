@@ -60,7 +60,6 @@ class Adaptive:
         has_prior = self._experience.has_seen(self._allowed)  # earlier texts have told of the layers
         self._decider = Decider(costs, self._experience, self._allowed, self.most)
         self._free = Free(costs, self._decider, most, drafts)
-        self._cascades = "cascade" in drafts
         self._may_copy = "copies" in drafts
         self._seeding = Seeding(costs, self._experience, self._decider, [] if has_prior else self._allowed)
         self._looks = Looks(costs, has_prior, waited_of(prior))
@@ -141,10 +140,10 @@ class Adaptive:
         likely = self._likely
         if likely is not None and self._trials.is_in_block:
             return Steady(self._trials.block)
-        if likely is None or likely.guesses:
+        if likely is None:
             return Steady()
         longer = max(0, min(self._times.may_put_off(self._deciding.batch), self._looks.rounds_left - self._next_alike))
-        return self._free.steady(likely, Steady(self._next_alike, usual=likely, longer=longer), self._checks)
+        return self._free.steady(Steady(self._next_alike, usual=likely, longer=longer))
 
     @property
     def _next_alike(self) -> int:
@@ -210,7 +209,7 @@ class Adaptive:
 
     def _is_alike(self, row: RowState, match: int) -> bool:
         """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
-        return row.room > self.most and self._free.is_quiet(row, match, self._checks)
+        return row.room > self.most and self._free.is_quiet(row, match)
 
     def _pass_alike(self, row: RowState, match: int) -> None:
         """Count a round that is planned as the one before."""
@@ -240,7 +239,7 @@ class Adaptive:
         shadow = self._shadow(exit_layer, len(rows)) if looks else None
         if exit_layer is None:
             return self._without_drafts(len(rows), shadow)
-        plan = self._by_layers(rows, shadow, self._checks(self._free.chances))
+        plan = self._by_layers(rows, shadow)
         if shadow is None and plan is not self._idle:
             self._likely = plan
             if len(rows) == 1 and not self.hears_lookup:
@@ -255,15 +254,11 @@ class Adaptive:
         self._likely = self._idle
         return self._idle
 
-    def _checks(self, chances: Sequence[float]) -> int:
-        """How many guesses that are as likely, the first, the first two, .. an early pass checks."""
-        return self._decider.guesses(chances) if self._cascades and self._free.may_interrupt else 0
-
-    def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None, guesses: int = 0) -> Plan:
+    def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None) -> Plan:
         """What was decided; nothing else changes between decisions."""
         most = min(self.most, self._decider.decision.most)
         lengths = tuple([min(most, row.room - 1) for row in rows])
-        return self._decider.plan(lengths, shadow, guesses) if any(lengths) else self._idle
+        return self._decider.plan(lengths, shadow) if any(lengths) else self._idle
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
         trials = self._trials

@@ -29,7 +29,6 @@ class Costs(Measured):
         context: float = CONTEXT,
         beside: Sequence[int] = (),
         draft_share: float = 1.0,
-        widths: Sequence[int] = (),
         copies: bool = False,
     ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
@@ -39,7 +38,6 @@ class Costs(Measured):
         Args:
             context: cached tokens of every row, see `context_of`.
             beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
-            widths: of a cascade, tokens of each early pass but the last; empty: one each.
             draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
             copies: the draft is written by copies in 4 bits, and verified by all layers.
         """
@@ -51,15 +49,11 @@ class Costs(Measured):
             verify = self.plain(rows) + self.num_layers * self.reading(rows, context)
         elif exit_layer == LOOKUP:
             draft, verify = rows * LOOKUP_SECONDS, self.verify(LOOKUP, rows, tokens, context)
-        elif copies and self.copies is not None and not widths:
+        elif copies and self.copies is not None:
             draft, head, pick = self._by_copies(self.copies, exit_layer, lengths, context)
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
-            draft, head, pick = (
-                self._by_cascade(exit_layer, widths, context, sum(beside))
-                if widths
-                else self._by_layers(exit_layer, lengths, context, beside)
-            )
+            draft, head, pick = self._by_layers(exit_layer, lengths, context, beside)
             verify, judging = self.verify(exit_layer, rows, tokens, context), self.head(tokens)
         head, pick = draft_share * head + judging, draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
@@ -77,19 +71,6 @@ class Costs(Measured):
             wider = live + sum([more for length, more in zip(lengths, beside, strict=True) if length == last])
             draft += self.wide_pass(exit_layer, live, wider, context)
             draft -= self.early_pass(exit_layer, live, context, first)
-        return draft, head, pick
-
-    def _by_cascade(
-        self, exit_layer: int, widths: Sequence[int], context: float, beside: int
-    ) -> tuple[float, float, float]:
-        """The same of a single row whose passes but the last are of so many tokens."""
-        draft = head = pick = 0.0
-        for step, width in enumerate([*widths, 1 + beside]):
-            narrow = self.early_pass(exit_layer, 1, first=step == 0)
-            draft += narrow * self.wide_pass(exit_layer, 1, width) / max(self.early_pass(exit_layer, 1), 1e-12)
-            draft += exit_layer * self.reading(1, context, width)
-            if step < len(widths):
-                head, pick = head + self.head(width), pick + self.pick(width)
         return draft, head, pick
 
     def _by_copies(
@@ -111,11 +92,10 @@ class Costs(Measured):
         context: float = CONTEXT,
         beside: Sequence[int] = (),
         draft_share: float = 1.0,
-        widths: Sequence[int] = (),
         copies: bool = False,
     ) -> float:
         """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, widths, copies).values())
+        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, copies).values())
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Shadow picks at `num_positions` positions for `num_layers` layers each."""

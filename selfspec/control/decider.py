@@ -57,7 +57,7 @@ class Decider:
         self._worth_for = (0, 0)  # rows, and steps of context
         self.num_rows = 0
         self.decision = Decision()
-        self._made: dict[tuple[Sequence[int], int], Plan] = {}  # by what was decided: of lengths and guesses
+        self._made: dict[tuple[int, ...], Plan] = {}  # by what was decided, by lengths
         self._promising: Sequence[int] | None = None  # layers worth leaving at if they were always right; None: unknown
         # How many times as much drafts must promise for rows to end apart that would end together.
         self._parting = 1.0
@@ -195,20 +195,13 @@ class Decider:
             self._promising = self.could_pay(self.worth, max(HANDICAP, self.decision.speedup))
         return tuple([layer for layer in self._promising if layer != self.decision.exit_layer])
 
-    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:
+    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None) -> Plan:
         """A round as was decided, of rows that draft so many tokens each, at most."""
         if shadow is not None:
-            return self.decision.plan(draft_lengths, shadow, guesses)
-        told = draft_lengths, guesses
-        made = self._made.get(told)
+            return self.decision.plan(draft_lengths, shadow)
+        made = self._made.get(draft_lengths)
         if made is None:
             if len(self._made) >= MOST_MADE:
                 self._made.clear()
-            made = self._made[told] = self.decision.plan(draft_lengths, None, guesses)
+            made = self._made[draft_lengths] = self.decision.plan(draft_lengths, None)
         return made
-
-    def guesses(self, chances: Sequence[float]) -> int:
-        """How many guesses that are as likely, the first, the first two, .. an early pass of one row checks."""
-        if self.decision.exit_layer is None or self.worth is None or self.num_rows != 1:
-            return 0
-        return self.worth.guesses(self.decision.exit_layer, chances)

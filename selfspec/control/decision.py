@@ -17,7 +17,7 @@ from selfspec.control.worth import Worth
 HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
 OFF = 0.97  # and to go on: a draft tells more of what drafts are worth than a look does, and forecasts are seldom exact
 # What drafts by copies must promise over those by the layers: the latter feed verification what they have run already,
-# may check what lookup finds, and need nothing believed of how often copies are right.
+# and need nothing believed of how often copies are right.
 MARGIN = 1.1
 MOST_BESIDE = 8  # second choices drafted for a row
 # Of a draft's expected length: a stop that would end one of middling tokens before that contradicts what it came from,
@@ -42,7 +42,7 @@ class Decision(NamedTuple):
     is_known: bool = True  # whether more than `UNKNOWN` picks of the layer were seen
     covered: float = 1.0  # see `control.choosing.Choice`
 
-    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None, guesses: int) -> Plan:
+    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None) -> Plan:
         """A round of rows that draft so many tokens each, at most."""
         return Plan(
             self.exit_layer,
@@ -51,7 +51,6 @@ class Decision(NamedTuple):
             keep_confidence=True,
             shadow=shadow,
             second_choices=self.second_choices,
-            guesses=guesses,
             draft_vocab=self.part.size,
             draft_bits=self.part.bits,
             speedup=self.speedup,

@@ -163,7 +163,7 @@ class Experience:
             copies, (context, share) = plan.draft_bits is not None, looked
             lengths, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
             beside = beside if any(beside) else []
-            expected = self._costs.stages(exit_layer, lengths, context, beside, share, outcomes[0].widths, copies)
+            expected = self._costs.stages(exit_layer, lengths, context, beside, share, copies)
             if exit_layer == LOOKUP and rows > 1 and self._costs.ragged is not None:
                 expected["verify"] *= max(1.0, self._costs.ragged(rows))
             self._pace.look(exit_layer, rows, expected, seconds, copies)

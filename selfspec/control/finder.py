@@ -45,8 +45,6 @@ class Finder:
         self._vain = {0: QUIET}  # by match, of a batch: in how many rounds in a row nothing was drafted
         self.forecast = 0.0
         """Tokens of the round that was planned last, of all rows."""
-        self.chains: Sequence[Sequence[float]] = []
-        """Of every row in the round that was planned last, see `chances`."""
 
     def forget_rows(self) -> None:
         """No row is known any more."""
@@ -83,12 +81,11 @@ class Finder:
         branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
         longest = max(matches)
         if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
-            self.chains = [[]] * len(rows)
             return None
         seconds = worth.lookups()
         # A token less likely than this lowers the rate of any round of a batch that is worth it.
         least = 0.0 if is_small else usual * worth.least_lookup
-        self.chains = chains = [self.chances(row, match, least) for row, match in zip(rows, matches, strict=True)]
+        chains = [self.chances(row, match, least) for row, match in zip(rows, matches, strict=True)]
         self._trust = self.trust_after(longest)
         if not self.could_pay(chains, seconds, usual, branches):
             return None

@@ -7,26 +7,22 @@ what never pays costs little.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from selfspec.control.finder import Finder
-from selfspec.control.lengths import SHORTEST, TO_ASK, Lengths
+from selfspec.control.lengths import SHORTEST, Lengths
 from selfspec.control.matches import LONG, bin_of
 from selfspec.control.plan import LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.rows import Looked, RowOutcome, RowState
 from selfspec.control.weighing import Weighing
 from selfspec.control.worth import Worth
 
-Checks = Callable[[Sequence[float]], int]  # how many guesses that are as likely an early pass checks
 BINS = (0, *[1 + bin_of(match) for match in range(1, SHORTEST[-1] + 1)])  # by match: which of `SHORTEST` it counts as
 
 
 class Drafts(NamedTuple):
-    """What is drafted after matches of 0, 1, 2, .. tokens, and more, as the last; until something is weighed or
-    decided, by the context that was priced last before somebody asked. See `Steady`."""
+    """What is drafted after matches of 0, 1, 2, .. tokens, and more, as the last; see `Steady`."""
 
-    beside_layers: bool
     lengths: tuple[int, ...]
     branches: tuple[bool, ...]
     grown: tuple[int, ...]
@@ -45,7 +41,6 @@ class Follower:
 
     def __init__(self, finder: Finder) -> None:
         self._finder, self._weighing, self._lengths = finder, Weighing(finder), Lengths()
-        self._quiet: dict[int, bool] = {}  # by match, as far as anybody asked: see `is_quiet`
         self._drafts: Drafts | None = None  # as far as anybody asked
         self._match = 0  # before the round that was planned last
         self._forecast = 0.0  # tokens of that, if lookup drafts as many as were weighed
@@ -69,7 +64,7 @@ class Follower:
         if is_other:
             self._row, self._streak = row.whole, 0
         if self._lengths.is_due(row, usual, beside_layers, worth.plain_seconds):
-            self._weigh_all(row, worth, usual, beside_layers)
+            self._weigh_all(row, worth, usual)
         elif is_other:
             self._count(row)
         known = self._lengths.after(match)
@@ -80,7 +75,6 @@ class Follower:
                 self._forecast = finder.forecast
                 self._lengths.note()
             return found
-        finder.chains = [known.chances[: row.room - 1]]
         length = min(known.after(self._streak) if match >= LONG else known.length, row.room - 1)
         if length <= 0:
             return None
@@ -95,35 +89,25 @@ class Follower:
         self._row, self._streak = (-1, 0), 0
         self._lengths.forget_row()
 
-    def forget_quiet(self) -> None:
-        """Something was decided: early passes may check other guesses."""
-        self._quiet.clear()
-        self._drafts = None
-
-    def is_quiet(self, row: RowState, match: int, checks: Checks) -> bool:
+    def is_quiet(self, row: RowState, match: int) -> bool:
         """Whether nothing comes of such a match of the row that is followed, as long as what was weighed is kept."""
-        if self._lengths.is_surprised(row):
-            return False
-        known = self._quiet.get(match)
-        if known is None:
-            one = self._lengths.after(match)
-            known = self._quiet[match] = not (one.length or one.may_branch or checks(one.chances))
-        return known
+        one = self._lengths.after(match)
+        return not (one.length or one.may_branch or self._lengths.is_surprised(row))
 
     def pass_quiet(self, match: int) -> None:
         """A round of the row that is followed was planned as the one before, since such a match is quiet."""
         self._match = match
         self._lengths.pass_rounds()
 
-    def steady(self, beside_layers: bool, most: Steady, checks: Checks) -> Steady:
+    def steady(self, most: Steady) -> Steady:
         """For how many rounds after one that was just planned what is drafted depends on matches alone.
 
         Args:
             most: those that there may be.
         """
         drafts = self._drafts
-        if drafts is None or drafts.beside_layers != beside_layers:
-            drafts = self._drafts = self._drafts_now(beside_layers, checks)
+        if drafts is None:
+            drafts = self._drafts = self._drafts_now()
         return most._replace(
             lengths=drafts.lengths,
             branches=drafts.branches,
@@ -133,14 +117,10 @@ class Follower:
             most_surprises=self._lengths.most_surprises,
         )
 
-    def _drafts_now(self, beside_layers: bool, checks: Checks) -> Drafts:
+    def _drafts_now(self) -> Drafts:
         known = self._lengths.all
-        lengths, branches = [one.length for one in known], [one.may_branch for one in known]
-        for n, one in enumerate(known if beside_layers else ()):
-            if not one.length and checks(one.chances):
-                lengths[n] = TO_ASK
-        by_match = tuple([lengths[n] for n in BINS]), tuple([branches[n] for n in BINS])
-        return Drafts(beside_layers, *by_match, known[-1].grown)
+        after = [known[n] for n in BINS]
+        return Drafts(tuple([one.length for one in after]), tuple([one.may_branch for one in after]), known[-1].grown)
 
     def learn(self, plan: Plan, outcome: RowOutcome) -> None:
         """What came of a round of the row that is followed."""
@@ -181,7 +161,7 @@ class Follower:
             matches.take(tally, row.request_id)
         self._has_told = False
 
-    def _weigh_all(self, row: RowState, worth: Worth, usual: float, beside_layers: bool) -> None:
+    def _weigh_all(self, row: RowState, worth: Worth, usual: float) -> None:
         self._count(row)
-        self._lengths.keep(self._weighing.all(row.request_id, worth, usual, beside_layers))
-        self.forget_quiet()
+        self._lengths.keep(self._weighing.all(row.request_id, worth, usual))
+        self._drafts = None

@@ -8,9 +8,9 @@ from selfspec.control.costs import Costs
 from selfspec.control.crowd import Crowd
 from selfspec.control.decider import Decider
 from selfspec.control.finder import Finder
-from selfspec.control.follower import Checks, Follower
+from selfspec.control.follower import Follower
 from selfspec.control.plan import Plan, Steady
-from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading, may_interrupt
+from selfspec.control.reading import FEW, FOLLOWED_PAUSE, Reading
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.timetable import AHEAD
 
@@ -63,7 +63,6 @@ class Free:
     def price(self, num_rows: int, deciding: float) -> None:
         """Something is decided anew; take on what deciding takes in a round of so many rows, in seconds."""
         self._reading.price(num_rows, deciding)
-        self._follower.forget_quiet()
 
     def forget_rows(self) -> None:
         """All rows are gone, and the next ones may have their numbers."""
@@ -111,21 +110,10 @@ class Free:
         """Whether matches alone say what the rows of the round that was planned last draft by lookup."""
         return self.follows or self._crowds
 
-    @property
-    def chances(self) -> Sequence[float]:
-        """In a round of a single row that layers draft: that its free guess is right as far as each token."""
-        return self._finder.chains[0] if self.follows or self.told_of else ()
-
-    @property
-    def may_interrupt(self) -> bool:
-        """Whether early passes may check guesses: of a row that is followed that would end calls in the middle."""
-        worth = self._decider.worth
-        return worth is not None and (not self.follows or may_interrupt(worth))
-
-    def steady(self, usual: Plan, most: Steady, checks: Checks) -> Steady:
-        """How many rounds after the last one are likely to be as `usual`, or drafted by matches alone."""
+    def steady(self, most: Steady) -> Steady:
+        """How many rounds after the last one are likely to be as `most.usual`, or drafted by matches alone."""
         if self.follows:
-            return self._follower.steady(bool(usual.exit_layer), most, checks)
+            return self._follower.steady(most)
         if self._crowds:
             return self._crowd.steady(most)
         if self._will_ask:
@@ -150,9 +138,9 @@ class Free:
         """Of the row that is followed; 0 where none is, since to ask for it makes an index."""
         return row.match if self.follows else 0
 
-    def is_quiet(self, row: RowState, match: int, checks: Checks) -> bool:
+    def is_quiet(self, row: RowState, match: int) -> bool:
         """Whether nothing comes of such a match of the row that is followed."""
-        return not self.follows or self._follower.is_quiet(row, match, checks)
+        return not self.follows or self._follower.is_quiet(row, match)
 
     def pass_quiet(self, match: int) -> None:
         """A round was planned as the one before, since nothing comes of this match."""

@@ -35,7 +35,6 @@ class Weighed(NamedTuple):
     length: int  # tokens; 0: none, another round promises more
     promised: float = 0.0  # tokens per second
     forecast: float = 0.0  # tokens of the round
-    chances: Sequence[float] = ()  # that the draft is right as far as each token
     may_branch: bool = False  # what is drafted depends on other candidates, where there are any
     grown: tuple[int, ...] = ()  # tokens after one, two, .. right drafts in a row; more are as the last
 

@@ -36,12 +36,13 @@ def confidence_bins(confidences: Sequence[float]) -> list[int]:
     return bins
 
 
-DRAFTS = ("exit", "copies", "lookup", "recycle", "tree", "cascade")
+DRAFTS = ("exit", "copies", "lookup", "recycle", "tree")
 """Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
-tokens before; "tree" lets drafts have branches, "cascade" lets early layers check what was looked up, "copies"
-lets copies of early layers in 4 bits draft in their place."""
+tokens before; "tree" lets drafts have branches, "copies" lets copies of early layers in 4 bits draft in their place."""
 # Keeping what was likely takes more time than it has been seen to save.
-DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree", "cascade")
+DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree")
+REMOVED_DRAFTS = ("cascade",)
+"""Which there once were: naming one of these says so."""
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -109,7 +110,6 @@ class Plan:
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
     shadow: ShadowPlan | None = None
     second_choices: SecondChoices | None = None  # drafted beside the exit's own
-    guesses: int = 0  # of a single row: most free guesses that an early pass checks after the token it is fed
     trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     draft_bits: int | None = None  # 4: draft by copies of the layers in 4 bits, if there are any; all layers judge

@@ -14,7 +14,7 @@ from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.fs import FiniteState
 from selfspec.control.gammatune import GammaTune, GammaTunePlus
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
-from selfspec.control.plan import DEFAULT_DRAFTS, DRAFTS, Policy
+from selfspec.control.plan import DEFAULT_DRAFTS, DRAFTS, REMOVED_DRAFTS, Policy
 from selfspec.control.smartspec import SmartSpec
 from selfspec.control.synergy import Synergy
 from selfspec.errors import whole
@@ -75,9 +75,9 @@ def make_policy(
     given: Any = drafts
     are_several = isinstance(given, Collection) and not isinstance(given, str)
     if drafts is not None and not (are_several and drafts and set(drafts) <= set(DRAFTS)):
-        raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}")
-    if drafts is not None and set(drafts) <= {"copies", "tree", "cascade"}:
-        raise ValueError("drafts must name a source beside 'copies', 'tree' and 'cascade': exit, lookup or recycle")
+        raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}{removed_among(drafts)}")
+    if drafts is not None and set(drafts) <= {"copies", "tree"}:
+        raise ValueError("drafts must name a source beside 'copies' and 'tree': exit, lookup or recycle")
     if policy == "plain" or num_draft_tokens == 0 or num_layers == 1:
         return Plain()
     if policy in NEEDS_COSTS and costs is None:
@@ -87,6 +87,12 @@ def make_policy(
         exits = None if exit_layer is None else [exit_layer]
         return Adaptive(costs(), prior, exits, num_draft_tokens, DEFAULT_DRAFTS if drafts is None else drafts)
     return _make(policy, num_layers, exit_layer, num_draft_tokens, costs)
+
+
+def removed_among(drafts: Sequence[str]) -> str:
+    """How a refusal of these ends where some were removed; empty else."""
+    removed = [name for name in REMOVED_DRAFTS if name in drafts]
+    return f" (removed: {', '.join(removed)})" if removed else ""
 
 
 def _make(

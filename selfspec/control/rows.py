@@ -95,7 +95,6 @@ class RowOutcome(NamedTuple):
     looked: Looked | None = None  # told to policies that read lookups
     second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
     num_beside: int = 0  # second choices drafted
-    widths: tuple[int, ...] = ()  # of a cascade: tokens of each early pass but the last
     is_left_out: bool = False  # whether the target's token, where a draft was refused, was none it was picked among
 
     @property

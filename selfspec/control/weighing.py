@@ -21,18 +21,13 @@ class Weighing:
     def __init__(self, finder: Finder) -> None:
         self._finder = finder
 
-    def all(self, request_id: int, worth: Worth, usual: float, beside_layers: bool) -> list[Weighed]:
+    def all(self, request_id: int, worth: Worth, usual: float) -> list[Weighed]:
         """After matches as in `SHORTEST`, of a row that has its own text alone to look in.
 
         Args:
             usual: tokens per second, that a draft must promise.
-            beside_layers: whether that is what drafts by layers come to.
         """
-        return [self._weigh(request_id, match, worth, usual, beside_layers) for match in SHORTEST]
-
-    def _few(self, worth: Worth, beside_layers: bool) -> int:
-        """Tokens looked at where it does not pay to verify them: layers may yet check a few."""
-        return 1 if worth.by_copies or not beside_layers else self._finder.most
+        return [self._weigh(request_id, match, worth, usual) for match in SHORTEST]
 
     def _may_branch(self, match: int, worth: Worth, usual: float, chances: Sequence[float]) -> bool:
         """Whether what is drafted depends on the candidates beside its first token."""
@@ -42,15 +37,14 @@ class Weighing:
         least = usual * worth.least_lookup / self._finder.trust_after(match).ratio
         return wrong * self._finder.ranks.beside >= max(LEAST, least)
 
-    def _weigh(self, request_id: int, match: int, worth: Worth, usual: float, beside_layers: bool) -> Weighed:
+    def _weigh(self, request_id: int, match: int, worth: Worth, usual: float) -> Weighed:
         if not match:
             return Weighed(0)
-        finder, trust = self._finder, self._finder.trust_after(match)
-        seconds, few = worth.lookups(), self._few(worth, beside_layers)
-        chances = finder.matches.survivals(match, request_id, most=few) if finder.looks_up else []
+        finder, trust, seconds = self._finder, self._finder.trust_after(match), worth.lookups()
+        chances = finder.matches.survivals(match, request_id, most=1) if finder.looks_up else []
         if not finder.could_pay([chances], seconds, usual, finder.branches, trust):
-            return Weighed(0, chances=chances)
-        if few < finder.most and chances:
+            return Weighed(0)
+        if chances:
             chances = finder.matches.survivals(match, request_id, most=finder.most)
         (length,), rate = choose([chances], seconds)
         forecast = rate * seconds[length]
@@ -59,4 +53,4 @@ class Weighing:
             length = 0
         may_branch = self._may_branch(match, worth, usual, chances)
         grown = growing(length, choose([CIRCLES[: finder.most]], seconds).lengths[0]) if match >= LONG else ()
-        return Weighed(length, promised, forecast, chances, may_branch, grown)
+        return Weighed(length, promised, forecast, may_branch, grown)

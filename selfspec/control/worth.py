@@ -14,7 +14,6 @@ from selfspec.control.measured import CONTEXT
 from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Coefficients, Pieces, coefficients
 from selfspec.control.tracker import Floats
 
-MOST_GUESSES = 7  # checked by an early pass
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end
 _LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
@@ -38,7 +37,6 @@ class Worth:
         self.num_rows, self._costs = num_rows, costs
         self._has_copies = copies and costs.copies is not None
         self._pieces = Pieces.of(costs, num_rows)
-        self._wider: dict[int, list[float]] = {}  # what `guesses` knows of exit layers
         self._pick, self._passes, self._deciding = 1.0, (1.0, 1.0), 0.0
         self._way = WHOLE
         self._slower = 1.0  # rounds by lookup
@@ -54,7 +52,6 @@ class Worth:
         # Seconds a layer, in a pass of one token per row, and for each further one of all rows.
         self._more = self._costs.reading(self.num_rows, context)
         self._further = self._costs.reading(self.num_rows, context, 2) - self._more
-        self._wider.clear()
         self._price()
 
     def price(
@@ -75,13 +72,11 @@ class Worth:
             return
         self._pick, self._passes, self._deciding = pick, passes, deciding
         self._price()
-        self._wider.clear()
 
     def draft_by(self, share: float, copies: bool = False) -> None:
         """Take on that drafts are picked among a share of the vocabulary, with a head as much smaller, or by copies."""
         if (share, copies) != self._way:
             self._way, self._line_for = (share, copies), 0
-            self._wider.clear()
 
     def _price(self) -> None:
         """Arrays follow when they are asked for: a context may move, and prices change, several times before."""
@@ -223,42 +218,6 @@ class Worth:
         narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n, self._context) for n in (0, 1, 5))
         each = self._passes[False] * (many - some) / 4
         return self._passes[False] * (some - narrow) - each, each + wider
-
-    @property
-    def by_copies(self) -> bool:
-        """Whether copies draft, which check no guesses."""
-        return self._way[1]
-
-    def guesses(self, exit_layer: int, chances: Sequence[float]) -> int:
-        """How many free guesses an early pass of a single row had best check; 0: none are worth it, or copies draft.
-
-        Args:
-            chances: that the exit picks the first guess, the first two, ...; falling.
-        """
-        if self._way[1]:
-            return 0
-        wider = self._wider.get(exit_layer)
-        if wider is None:
-            wider = self._wider[exit_layer] = self._widths(exit_layer)
-        step = self._of(exit_layer)[STEP]
-        best, count, saved = 0.0, 0, 0.0
-        for n, (chance, more) in enumerate(zip(chances, wider, strict=False), 1):
-            saved += chance * step
-            if saved - more > best:
-                best, count = saved - more, n
-        return count
-
-    def _widths(self, exit_layer: int) -> list[float]:
-        """Seconds that 1, 2, .. `MOST_GUESSES` guesses add to an early pass of a single row."""
-        costs, wider = self._costs, []
-        narrow, rows = costs.early_pass(exit_layer, 1, self._context), self.num_rows
-        for n in range(1, MOST_GUESSES + 1):
-            picking = costs.head(1 + n) - costs.head(rows) + self._pick * (costs.pick(1 + n) - costs.pick(rows))
-            wider.append(
-                self._passes[False] * (costs.wide_pass(exit_layer, 1, 1 + n, self._context) - narrow)
-                + self._way[0] * picking
-            )
-        return wider
 
 
 def deepest_copy(num_layers: int) -> int:

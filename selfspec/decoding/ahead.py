@@ -147,7 +147,7 @@ class Ahead:
         is_first = any(len(row.content) == row.num_prompt_tokens for row in rows)
         if num_rounds < 2 or (is_first and burst <= BURST):
             return None
-        if usual.exit_layer == LOOKUP or usual.guesses or usual.asks_for_more:
+        if usual.exit_layer == LOOKUP or usual.asks_for_more:
             return None
         ends = [sorted(row.stopper.eos) for row in rows]
         if not self._reads_lookup or (len(rows) > 1 and steady.lookups is None and not any(steady.lengths)):

@@ -16,7 +16,6 @@ from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
 from selfspec.drafting.exit import Branch, DraftRow
-from selfspec.drafting.lookup import num_right
 from selfspec.kernels.compiled_pick import Picks
 from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import CompiledBody
@@ -99,36 +98,6 @@ class Chooser:
         self.confidences, self._others = written.sure, written.seconds
         self._seconds.laps([part for step in written.taken for part in zip(STAGES, step, strict=True)])
         return written
-
-    def block(self, hidden: Tensor, guesses: Sequence[int], num_drafted: int) -> tuple[list[int], bool]:
-        """Of a single row, after its last drafted token and some guesses: the picks as far as the guesses were these.
-
-        Args:
-            hidden: `[1 + guesses, hidden_size]`.
-
-        Returns:
-            Guesses that were right, and the pick after them; and whether the draft goes on.
-        """
-        self._seconds.lap("draft")
-        row, plan = self._rows[0], self._plan
-        logits, tokens = self._logits(hidden)
-        self._seconds.lap("head")
-        if self._processes:
-            before = [[*self._drafted[0], *guesses[:i]] for i in range(len(logits))]
-            logits = torch.stack([process(row, b, one) for b, one in zip(before, logits, strict=True)])
-        first = len(row.content) + num_drafted
-        samplings, positions = [row.request.sampling] * len(logits), range(first, first + len(logits))
-        made, sure, seconds = self._picks(logits, samplings, positions, tokens)
-        picks: list[int] = made.tolist()
-        picks = picks[: num_right(guesses, picks) + 1]
-        going = [] if sure is None else [self._confident([one], [0]) for one in sure[: len(picks)].tolist()]
-        if seconds is not None:
-            self._others[0] += seconds[: len(picks)].tolist()
-        self._drafted[0] += picks
-        if plan.keep_divergence:
-            self.logits[0] += logits[: len(picks)]
-        self._seconds.lap("pick")
-        return picks, all(going)
 
     def _picks(
         self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], tokens: Subset | None

@@ -20,7 +20,6 @@ from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict, walk
 from selfspec.decoding.whole import compiled_round, whole_round
 from selfspec.drafting.at_once import draft_at_once, draft_unread
-from selfspec.drafting.cascade import draft_by_cascade
 from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.lookup import draft_by_lookup, draft_trees
 from selfspec.target.cache import PackedRows, PagedCache, Span, tensor_of
@@ -144,12 +143,6 @@ def _draft(
     places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
     chooser = Chooser(stack, picker, rows, plan, seconds)
     beside = None if plan.second_choices is None else chooser.branches
-    if plan.guesses and len(rows) == 1:
-        guess = rows[0].guesser.chain(plan.draft_lengths[0])
-        token = rows[0].content[-1]
-        return draft_by_cascade(
-            stack, cache, places[0], token, plan.exit_layer, chooser.block, guess, plan.guesses, tapped, beside
-        ), chooser
     rounded = plan.draft_bits is not None
     inner = [] if rounded else [layer for layer in tapped if layer < plan.exit_layer]
     written = chooser.at_once(cache, places, ends, inner)
@@ -220,6 +213,6 @@ def _accept(
         raw = logits[kept].clone() if keep else None
         told = filtered(scores[kept], row.request.sampling).clone() if keep else None
         chain = 0 if draft.chains is None else draft.chains[i]
-        verdicts.append(Verdict(guess, path, block, raw, told, tree, chain, draft.widths))
+        verdicts.append(Verdict(guess, path, block, raw, told, tree, chain))
         at += drafted + 1
     return verdicts, scores

@@ -22,7 +22,6 @@ class Verdict(NamedTuple):
     scores: Tensor | None
     tree: Tree | None = None
     chain: int = 0  # drafted tokens that follow one another, from the first on; others are drafted beside them
-    widths: tuple[int, ...] = ()  # of a cascade: tokens of each early pass but the last
     confidences: tuple[float, ...] = ()  # of the drafted tokens
     divergences: tuple[float, ...] = ()  # at the judged drafted tokens
     shadow: Shadow | None = None
@@ -66,7 +65,6 @@ class Verdict(NamedTuple):
             looked,
             self._second(right) if right < drafted else None,
             0 if self.tree is None else len(self.drafted) - length,
-            self.widths,
         )
 
     def _second(self, right: int) -> bool | None:

@@ -68,7 +68,7 @@ def compiled_round(
         ahead: who says how many rounds are decoded at once, and takes what became of the later ones.
     """
     rounds, looks = picker.rounds, plan.shadow is not None
-    if rounds is None or plan.guesses or not _is_plain(rows, replace(plan, shadow=None) if looks else plan):
+    if rounds is None or not _is_plain(rows, replace(plan, shadow=None) if looks else plan):
         return None
     seen = _seen(stack, rows, plan) if looks else None
     if looks and seen is None:

@@ -32,7 +32,6 @@ class Draft(NamedTuple):
     taps: Tensor | None = None  # [K, N, hidden_size] after the K tapped layers below the exit, in their order
     trees: list[Tree | None] | None = None  # of rows whose tokens do not all follow one another
     chains: list[int] | None = None  # how many of them do, from the first on, where some do not
-    widths: tuple[int, ...] = ()  # of a cascade: tokens of each pass but the last
 
     @property
     def is_unread(self) -> bool:

@@ -208,8 +208,6 @@ def test_a_longer_context_costs_more_for_many_rows_and_wide_passes():
     assert longer(LOOKUP, (2, 0)) == pytest.approx(8 * 0.225 * 2)  # two tokens per row in the mean
     beside = longer(3, (2,), (1,))  # two passes of a token, one of two, and 5 layers over four
     assert beside == pytest.approx(3 * (2 * 0.1 + 0.15) + 5 * 0.25)
-    cascade = costs.stages(3, (3,), CONTEXT + 100, widths=(3,))["draft"] - costs.stages(3, (3,), widths=(3,))["draft"]
-    assert cascade == pytest.approx(3 * (0.2 + 0.1))  # of three tokens, and the last one
 
 
 @given(st.dictionaries(st.sampled_from([2, 3, 8]), st.tuples(seconds, seconds)), st.integers(1, 12), st.floats(1, 999))

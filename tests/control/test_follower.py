@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from selfspec.control.finder import Finder
 from selfspec.control.follower import Follower
-from selfspec.control.lengths import LEAST_SURPRISES, MOST_KEPT, SHORTEST, TO_ASK, Lengths, Weighed, growing
+from selfspec.control.lengths import LEAST_SURPRISES, MOST_KEPT, SHORTEST, Lengths, Weighed, growing
 from selfspec.control.matches import LONG, Matches
 from selfspec.control.plan import NUM_MATCH_BINS, Plan, Steady
 from selfspec.control.reading import may_interrupt
@@ -36,8 +36,8 @@ def plan_of(follower, match=14, room=1000, request_id=0, usual=PLAIN, beside=Fal
     return follower.plan(RowState(request_id, 1050 - room, room, found(match, **kinds)), worth, usual, beside)
 
 
-def lengths_of(follower, beside=False, checks=lambda chances: 0):
-    return follower.steady(beside, Steady(1000), checks)
+def lengths_of(follower):
+    return follower.steady(Steady(1000))
 
 
 def told(tally, **kinds):
@@ -127,7 +127,7 @@ def test_tokens_that_lookup_would_have_guessed_are_something_to_learn_where_it_d
         for _ in range(40 - 10 * (sum(guessed) > few)):
             state = RowState(0, 50, 1000, found(0, guessed=guessed))
             weighing.round(0, usual=usual, guessed=guessed)
-            assert weighing.followed.is_quiet(state, 0, lambda chances: 0) or weighing.at == 80
+            assert weighing.followed.is_quiet(state, 0) or weighing.at == 80
     drafts = any(lengths_of(weighing.followed).lengths)
     assert drafts == (usual == PLAIN) and weighing.asked == ([0] if drafts else [0, 80])
 
@@ -138,18 +138,18 @@ def test_tokens_that_lookup_would_have_guessed_are_something_to_learn_where_it_d
     st.floats(0.3, 1.5),
 )
 def test_calls_and_the_policy_agree_on_what_is_a_surprise_and_when_it_is_weighed(rounds, beside, share):
-    """Also where layers are to draft for once in the place of lookup, and in the last round that was kept."""
+    """Also in the last round that was kept."""
     followed, guessed = follower(drafts=("lookup",)), (3, 0, 1, 0, 0, 40, 0, 20)
     usual = share * plan_of(follower(drafts=("lookup",)), usual=0.0).speedup / worth_of(1).plain_seconds
     for match, right in rounds:
         plan = plan_of(followed, match, usual=usual, beside=beside, guessed=guessed)
         if plan is not None:
             learn(followed, plan, min(right, plan.draft_lengths[0]))
-        steady = lengths_of(followed, beside)
+        steady = lengths_of(followed)
         is_woken = steady.kept == 0 and steady.surprises(guessed) >= steady.most_surprises
         row = RowState(0, 50, 1000, found(0, guessed=guessed))
         assert followed._lengths.is_surprised(row) == is_woken
-        assert followed.is_quiet(row, 0, lambda chances: 0) != is_woken
+        assert followed.is_quiet(row, 0) != is_woken
 
 
 @pytest.mark.parametrize("has_drafted", [False, True])
@@ -248,40 +248,17 @@ def test_another_text_of_the_same_number_is_another_row():
 
 
 def test_a_match_is_quiet_where_nothing_comes_of_it():
-    followed, checked = told(Tally(300, EVERY_MATCH, LONG_MATCH), drafts=("lookup",)), []
-    plan_of(followed, 0, beside=True)
-
-    def checks(chances):
-        checked.append(0)
-        return len(chances) > 60
-
-    row = RowState(0, 50, 1000, found(0))
-    assert [followed.is_quiet(row, match, checks) for match in (0, 1, 2, 14, 1)] == [True, True, True, False, True]
-    assert len(checked) == 3, "what is known is not asked again"
-    assert not followed.is_quiet(row, 5, lambda chances: 1), "an early pass would check it"
-
-
-def test_what_calls_are_told_of_matches_is_asked_again_once_something_was_weighed_or_decided():
-    followed, checked = told(Tally(300, EVERY_MATCH, LONG_MATCH), drafts=("lookup",)), []
+    followed = told(Tally(300, EVERY_MATCH, LONG_MATCH), drafts=("lookup",))
     plan_of(followed, 0, usual=60.0, beside=True)
-
-    def checks(chances):
-        checked.append(chances)
-        return 1
-
-    known = lengths_of(followed, True, checks)
     row = RowState(0, 50, 1000, found(0))
-    for match, length in enumerate(known.lengths):
-        assert (length == 0) == followed.is_quiet(row, match, lambda chances: 1)
-    count = len(checked)
-    assert 0 < count < len(SHORTEST), "of those alone that lookup drafts nothing after, once for each length"
-    assert lengths_of(followed, True, checks).lengths == known.lengths and len(checked) == count
-    assert TO_ASK not in lengths_of(followed, False, checks).lengths and len(checked) == count, "no early pass"
-    lengths_of(followed, True, checks)
-    assert len(checked) == 2 * count, "after it was about others"
-    assert not followed.is_quiet(row, 1, lambda chances: 0)
-    followed.forget_quiet()
-    assert followed.is_quiet(row, 1, lambda chances: 0), "something was decided"
-    assert TO_ASK not in lengths_of(followed, True, lambda chances: 0).lengths
+    assert [followed.is_quiet(row, match) for match in (0, 1, 2, 14)] == [True, True, True, False]
+    for match, length in enumerate(lengths_of(followed).lengths):
+        assert (length == 0) == followed.is_quiet(row, match)
+
+
+def test_what_calls_are_told_of_matches_is_new_once_something_was_weighed():
+    followed = told(Tally(300, EVERY_MATCH, LONG_MATCH), drafts=("lookup",))
+    plan_of(followed, 0, usual=60.0, beside=True)
+    assert any(lengths_of(followed).lengths)
     plan_of(followed, 0, usual=1e9, beside=True)
-    assert {*lengths_of(followed, True).lengths} == {0}, "and weighed"
+    assert {*lengths_of(followed).lengths} == {0}

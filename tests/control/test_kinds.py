@@ -406,9 +406,9 @@ def test_plans_are_of_what_was_decided_last():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("selfspec.control.decider.decide", lambda *given, at=exit_layer: Decision(1.0, 2.0, at))
             decider.decide(False, 1.0)
-        plans.append(decider.plan((3,), None, 0))
-        assert decider.plan((3,), None, 0) is plans[-1]
-        assert [decider.plan((n,), None, 0).draft_lengths for n in (4, 3)] == [(4,), (3,)]
+        plans.append(decider.plan((3,), None))
+        assert decider.plan((3,), None) is plans[-1]
+        assert [decider.plan((n,), None).draft_lengths for n in (4, 3)] == [(4,), (3,)]
     assert [plan.exit_layer for plan in plans] == [2, 3, None]
 
 
@@ -508,22 +508,22 @@ def test_drafts_must_make_up_for_rows_that_would_have_ended_together(in_step, to
     assert asked[0] == pytest.approx(HANDICAP * times)
 
 
-def test_plans_are_made_once_for_each_length_and_number_of_guesses_until_something_is_decided():
+def test_plans_are_made_once_for_each_length_until_something_is_decided():
     costs = made_up_costs(LAYERS)
     decider = Decider(costs, Experience(costs, None, False), range(1, LAYERS))
     decider.price([RowState(0, 60, 4000)])
     decider._hold(Decision(exit_layer=2))
-    asked = [((length,), guesses) for length in (9, 4) for guesses in (0, 2)]
-    made = [decider.plan(lengths, None, guesses) for lengths, guesses in asked]
-    assert [(plan.draft_lengths, plan.guesses) for plan in made] == asked
-    assert all(decider.plan(lengths, None, n) is plan for (lengths, n), plan in zip(asked, made, strict=True))
+    asked = [(9,), (4,)]
+    made = [decider.plan(lengths, None) for lengths in asked]
+    assert [plan.draft_lengths for plan in made] == asked
+    assert all(decider.plan(lengths, None) is plan for lengths, plan in zip(asked, made, strict=True))
     for length in range(10, 10 + 2 * MOST_MADE):
-        decider.plan((length,), None, 0)
+        decider.plan((length,), None)
         assert len(decider._made) <= MOST_MADE
     shadow = ShadowPlan((3,), (0,), 1)
-    assert decider.plan((9,), shadow, 0).shadow is shadow and decider.plan((9,), None, 0).shadow is None
+    assert decider.plan((9,), shadow).shadow is shadow and decider.plan((9,), None).shadow is None
     decider._hold(Decision(exit_layer=3))
-    assert decider.plan((9,), None, 0).exit_layer == 3
+    assert decider.plan((9,), None).exit_layer == 3
 
 
 @pytest.mark.parametrize("rooms", [(40, 40, 40, 40), (40, 39, 38, 37), (40, 40, 31, 31), (40,)])

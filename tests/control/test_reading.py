@@ -365,7 +365,7 @@ class Unread:
         raise AssertionError(f"{name} makes an index")
 
 
-@pytest.mark.parametrize("drafts", [("exit",), ("exit", "cascade"), ("exit", "copies", "tree")])
+@pytest.mark.parametrize("drafts", [("exit",), ("exit", "copies", "tree")])
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
 def test_a_policy_that_may_not_look_anything_up_wants_to_know_nothing_of_it(drafts, num_rows):
     policy = Adaptive(made_up_costs(LAYERS), drafts=drafts)

@@ -34,11 +34,10 @@ class Dice(Adversary):
         plan, dice = super().plan(rows), self.dice
         right = tuple(dice.random() for _ in range(NUM_BINS))
         rule = SecondChoices(right, right[::-1], dice.choice([-1, 0.05]), dice.choice([1, 3, 9]), dice.choice([0, 0.3]))
-        is_odd, drafts = dice.random() < 0.1, plan.exit_layer is not None and plan.exit_layer != LOOKUP
+        drafts = plan.exit_layer is not None and plan.exit_layer != LOOKUP
         return replace(
             plan,
-            guesses=plan.guesses if is_odd else 0,
-            keep_divergence=False,
+            keep_divergence=plan.keep_divergence and dice.random() < 0.1,
             stop=dice.choice([None, SurvivalStop(right, dice.random())]),
             second_choices=dice.choice([None, rule]) if drafts else None,
             draft_bits=dice.choice([None, 4]) if drafts else None,
@@ -135,7 +134,7 @@ def test_rounds_that_look_at_layers_are_done_in_one_call(monkeypatch):
     def counted(stack, cache, rows, plan, *more):
         done = made(stack, cache, rows, plan, *more)
         if plan.shadow is not None:
-            looked.append((plan.exit_layer, plan.draft_bits, bool(plan.guesses), done is not None))
+            looked.append((plan.exit_layer, plan.draft_bits, plan.keep_divergence, done is not None))
             assert done is None or [i for i, one in enumerate(done) if one.shadow is not None] == [*plan.shadow.rows]
         return done
 
@@ -143,7 +142,7 @@ def test_rounds_that_look_at_layers_are_done_in_one_call(monkeypatch):
     for seed in range(3):
         decoded("llama", 3, seed, Dice(seed, 4), 70, [False, True, False])
     assert {None, LOOKUP, 1, 2} <= {one[0] for one in looked} and {None, 4} == {one[1] for one in looked}
-    assert all(guesses != is_done for _, _, guesses, is_done in looked)
+    assert all(diverges != is_done for _, _, diverges, is_done in looked)
 
 
 class LooksBesideLookup(Always):

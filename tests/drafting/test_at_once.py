@@ -79,7 +79,7 @@ def check(monkeypatch, prompts, samplings, plan):
     with monkeypatch.context() as patch:
         patch.setattr(Chooser, "at_once", lambda *given: None)
         wanted, as_sure, _ = drafted(prompts, samplings, plan)
-    for name in ("lengths", "trees", "chains", "widths"):
+    for name in ("lengths", "trees", "chains"):
         assert getattr(got, name) == getattr(wanted, name)
     assert torch.equal(got.tokens, wanted.tokens)
     assert torch.equal(got.hidden, wanted.hidden)

@@ -112,7 +112,6 @@ class Dice:
             shadow=shadow if looked_at and dice.random() < 0.7 else None,
             second_choices=rule if exit_layer and dice.random() < 0.5 else None,
             trees=trees,
-            guesses=dice.choice((0, 2, 5)) if exit_layer and len(rows) == 1 else 0,
         )
 
     def tree(self, row, length):
