@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from eval.round_costs import RoundCosts
 from eval.traces import Bools, Trace
 from selfspec.control.measured import CONTEXT
-from selfspec.control.plan import DEFAULT_DRAFTS
+from selfspec.control.plan import DRAFTS
 from selfspec.drafting.lookup import Lookup, num_right
-from selfspec.drafting.recycle import Recycled
-from selfspec.drafting.sources import Guesser
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MOST_DRAFTED = 18
@@ -137,29 +135,7 @@ def by_lookup(trace: Trace, longest: int) -> NDArray[np.int64]:
     return out
 
 
-def by_candidates(trace: Trace, longest: int) -> NDArray[np.int64]:
-    """Tokens from each position on that stand among recycled candidates, as if all that came before were known."""
-    recycled, content = Recycled(trace.vocab_size), list(trace.prompt)
-    guesser, hits = Guesser(content, recycled), np.zeros(len(trace.tokens), np.bool_)
-    for i, token in enumerate(trace.tokens):
-        hits[i] = token in guesser.first_candidates()[1]
-        guesser.learn([token], trace.likely[i : i + 1])
-        content.append(token)
-    return np.minimum(runs(hits), longest)
-
-
-def free(trace: Trace, longest: int, drafts: Sequence[str]) -> NDArray[np.int64]:
-    """Tokens from each position on that some tree of free guesses holds; -1: there is nothing to guess."""
-    n = len(trace.tokens)
-    found = by_lookup(trace, longest) if "lookup" in drafts else np.full(n, -1)
-    if "recycle" not in drafts:
-        return found
-    more = np.append(by_candidates(trace, longest), 0)
-    reach = [max(c + more[i + c] for c in range(max(0, min(found[i], n - i)) + 1)) for i in range(n)]
-    return np.minimum(np.maximum(np.array(reach), found), longest)
-
-
-def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT_DRAFTS) -> float:
+def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
     A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too. A
@@ -171,7 +147,7 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DEFAULT
     copied = trace.copied_right if len(trace.copied) else accepted
     accepted = np.minimum(np.concatenate((accepted, copied[: costs.half])), most)  # [L - 1 + half, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
-    found = free(trace, most, drafts)
+    found = by_lookup(trace, most) if "lookup" in drafts else np.full(n, -1)
     rest = np.zeros(n + most + 2)
     lengths = np.arange(most + 1)
     for i in range(n - 1, -1, -1):

@@ -10,7 +10,7 @@ from eval.bounds import MOST_ACCEPTED, Static, clairvoyant, plain_seconds, stati
 from eval.config import MEASURED, STORED, ReplayConfig
 from eval.replay import Replayed, make, replay
 from eval.round_costs import RoundCosts
-from eval.sources import CHAIN, EVERYTHING, WITH_SOURCES, split_policy
+from eval.sources import CHAIN, WITH_SOURCES, split_policy
 from eval.tasks import Recorded
 from eval.timing import Say
 from eval.traces import Trace
@@ -20,7 +20,7 @@ from selfspec.control.policies import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
 BY_EXIT = "clairvoyant without lookup"
-BESIDE_CHAIN = (CHAIN, WITH_SOURCES, EVERYTHING)  # policies to compare where nothing can be looked up
+BESIDE_CHAIN = (CHAIN, WITH_SOURCES)  # policies to compare where nothing can be looked up
 KEEPS_PRIOR = ("adaptive",)  # policies that can begin with what was seen before
 BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
 

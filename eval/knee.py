@@ -74,12 +74,10 @@ def _made_up(rng: np.random.Generator, logits: Array, num_tokens: int, spread: f
     away = (2 * (1 - sure)).astype(np.float32)
     content = tuple(range(SEED_POSITIONS + 1 + num_tokens))  # with nothing to look up
     texts = content[: SEED_POSITIONS + 1], content[SEED_POSITIONS + 1 :]
-    none, likely = np.zeros_like(hits[:, own]), np.empty((num_tokens, 0), np.int32)
+    none = np.zeros_like(hits[:, own])
     seen = hits[:, own], sure[:, own], hits[:, prompt], sure[:, prompt]
     picks = np.where(hits[:, own], np.array(texts[1]), -1).astype(np.int32), np.full(wrong.shape, -1, np.int32)
-    return Trace(
-        "made up", *texts, hits[:, own], sure[:, own], away[:, own], wrong, none, *seen, likely, len(content), *picks
-    )
+    return Trace("made up", *texts, hits[:, own], sure[:, own], away[:, own], wrong, none, *seen, len(content), *picks)
 
 
 def _sigmoid(x: Array) -> Array:

@@ -25,7 +25,6 @@ from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
 from selfspec.drafting.lookup import num_right
-from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_draft import Stops, write
@@ -70,7 +69,6 @@ class _Recorder:
         self.pages = self.cache.reserve(len(self.content)) or []
         self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position looked at
         self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
-        self.likely: list[Tensor] = []  # per chunk [positions, k]
 
     def trace(self, task: str) -> Trace:
         parts = list(self.forward())
@@ -97,7 +95,6 @@ class _Recorder:
             short_sure[:, at:],
             short_hits[:, :at],
             short_sure[:, :at],
-            torch.cat(self.likely)[at:].numpy(force=True).astype(np.int32),
             self.stack.vocab_size,
             own.numpy(force=True).astype(np.int32),
             wrong_picks,
@@ -165,7 +162,6 @@ class _Recorder:
         own = torch.tensor(self.tokens, device=last.device)
         skip = max(0, min(len(last), self.prompt_length - 1 - first))  # positions of the prompt
         judged[skip:] = own[first + 1 + skip - self.prompt_length :][: len(last) - skip]
-        self.likely.append(target.topk(min(NUM_CANDIDATES, target.shape[1])).indices)
         log_p = target.log_softmax(-1)
         picks, rows = [], []
         for e in self.exits:

@@ -25,7 +25,6 @@ from selfspec.control.policies import make_policy
 from selfspec.control.rows import Looked, RowOutcome, RowState, Shadow
 from selfspec.decoding.asking import Asking
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
 
 PREFILL_CHUNK = 512  # the engine's default
@@ -66,7 +65,6 @@ class Replayed:
 class _Row:
     request_id: int
     trace: Trace
-    recycled: Recycled
     datastore: Datastore | None
     at: int = 0  # tokens emitted
     num_cached: int = 0  # prompt tokens read
@@ -75,7 +73,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         self.content = list(self.trace.prompt)
-        self.guesser = Guesser(self.content, self.recycled, self.datastore)
+        self.guesser = Guesser(self.content, self.datastore)
 
     @property
     def room(self) -> int:
@@ -114,8 +112,7 @@ def replay(
         beside: what the interpreter takes; where that does not say, none and what the table has around forwards.
     """
     done = Replayed()
-    recycled = Recycled(max((trace.vocab_size for trace in traces), default=1))
-    waiting = deque(_Row(i, trace, recycled, datastore) for i, trace in enumerate(traces))
+    waiting = deque(_Row(i, trace, datastore) for i, trace in enumerate(traces))
     rows: list[_Row] = []
     asking = Asking(policy, traces[0].num_layers if traces else 1)
     while waiting or rows:
@@ -161,16 +158,12 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
     clock = Seconds()
     plan, is_told = asking.plan(ready)
     clock.lap("control")
-    hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
+    hears_lookup, reads_ranks = asking.hears_lookup, asking.reads_ranks
     context = costs.context_of([row.state.content_length for row in ready])
     outcomes = _outcomes(ready, plan)
     if hears_lookup:
         pairs = zip(ready, outcomes, strict=True)
         outcomes = [o._replace(looked=_looked(row, o.num_emitted, reads_ranks)) for row, o in pairs]
-    if recycles:
-        for row, outcome in zip(ready, outcomes, strict=True):
-            came = slice(row.at, row.at + outcome.num_emitted)
-            row.guesser.learn(row.trace.tokens[came], row.trace.likely[came])
     took = _seconds(plan, outcomes, context, costs)
     drafts, between = plan.exit_layer is not None, 0.0
     if drafts in beside:
@@ -229,7 +222,7 @@ def _looked(row: _Row, num_emitted: int, with_ranks: bool) -> Looked | None:
     if not row.guesser.is_read:
         return None
     seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted], with_ranks)
-    return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored, seen.ranks)
+    return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored, seen.rank)
 
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:

@@ -7,8 +7,8 @@ from selfspec.control.policies import POLICIES
 
 WITH_SOURCES = "adaptive"
 BESIDE = {"copies", "tree"}  # which only change how others draft
-CHAIN, EVERYTHING = f"{WITH_SOURCES}:exit", f"{WITH_SOURCES}:{'+'.join(DRAFTS)}"
-FORMS = (*(f"{WITH_SOURCES}:{source}" for source in DRAFTS if source not in BESIDE), EVERYTHING)
+CHAIN = f"{WITH_SOURCES}:exit"
+FORMS = tuple([f"{WITH_SOURCES}:{one}" for one in (*[d for d in DRAFTS if d not in BESIDE], "+".join(DRAFTS))])
 
 
 def split_policy(name: str) -> tuple[str, tuple[str, ...] | None]:

@@ -52,7 +52,6 @@ class Trace:
         vocab_size: of the model.
         picks: int32 `[L - 1, n]`, what the layer would have picked.
         wrong_picks: int32 `[L - 1, n, steps]`, what it would have drafted after a wrong pick; -1 elsewhere.
-        likely: int32 `[n, 8]`, the model's likeliest tokens at each position, the likeliest first.
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
         prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
@@ -74,7 +73,6 @@ class Trace:
     short_confidences: Floats
     prompt_hits: Bools
     prompt_confidences: Floats
-    likely: NDArray[np.int32]
     vocab_size: int
     picks: NDArray[np.int32]
     wrong_picks: NDArray[np.int32]
@@ -93,7 +91,7 @@ class Trace:
     def cut(self, num_tokens: int) -> Trace:
         """The same output, ended after `num_tokens`."""
         cut = {name: getattr(self, name)[:, :num_tokens] for name in (*_BY_TOKEN, "copied_right", "copied")}
-        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], likely=self.likely[:num_tokens], **cut)
+        return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
 
 
 def renumbered(traces: Sequence[Trace], seed: int | None = None) -> list[Trace]:
@@ -117,16 +115,14 @@ def renumbered(traces: Sequence[Trace], seed: int | None = None) -> list[Trace]:
 
 def _with_text(trace: Trace, text: NDArray[np.int32], vocab_size: int) -> Trace:
     tokens = text[trace.prompt_length :]
-    stranger = np.int32(vocab_size)  # as are those after it
-    is_next = trace.likely == np.array(trace.tokens, np.int32)[:, None]
+    stranger = np.int32(vocab_size)
     return dataclasses.replace(
         trace,
         prompt=tuple(text[: trace.prompt_length].tolist()),
         tokens=tuple(tokens.tolist()),
-        likely=np.where(is_next, tokens[:, None], stranger + np.arange(trace.likely.shape[1], dtype=np.int32)),
         picks=np.where(trace.hits, tokens, stranger),
         wrong_picks=np.where(trace.wrong_picks < 0, trace.wrong_picks, stranger),
-        vocab_size=vocab_size + trace.likely.shape[1],
+        vocab_size=vocab_size + 1,
     )
 
 
@@ -185,7 +181,6 @@ def _trace(arrays: Any, i: int) -> Trace:
         shapes != {shape}
         or copied.shape[:2] != right.shape
         or (len(right) and right.shape[1] != shape[1])
-        or len(given["likely"]) != shape[1]
         or given["prompt_hits"].shape != given["prompt_confidences"].shape
     ):
         raise ValueError(f"the arrays of output {i} do not fit together")

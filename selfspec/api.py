@@ -232,8 +232,8 @@ class Target:
                 quarter of the layers.
             num_draft_tokens: tokens drafted per round, likewise; else 4.
             drafts: where those of `adaptive` may come from: "exit" (early layers), "lookup" (what followed earlier in
-                the row's own text), "recycle" (what the model itself thought likely after such tokens before); "tree"
-                lets drafts of these have branches; default: all but "recycle".
+                the row's own text); "copies" lets copies of early layers in 4 bits draft in their place, "tree" lets
+                drafts have branches; default: all.
             datastore: where `adaptive` drafts by lookup, it looks in this corpus too: a file that `selfspec datastore
                 build` wrote with this tokenizer, opened at every call, or an open `selfspec.Datastore`.
             max_batch_size: rows decoded together; the others wait and join as rows end.

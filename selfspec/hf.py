@@ -40,8 +40,7 @@ class SelfSpeculative:
         num_draft_tokens: drafted each round; default: `generation_config`'s, else 4.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
-        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all but
-            "recycle".
+        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
         datastore: a file that `selfspec datastore build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
             drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block

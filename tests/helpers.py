@@ -44,7 +44,7 @@ class Schedule:
 class Adversary(Schedule):
     """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
 
-    reads_lookup = reads_ranks = recycles = True
+    reads_lookup = reads_ranks = True
     vocab = 96
 
     def __init__(self, seed, num_layers, exact=None, **options):

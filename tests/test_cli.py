@@ -303,14 +303,12 @@ def test_colours_follow_the_environment(generate, monkeypatch, variables, colour
 @pytest.mark.parametrize(
     ("options", "early"),
     [
-        ([], "early layers, lookup or recycling"),
+        ([], "early layers or lookup"),
         (["--drafts", "exit"], "early layers"),
         (["--drafts", "lookup,tree"], "lookup"),
-        (["--drafts", "recycle"], "recycling"),
-        (["--drafts", "exit,recycle"], "early layers or recycling"),
         (["--policy", "pld"], "lookup"),
         (["--policy", "del", "--exit-layer", 2], "early layers"),
-        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2, lookup or recycling"),
+        (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2 or lookup"),
         (["--exit-layer", 3], "layers 1-3"),
         (["--policy", "dsde"], "layer 1"),
         (["--policy", "plain"], None),
@@ -332,9 +330,7 @@ def test_drafts_by_lookup_are_shown_and_counted_as_such(generate):
     assert '"plans": {"lookup":' in generate("abcabcabc", "--policy", "pld", "--json", "--max-new-tokens", 12).out
 
 
-@pytest.mark.parametrize(
-    "drafts", ["exit", "lookup", "exit,lookup", "lookup, exit", "exit,tree", "lookup,recycle,tree,exit"]
-)
+@pytest.mark.parametrize("drafts", ["exit", "lookup", "exit,lookup", "lookup, exit", "exit,tree", "lookup,tree,exit"])
 def test_where_drafts_come_from_changes_no_text(generate, drafts):
     done = generate("abcabcabc", "--drafts", drafts, "--show-plan", "--max-new-tokens", 30)
     assert done.out == generate("abcabcabc", "--policy", "plain", "--max-new-tokens", 30).out

@@ -167,8 +167,8 @@ def test_the_legend_names_layers_where_they_stay_the_same():
     assert show.legend(None, 8).plain.startswith("drafted by early layers, accepted")
     assert show.legend(None, 8, ["lookup"]).plain.startswith("drafted by early layers or lookup, accepted")
     assert show.legend(0, 8, ["lookup"]).plain.startswith("drafted by lookup, accepted")
-    everything = show.legend(None, 32, ["lookup", "recycling"]).plain
-    assert everything.startswith("drafted by early layers, lookup or recycling, accepted")
+    everything = show.legend(None, 32, ["lookup", "others"]).plain
+    assert everything.startswith("drafted by early layers, lookup or others, accepted")
     assert len(everything) <= show.PICTURE_WIDTH
 
 

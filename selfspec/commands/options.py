@@ -30,7 +30,7 @@ PolicyName = Literal[
 ]
 EngineName = Literal["auto", "views", "fused", "compiled"]
 QuantizeName = Literal["int8", "int4"]
-SOURCES = ("exit", "copies", "lookup", "recycle", "tree")  # `control.plan.DRAFTS`, for the same reason
+SOURCES = ("exit", "copies", "lookup", "tree")  # `control.plan.DRAFTS`, for the same reason
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
 ADAPTER_HELP = "PEFT adapter for the model."
@@ -101,10 +101,9 @@ class Generate:
     drafts: Annotated[
         str | None,
         Option(
-            metavar="exit,copies,lookup,recycle,tree",
-            help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text, what "
-            "the model thought likely before; copies lets 4-bit copies of early layers draft in their place, tree lets "
-            "drafts have branches. Default: all but recycle.",
+            metavar="exit,copies,lookup,tree",
+            help="Where the drafts of adaptive may come from: early layers, what followed earlier in the text; copies "
+            "lets 4-bit copies of early layers draft in their place, tree lets drafts have branches. Default: all.",
             rich_help_panel=_DRAFT,
         ),
     ] = None
@@ -268,7 +267,7 @@ def _check_drafts(given: Generate) -> None:
 
         raise Failure(f"--drafts must hold some of {','.join(SOURCES)}, got {given.drafts!r}{removed_among(sources)}")
     if sources is not None and set(sources) <= {"copies", "tree"}:
-        raise Failure(f"--drafts {given.drafts} only says how others draft; name exit, lookup or recycle beside it")
+        raise Failure(f"--drafts {given.drafts} only says how others draft; name exit or lookup beside it")
     store = given.datastore
     if store is not None and sources is not None and "lookup" not in sources:
         raise Failure(f"--datastore is for drafts by lookup, got --drafts {given.drafts}; add lookup to them")

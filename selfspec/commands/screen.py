@@ -141,7 +141,7 @@ def _legend(job: Job) -> Text | None:
         exit_layer = told.exit_layer if isinstance(told, Fixed) else None
     drafts = (job.options["drafts"] or DRAFTS) if job.policy == "adaptive" else ("exit",)
     drafts = ("lookup",) if job.policy in BY_LOOKUP else drafts
-    free = [name for source, name in (("lookup", "lookup"), ("recycle", "recycling")) if source in drafts]
+    free = ["lookup"] if "lookup" in drafts else []
     return show.legend(exit_layer if "exit" in drafts else LOOKUP, job.target.stack.num_layers, free)
 
 

@@ -25,7 +25,7 @@ from selfspec.control.laps import Seconds
 from selfspec.control.looks import Looks, waited_of
 from selfspec.control.parts import Vocabulary
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DEFAULT_DRAFTS, Plan, ShadowPlan, Steady
+from selfspec.control.plan import DRAFTS, Plan, ShadowPlan, Steady
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.seeding import Seeding
 from selfspec.control.timetable import Timetable
@@ -51,7 +51,7 @@ class Adaptive:
         prior: Any = None,
         exit_layers: Sequence[int] | None = None,
         most: int | None = None,
-        drafts: Sequence[str] = DEFAULT_DRAFTS,
+        drafts: Sequence[str] = DRAFTS,
     ) -> None:
         self.costs = costs
         self.most = MOST if most is None else min(most, MOST)
@@ -123,11 +123,6 @@ class Adaptive:
     def reads_ranks(self) -> bool:
         """Whether branches may be drafted beside what lookup finds."""
         return self._free.branches(self._deciding.batch)
-
-    @property
-    def recycles(self) -> bool:
-        """Whether what verification thought likely is kept."""
-        return self._free.recycles(self._deciding.batch)
 
     @property
     def plain_ahead(self) -> int:
@@ -249,7 +244,7 @@ class Adaptive:
     def _without_drafts(self, num_rows: int, shadow: ShadowPlan | None) -> Plan:
         if shadow is not None:
             return Plan(None, self._idle.draft_lengths, shadow=shadow)
-        if self._trials.is_settled(num_rows) and not self.recycles and not self._times.has_clock:
+        if self._trials.is_settled(num_rows) and not self._times.has_clock:
             self._times.look_ahead(min(self._free.pause, self._looks.rounds_left))
         self._likely = self._idle
         return self._idle

@@ -1,6 +1,6 @@
 """`Finder`, the part of `Adaptive` that drafts what is free to guess, where that promises more than any other round.
 
-Corpora and recycled candidates are asked about round by round; rows with their own texts alone to look in are followed
+Corpora are asked about round by round; rows with their own texts alone to look in are followed
 by tables instead, see `Follower` and `Crowd`.
 """
 
@@ -13,7 +13,7 @@ from selfspec.control.fading import Passed
 from selfspec.control.growth import LEAST, Grown, Ranks, grow
 from selfspec.control.lengths import TO_ASK
 from selfspec.control.matches import MOST_FOUND, Matches, choose
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Plan, Steady, TokenTree
+from selfspec.control.plan import DRAFTS, LOOKUP, Plan, Steady, TokenTree
 from selfspec.control.reading import FEW
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.trust import Trust
@@ -29,16 +29,14 @@ class Finder:
 
     Args:
         most: longest draft; default: as long as it pays.
-        drafts: of "lookup", "recycle" and "tree", those to use.
+        drafts: of "lookup" and "tree", those to use.
     """
 
-    def __init__(self, most: int | None = None, drafts: Sequence[str] = DEFAULT_DRAFTS) -> None:
+    def __init__(self, most: int | None = None, drafts: Sequence[str] = DRAFTS) -> None:
         self.passed = passed = Passed()
         """Time, that all it knows fades by."""
         self.matches, self.stored, self.ranks = Matches(passed), Matches(passed), Ranks(passed)
-        self.looks_up, self.recycles = "lookup" in drafts, "recycle" in drafts
-        self.branches = "tree" in drafts or self.recycles
-        self._is_tree = "tree" in drafts
+        self.looks_up, self.branches = "lookup" in drafts, "tree" in drafts
         self.most = MOST_FOUND if most is None else min(most, MOST_FOUND)
         self._trusts = [Trust(passed) for _ in range(len(STRENGTHS) + 1)]  # by the longest match of the rows
         self._trust = self._trusts[0]  # of the round that was planned last
@@ -80,7 +78,7 @@ class Finder:
         """The same of rows whose matches are known."""
         branches, is_small = self.branches and len(rows) <= FEW, len(rows) <= FEW
         longest = max(matches)
-        if not longest and not (branches and any(row.guesses is not None and row.guesses.recalls for row in rows)):
+        if not longest:
             return None
         seconds = worth.lookups()
         # A token less likely than this lowers the rate of any round of a batch that is worth it.
@@ -141,38 +139,22 @@ class Finder:
         branches: bool,
         trust: Trust | None = None,
     ) -> bool:
-        """Whether drafts could promise enough if every token were as likely as the first.
+        """Whether drafts could promise enough if every token of a chain were as likely as its first.
 
         Args:
             trust: in that; default: of the round that is planned.
         """
         firsts = [chances[0] if chances else 0.0 for chances in chains]
-        enough, ratio = usual * seconds[1], (self._trust if trust is None else trust).ratio
-        if ratio * sum([1 / (1 - min(first, SURE)) for first in firsts]) > enough and max(firsts) > 0:
-            return True
-        if not branches:
-            return False
-        likely = self.likeliest
-        return likely > 0 and ratio * sum([1 / (1 - min(max(first, likely), SURE)) for first in firsts]) > enough
-
-    @property
-    def likeliest(self) -> float:
-        """How often a candidate is right where there is no chain, at most; 0 where none is drafted."""
-        return self.ranks.likeliest(self._is_tree) if self.branches else 0.0
+        ratio = (self._trust if trust is None else trust).ratio
+        beside = sum(self.ranks.rates) if branches else 0.0
+        hoped = [1 / (1 - min(first, SURE)) + (1 - first) * beside if first else 1.0 for first in firsts]
+        return max(firsts) > 0 and ratio * sum(hoped) > usual * seconds[1]
 
     def _grow(self, row: RowState, chances: Sequence[float], least: float) -> Grown | None:
-        """A tree or chain for a row; None where the chain alone will do, since the others are less likely than `least`.
-
-        Unless candidates are recalled, there are none but for the next token.
-        """
-        if row.guesses is None:
+        """A tree for a row; None where the chain alone will do, since all others are less likely than `least`."""
+        if row.guesses is None or not chances or (1 - chances[0]) * self.ranks.rates[0] < least:
             return None
-        if not row.guesses.recalls:
-            if chances and (1 - chances[0]) * self.ranks.beside < least:
-                return None
-            if not row.guesses.first_candidates()[1]:
-                return None
-        grown = grow(row.guesses, chances, self.ranks.rates, self._is_tree)
+        grown = grow(row.guesses, chances, self.ranks.rates)
         return grown if len(grown.chances) > len(chances) else None
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome]) -> None:
@@ -185,8 +167,8 @@ class Finder:
                 continue
             if looked.match:
                 (self.stored if looked.is_stored else self.matches).add(looked, outcome.request_id)
-            if looked.ranks:
-                self.ranks.add(looked.ranks)
+            if looked.rank is not None:
+                self.ranks.add(looked.rank)
         alive = [outcome.request_id for outcome in outcomes]
         self.matches.keep_rows(alive)
         self.stored.keep_rows(alive)

@@ -68,7 +68,7 @@ class Follower:
         elif is_other:
             self._count(row)
         known = self._lengths.after(match)
-        if known.may_branch and guesses.first_candidates()[1]:
+        if known.may_branch and guesses.alternatives():
             self.wants_looks = True
             found = finder.plan_by_guesses([row], [match], worth, usual)
             if found is not None:
@@ -130,8 +130,8 @@ class Follower:
             looked = Looked(self._match, outcome.num_drafted, outcome.num_accepted)
         if looked is not None and looked.match:
             self._finder.matches.add(looked, outcome.request_id, is_tallied=True)
-        if looked is not None and looked.ranks:
-            self._finder.ranks.add(looked.ranks)
+        if looked is not None and looked.rank is not None:
+            self._finder.ranks.add(looked.rank)
         self._finder.matches.keep_rows([outcome.request_id])
         self._finder.pass_time(emitted)
         self._streak = self._streak + 1 if is_found and is_right and self._match >= LONG else 0

@@ -1,4 +1,4 @@
-"""`Free`: what `Adaptive` drafts without any layer: from a row's own text, a corpus, what the model thought likely."""
+"""`Free`: what `Adaptive` drafts without any layer: from a row's own text, or a corpus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Free:
     Args:
         decider: what drafts by layers are worth, and what was decided of them.
         most: longest draft; default: as long as it pays.
-        drafts: where they may come from; nothing is planned unless "lookup" or "recycle" is among them.
+        drafts: where they may come from; nothing is planned unless "lookup" is among them.
 
     Attributes:
         follows: whether the round that was planned last is one of a single row that is followed.
@@ -30,7 +30,7 @@ class Free:
 
     def __init__(self, costs: Costs, decider: Decider, most: int | None, drafts: Sequence[str]) -> None:
         self._decider, self._finder = decider, Finder(most, drafts)
-        self._is_used = self._finder.looks_up or self._finder.recycles
+        self._is_used = self._finder.looks_up
         self._follower, self._crowd = Follower(self._finder), Crowd(self._finder)
         self._reading = Reading(costs.ragged is not None)
         self.follows = False
@@ -45,7 +45,7 @@ class Free:
 
     def _may_follow(self, num_rows: int) -> bool:
         """Whether so many rows may be followed, as far as they have their own texts alone to look in."""
-        return not self._asks and self._finder.looks_up and self._reading.knows(num_rows)
+        return not self._asks and self._is_used and self._reading.knows(num_rows)
 
     def branches(self, num_rows: int) -> bool:
         """Whether branches may be drafted beside what is found of so many rows."""
@@ -55,10 +55,6 @@ class Free:
             and num_rows <= FEW
             and (num_rows <= 1 or not self._may_follow(num_rows))
         )
-
-    def recycles(self, num_rows: int) -> bool:
-        """Whether what verification thought likely is kept of so many rows."""
-        return self._finder.recycles and num_rows <= FEW
 
     def price(self, num_rows: int, deciding: float) -> None:
         """Something is decided anew; take on what deciding takes in a round of so many rows, in seconds."""

@@ -39,10 +39,6 @@ class Led:
     def reads_ranks(self) -> bool:
         return self._asks("reads_ranks")
 
-    @property
-    def recycles(self) -> bool:
-        return self._asks("recycles")
-
     def _asks(self, name: str) -> bool:
         return self._leads and bool(getattr(self.inner, name, False))
 

@@ -36,12 +36,10 @@ def confidence_bins(confidences: Sequence[float]) -> list[int]:
     return bins
 
 
-DRAFTS = ("exit", "copies", "lookup", "recycle", "tree")
-"""Where drafts may come from: early layers, the row's own text or a corpus, what the model thought likely after such
-tokens before; "tree" lets drafts have branches, "copies" lets copies of early layers in 4 bits draft in their place."""
-# Keeping what was likely takes more time than it has been seen to save.
-DEFAULT_DRAFTS = ("exit", "copies", "lookup", "tree")
-REMOVED_DRAFTS = ("cascade",)
+DRAFTS = ("exit", "copies", "lookup", "tree")
+"""Where drafts may come from: early layers, the row's own text or a corpus; "tree" lets drafts have branches, "copies"
+lets copies of early layers in 4 bits draft in their place."""
+REMOVED_DRAFTS = ("recycle", "cascade")
 """Which there once were: naming one of these says so."""
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
@@ -200,8 +198,7 @@ class Policy(Protocol):
 
     A policy whose `reads_lookup` is true is told what lookup finds (`RowState.guesses`, `RowOutcome.looked`), which
     takes an index of every row; if it has `hears_lookup`, which is asked once it has planned, `looked` only where that
-    is true; one whose `reads_ranks` is true, also where tokens stood among other candidates; and
-    where `recycles` is true, what verification thought likely is kept for later. A policy may also have
+    is true; and one whose `reads_ranks` is true, also where tokens stood among other guesses. A policy may also have
     `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
     and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `plain_ahead` need not be
     asked about so many rounds after the one it planned last, while the rows are the same: they are plain, and before it

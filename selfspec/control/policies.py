@@ -14,7 +14,7 @@ from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.fs import FiniteState
 from selfspec.control.gammatune import GammaTune, GammaTunePlus
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
-from selfspec.control.plan import DEFAULT_DRAFTS, DRAFTS, REMOVED_DRAFTS, Policy
+from selfspec.control.plan import DRAFTS, REMOVED_DRAFTS, Policy
 from selfspec.control.smartspec import SmartSpec
 from selfspec.control.synergy import Synergy
 from selfspec.errors import whole
@@ -60,7 +60,7 @@ def make_policy(
             and both `smartspec` ignore it.
         costs: measures this machine, for the policies that weigh costs.
         prior: what an earlier `Tracker` of this model has seen, for `adaptive`.
-        drafts: where those of `adaptive` may come from, some of `DRAFTS`; default: all but "recycle".
+        drafts: where those of `adaptive` may come from, some of `DRAFTS`; default: all.
     """
     if hasattr(policy, "plan") and hasattr(policy, "observe"):
         return policy
@@ -77,7 +77,7 @@ def make_policy(
     if drafts is not None and not (are_several and drafts and set(drafts) <= set(DRAFTS)):
         raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}{removed_among(drafts)}")
     if drafts is not None and set(drafts) <= {"copies", "tree"}:
-        raise ValueError("drafts must name a source beside 'copies' and 'tree': exit, lookup or recycle")
+        raise ValueError("drafts must name a source beside 'copies' and 'tree': exit or lookup")
     if policy == "plain" or num_draft_tokens == 0 or num_layers == 1:
         return Plain()
     if policy in NEEDS_COSTS and costs is None:
@@ -85,7 +85,7 @@ def make_policy(
     if policy == "adaptive":
         assert costs is not None
         exits = None if exit_layer is None else [exit_layer]
-        return Adaptive(costs(), prior, exits, num_draft_tokens, DEFAULT_DRAFTS if drafts is None else drafts)
+        return Adaptive(costs(), prior, exits, num_draft_tokens, DRAFTS if drafts is None else drafts)
     return _make(policy, num_layers, exit_layer, num_draft_tokens, costs)
 
 

@@ -30,12 +30,11 @@ class Weighing:
         return [self._weigh(request_id, match, worth, usual) for match in SHORTEST]
 
     def _may_branch(self, match: int, worth: Worth, usual: float, chances: Sequence[float]) -> bool:
-        """Whether what is drafted depends on the candidates beside its first token."""
-        if not (self._finder.branches and may_interrupt(worth)):
+        """Whether what is drafted depends on the alternatives to its first token."""
+        if not (chances and self._finder.branches and may_interrupt(worth)):
             return False
-        wrong = 1 - chances[0] if chances else 1.0
         least = usual * worth.least_lookup / self._finder.trust_after(match).ratio
-        return wrong * self._finder.ranks.beside >= max(LEAST, least)
+        return (1 - chances[0]) * self._finder.ranks.rates[0] >= max(LEAST, least)
 
     def _weigh(self, request_id: int, match: int, worth: Worth, usual: float) -> Weighed:
         if not match:

@@ -13,7 +13,6 @@ from selfspec.decoding.picker import Picker
 from selfspec.decoding.row import Row
 from selfspec.decoding.shadow import part_of, shadow_picks
 from selfspec.decoding.verdict import Verdict
-from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.stack import Stack
 
 # Is given, of one exit layer, what a head could learn from: hidden states `[n, hidden_size]` after it, and the target's
@@ -105,20 +104,4 @@ def with_shadows(
     seen = shadow_picks(stack, picker, layers, hidden, samplings, where, logits[at], picks, exact)
     for i, low, high in cuts:
         out[i] = out[i]._replace(shadow=part_of(seen, low, high))
-    return out
-
-
-def with_likely(rows: Sequence[Row], verdicts: list[Verdict], logits: Tensor) -> list[Verdict]:
-    """The likeliest tokens along every accepted path, of rows without processors."""
-    starts, out = _starts(verdicts), list(verdicts)
-    members = [i for i, row in enumerate(rows) if not row.request.logits_processor]
-    index = [starts[i] + node for i in members for node in verdicts[i].path]
-    if not index:
-        return out
-    seen = logits if len(index) == len(logits) else logits[torch.tensor(index, device=logits.device)]
-    likely, at = seen.topk(min(NUM_CANDIDATES, logits.shape[1])).indices.numpy(force=True), 0
-    for i in members:
-        count = len(verdicts[i].path)
-        out[i] = verdicts[i]._replace(likely=likely[at : at + count])
-        at += count
     return out

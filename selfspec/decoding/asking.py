@@ -37,7 +37,7 @@ class Asking:
     as long as a good part of a small model's token; nothing that drafts only once in a while could afford it.
 
     Attributes:
-        reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`, `recycles`.
+        reads_lookup: whether the policy is told what lookup finds this round; the same of `reads_ranks`.
         minds_lookup: whether it was when it was asked last.
         hears_lookup: whether it is told what lookups would have come to, too.
         lookups: by which it is asked in rounds ahead of a batch, where these have its rows draft; None: by others.
@@ -45,7 +45,7 @@ class Asking:
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
-        self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = self.minds_lookup = False
+        self.reads_lookup = self.hears_lookup = self.reads_ranks = self.minds_lookup = False
         self._checked: list[tuple[Plan, int]] = []  # plans that were fit, for so many rows; checked last, the first
         self._plan: Plan | None = None  # that holds
         self._rows: list[int] = []  # by request
@@ -91,13 +91,12 @@ class Asking:
         known = [row.request_id for row in rows] == self._rows
         if self._left and self._plan is not None and known and (is_quiet or not self._is_wanted(rows)):
             self._left -= 1
-            self.reads_lookup = self.hears_lookup = self.reads_ranks = self.recycles = False
+            self.reads_lookup = self.hears_lookup = self.reads_ranks = False
             return self._plan, False
         self.tell()
         policy = self.policy
         self.reads_lookup = getattr(policy, "reads_lookup", False)
         self.reads_ranks = getattr(policy, "reads_ranks", False)
-        self.recycles = getattr(policy, "recycles", False)
         reads_lookup = self.minds_lookup = self.reads_lookup
         plan = policy.plan([row.told(reads_lookup) for row in rows])
         self.hears_lookup = getattr(policy, "hears_lookup", reads_lookup)

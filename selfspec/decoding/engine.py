@@ -53,8 +53,7 @@ class Engine:
         target: what `selfspec.load` returns.
         policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
-        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all but
-            "recycle".
+        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
@@ -190,19 +189,16 @@ class Engine:
             return None, False
         asking = self._asking
         plan, is_told = asking.plan(ready, self._ahead.is_quiet(asking.watched))
-        hears_lookup, reads_ranks, recycles = asking.hears_lookup, asking.reads_ranks, asking.recycles
+        hears_lookup, reads_ranks = asking.hears_lookup, asking.reads_ranks
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
         try:
             part = self._part(plan, ready)
-            verdicts, is_ahead = self._verdicts(ready, plan, part, recycles, seconds)
+            verdicts, is_ahead = self._verdicts(ready, plan, part, seconds)
             left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
             if hears_lookup:
                 looks = [row.looked(v.block, reads_ranks) for row, v in zip(ready, verdicts, strict=True)]
-            for row, verdict in zip(ready, verdicts, strict=True) if recycles else ():
-                if verdict.likely is not None:
-                    row.guesser.learn(verdict.block, verdict.likely)
             for row, verdict, looked, is_out in zip(ready, verdicts, looks, left_out, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
@@ -222,7 +218,7 @@ class Engine:
         return plan, is_ahead
 
     def _verdicts(
-        self, rows: Sequence[Row], plan: Plan, part: Part | None, recycles: bool, seconds: Seconds
+        self, rows: Sequence[Row], plan: Plan, part: Part | None, seconds: Seconds
     ) -> tuple[list[Verdict], bool]:
         """What a round comes to, and whether it was there already."""
         waiting = self._ahead.take(rows, plan, part, seconds)
@@ -230,7 +226,7 @@ class Engine:
             return waiting, True
         self._look_ahead(plan, rows)
         teach = None if self.learn is None else self.learn.take
-        how = teach, self._picker, recycles, True, self._ahead
+        how = teach, self._picker, True, self._ahead
         with torch.inference_mode():
             return decode_round(self.stack, self.cache, rows, plan, seconds, *how), False
 

@@ -12,7 +12,6 @@ from selfspec.decoding.request import Options, Request, make_request
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.recycle import Recycled
 from selfspec.errors import CacheFullError, refuse_unknown
 from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
@@ -28,7 +27,6 @@ class Intake:
 
     def __init__(self, target: Decodable, stack: Stack, cache: PagedCache, datastore: Datastore | None) -> None:
         self._target, self._stack, self._cache, self._datastore = target, stack, cache, datastore
-        self._recycled = Recycled(stack.vocab_size)  # of all rows
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
 
@@ -78,7 +76,7 @@ class Intake:
                 return
             self._waiting.popleft()
             row = self._row(request_id, request, pages)
-            row.recycled, row.datastore = self._recycled, self._datastore
+            row.datastore = self._datastore
             yield row
 
     def withdrawn(self, request_ids: Collection[int]) -> Iterator[Row]:

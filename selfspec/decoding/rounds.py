@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, Plan
-from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_likely, with_shadows
+from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_shadows
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import filtered
@@ -34,19 +34,18 @@ def decode_round(
     seconds: Seconds,
     teach: Teach | None = None,
     picker: Picker | None = None,
-    recycles: bool = False,
     whole: bool = False,
     ahead: Ahead | None = None,
 ) -> list[Verdict]:
     """Draft and verify once for every row. Rows are not changed; keys and values are written beyond `num_cached`.
 
-    Where it `recycles`, verdicts say which tokens were likely at the places that count. A round that is asked for
-    `whole` is decoded as one recording, where the stack has a runner that offers it; its time is then told as `verify`.
+    A round that is asked for `whole` is decoded as one recording, where the stack has a runner that offers it; its time
+    is then told as `verify`.
     Rounds that were decoded with this one wait with `ahead`.
     """
     picker = picker or Picker(stack)
     if teach is None:
-        done = _in_one_call(stack, cache, rows, plan, seconds, picker, recycles, whole, ahead)
+        done = _in_one_call(stack, cache, rows, plan, seconds, picker, whole, ahead)
         if done is not None:
             return done
     if teach is not None and plan.draft_bits is not None:
@@ -80,8 +79,6 @@ def decode_round(
         taps = [*([] if draft.taps is None else [draft.taps]), *([torch.stack(seen)] if seen else [])]
         verdicts = with_shadows(stack, picker, rows, plan, verdicts, taps, logits)
         seconds.lap("shadow")
-    if recycles:
-        verdicts = with_likely(rows, verdicts, logits)
     if teach is not None:
         hand_on(teach, rows, plan, verdicts, draft.hidden, taps, logits)
     return verdicts
@@ -94,16 +91,15 @@ def _in_one_call(
     plan: Plan,
     seconds: Seconds,
     picker: Picker,
-    recycles: bool,
     whole: bool,
     ahead: Ahead | None,
 ) -> list[Verdict] | None:
     """The same as one recording or one compiled function, where there is either for such a round; else None."""
-    done = whole_round(stack, cache, rows, plan, recycles) if whole else None
+    done = whole_round(stack, cache, rows, plan) if whole else None
     if done is not None:
         seconds.lap("verify")
         return done
-    return None if recycles else compiled_round(stack, cache, rows, plan, picker, seconds, ahead)
+    return compiled_round(stack, cache, rows, plan, picker, seconds, ahead)
 
 
 def _with_chosen(verdicts: list[Verdict], chooser: Chooser, plan: Plan, scores: Tensor) -> list[Verdict]:

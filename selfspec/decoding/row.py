@@ -13,7 +13,6 @@ from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.recycle import Recycled
 from selfspec.drafting.sources import Guesser
 
 
@@ -32,7 +31,6 @@ class Row:
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     has_raised: bool = False  # its own processor or criterion did: the engine cancels it
-    recycled: Recycled | None = None
     datastore: Datastore | None = None
     num_prompt_tokens: int = 0
     limit: int = 0  # tokens its content may come to
@@ -74,15 +72,15 @@ class Row:
     def guesser(self) -> Guesser:
         """What is free to guess of how it goes on; its index is made when first asked for."""
         if self._guesser is None:
-            self._guesser = Guesser(self.content, self.recycled, self.datastore)
+            self._guesser = Guesser(self.content, self.datastore)
         return self._guesser
 
     def looked(self, block: list[int], with_ranks: bool) -> Looked | None:
         """What free guesses would have come to, before `block` is kept; None where nobody asked for them yet."""
         if not self.guesser.is_read:
             return None
-        match, is_stored, num_right, ranks = self.guesser.look(block, with_ranks)
-        return Looked(match, len(block), num_right, is_stored, ranks)
+        match, is_stored, num_right, rank = self.guesser.look(block, with_ranks)
+        return Looked(match, len(block), num_right, is_stored, rank)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

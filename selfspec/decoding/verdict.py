@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from selfspec.control.rows import Looked, RowOutcome, Shadow
-from selfspec.drafting.recycle import Ints
 from selfspec.target.cache import Tree
 
 
@@ -25,7 +24,6 @@ class Verdict(NamedTuple):
     confidences: tuple[float, ...] = ()  # of the drafted tokens
     divergences: tuple[float, ...] = ()  # at the judged drafted tokens
     shadow: Shadow | None = None
-    likely: Ints | None = None  # [len(block), k]: the likeliest tokens at each place of the block
 
     @property
     def accepted(self) -> int:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan
 from selfspec.decoding.afterwards import with_shadows
@@ -21,16 +19,13 @@ from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.device.whole import RoundRow, RowRound
-from selfspec.drafting.recycle import NUM_CANDIDATES
 from selfspec.target.cache import PagedCache, Span, Tree
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.round_room import Beside, Done, Drafter, Given, Judged, Seen
 from selfspec.target.stack import Stack
 
 
-def whole_round(
-    stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan, recycles: bool
-) -> list[Verdict] | None:
+def whole_round(stack: Stack, cache: PagedCache, rows: Sequence[Row], plan: Plan) -> list[Verdict] | None:
     """What became of every row; None for a round that asks for what the device has not.
 
     Second choices are left out, since the host would have to wait for every drafted token to know where they belong.
@@ -41,8 +36,7 @@ def whole_round(
     lengths = (0,) * len(rows) if plan.exit_layer is None else plan.draft_lengths
     told = [_row(row, length, plan) for row, length in zip(rows, lengths, strict=True)]
     stops = (plan.min_confidence, plan.stop) if plan.exit_layer else (0.0, None)
-    num_likely = min(NUM_CANDIDATES, stack.vocab_size) if recycles else 0
-    done = runner.round(cache, told, plan.exit_layer or 0, *stops, plan.reads_confidence, num_likely)
+    done = runner.round(cache, told, plan.exit_layer or 0, *stops, plan.reads_confidence)
     return None if done is None else [_verdict(one) for one in done]
 
 
@@ -144,10 +138,7 @@ def _judged(one: Judged) -> Verdict:
 
 
 def _verdict(one: RowRound) -> Verdict:
-    likely = np.array(one.likely, np.int64) if one.likely else None
-    return Verdict(
-        one.drafted, range(one.accepted + 1), one.block, None, None, confidences=one.confidences, likely=likely
-    )
+    return Verdict(one.drafted, range(one.accepted + 1), one.block, None, None, confidences=one.confidences)
 
 
 def _row(row: Row, length: int, plan: Plan) -> RoundRow:

@@ -28,48 +28,27 @@ def row(request_id=0, room=ROOMY):
 
 
 class Free:
-    """Guesses of a row that ends in (1, 0): its chain, what may come first, and what after tokens and pairs."""
+    """Guesses of a row: its chain, and what else may come first."""
 
-    last = (1, 0)
-
-    def __init__(
-        self,
-        chain=(),
-        first=(),
-        after=None,
-        after_pair=None,
-        match=None,
-        is_stored=False,
-        tallies=None,
-        guessed=NOTHING,
-    ):
+    def __init__(self, chain=(), first=(), match=None, is_stored=False, tallies=None, guessed=NOTHING):
         self.match, self.is_stored = len(chain) if match is None else match, is_stored
         self.guessed = guessed
         self._tallies = iter(tallies or ())  # what the row's index tells when it is asked, one after another
-        self._chain, self._first, self.after, self.after_pair = [*chain], [*first], after or {}, after_pair or {}
+        self._chain, self._first = [*chain], [*first]
 
     @property
     def is_own(self):
-        return not self.is_stored and not self.recalls
+        return not self.is_stored
 
     def take_tally(self):
         self.guessed = NOTHING
         return next(self._tallies, Tally(0, NOTHING, NOTHING))
 
-    @property
-    def recalls(self):
-        return bool(self.after or self.after_pair)
-
     def chain(self, num_tokens):
         return self._chain[:num_tokens]
 
-    def candidates(self, token, previous):
-        if (previous, token) in self.after_pair:
-            return 1, list(self.after_pair[previous, token])
-        return 0, list(self.after.get(token, []))
-
-    def first_candidates(self):
-        return (2, list(self._first)) if self._first else self.candidates(0, 1)
+    def alternatives(self):
+        return list(self._first)
 
 
 def found(match, **others):

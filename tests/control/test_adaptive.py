@@ -19,7 +19,7 @@ from selfspec.control.decision import UNKNOWN, decide
 from selfspec.control.laps import Seconds
 from selfspec.control.parts import WHOLE
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DEFAULT_DRAFTS, NUM_BINS, Plan, SurvivalStop
+from selfspec.control.plan import DRAFTS, NUM_BINS, Plan, SurvivalStop
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.table import Table
 from selfspec.control.timetable import FIRST_REPLAN
@@ -420,7 +420,7 @@ def test_a_layer_of_which_nothing_is_known_drafts_little_until_it_is(right):
     assert lengths[-1] > 2 * UNKNOWN if right else 0 < sum(lengths) <= 4 * UNKNOWN * FIRST_REPLAN
 
 
-@pytest.mark.parametrize("drafts", [DEFAULT_DRAFTS, ("exit",)])
+@pytest.mark.parametrize("drafts", [DRAFTS, ("exit",)])
 def test_rounds_that_nothing_changed_for_are_planned_as_they_would_be_anyway(drafts, monkeypatch):
     costs, found, planned = made_up_costs(LAYERS), [], []
     small = {name: getattr(costs, name).scaled(0.05) for name in ("plain", "head", "pick", "rest")}

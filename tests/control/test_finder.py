@@ -6,13 +6,10 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.replay import replay
-from selfspec.control.adaptive import Adaptive
 from selfspec.control.finder import Finder
 from selfspec.control.plan import DRAFTS, LOOKUP, Plan
 from selfspec.control.rows import Looked, RowOutcome, RowState
@@ -20,7 +17,7 @@ from selfspec.control.table import Table
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_trees
 from tests.control.rounds import Free, found
-from tests.control.test_adaptive import LAYERS, traces
+from tests.control.test_adaptive import LAYERS
 from tests.eval.replays import made_up_costs
 
 PLAIN = "what a plain round promises"
@@ -44,17 +41,16 @@ def tell(finder, *looks, plan=None, times=30):
 
 
 def taught(**options):
-    """One that has seen chains be right, and where they were not, first candidates of every kind."""
+    """One that has seen chains be right, and where they were not, the first of the others."""
     finder = Finder(**options)
-    ranks = tuple((kind, is_beside, 0) for kind in range(3) for is_beside in (False, True))
-    tell(finder, Looked(12, 9, 9, ranks=ranks), Looked(2, 9, 9), Looked(12, 9, 9, is_stored=True))
+    tell(finder, Looked(12, 9, 9, rank=0), Looked(2, 9, 9), Looked(12, 9, 9, is_stored=True))
     return finder
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("drafts", [("lookup",), ("recycle",), ("lookup", "tree"), DRAFTS])
+@pytest.mark.parametrize("drafts", [("lookup",), ("lookup", "tree"), DRAFTS])
 def test_where_nothing_is_free_nothing_is_planned(drafts):
     for finder in (Finder(drafts=drafts), taught(drafts=drafts)):
         for guesses in (None, Free()):
@@ -78,34 +74,18 @@ def test_what_is_usual_must_be_beaten():
     assert plan_of(finder, (found(12), 100), usual=1.001 * promised) is None
 
 
-def test_a_chain_alone_is_not_drafted_where_only_recycled_candidates_may_be():
-    assert plan_of(taught(drafts=("recycle",)), (found(12), 100)) is None
-
-
-CYCLE = {token: [(token + 1) % 30, 40, 41] for token in range(30)}  # likely after each token
-
-
-def test_what_was_likely_before_goes_on_from_the_last_token():
-    plan = plan_of(taught(drafts=("recycle",)), (Free(after=CYCLE), 100))
-    [tree] = plan.trees
-    assert len(tree.tokens) > 4 and tree.tokens == tuple(range(1, len(tree.tokens) + 1))
-    assert tree.parents == tuple(range(len(tree.tokens)))
-
-
 def test_branches_grow_only_where_they_may():
-    ranks = tuple((0, False, rank) for rank in (0, 1))  # one time in two the first, else the second
-    for drafts, has_branches in ((("recycle", "tree"), True), (("recycle",), False)):
+    for drafts, has_branches in ((("lookup", "tree"), True), (("lookup",), False)):
         finder = Finder(drafts=drafts)
-        tell(finder, Looked(0, 2, 0, ranks=ranks))
-        plan = plan_of(finder, (Free(after=CYCLE), 100), usual=1.0)
-        [tree] = plan.trees
-        assert (tree.parents != tuple(range(len(tree.parents)))) == has_branches
+        tell(finder, *[Looked(2, 2, right, rank=None if right else 0) for right in (0, 2)])
+        [tree] = plan_of(finder, (found(2, first=[40, 41]), 100), usual=1.0).trees
         assert (40 in tree.tokens) == has_branches
+        assert (tree.parents != tuple(range(len(tree.parents)))) == has_branches
 
 
 def test_beside_a_chain_that_is_often_wrong_what_else_may_come_is_drafted():
     finder = Finder()
-    tell(finder, *[Looked(2, 2, right, ranks=() if right else ((2, True, 0),)) for right in (0, 2)])
+    tell(finder, *[Looked(2, 2, right, rank=None if right else 0) for right in (0, 2)])
     plan = plan_of(finder, (found(2, first=[3, 4]), 100))
     [tree] = plan.trees
     assert 3 in tree.tokens and tree.parents[tree.tokens.index(3)] == 0 and tree.tokens[0] == 5
@@ -123,7 +103,7 @@ def test_branches_that_are_not_looked_for_would_not_have_been_drafted():
     for right, rank, usual in product(range(9), range(3), (0.5, 1.0, 1.5, 2.0, 3.0)):
         plans = []
         for finder in (Finder(), AsksAlways()):
-            tell(finder, *[Looked(2, 9, 9 * (n < right)) for n in range(8)], Looked(2, 9, 0, ranks=((2, True, rank),)))
+            tell(finder, *[Looked(2, 9, 9 * (n < right)) for n in range(8)], Looked(2, 9, 0, rank=rank))
             row = RowState(0, 50, 100, found(2, first=[3, 4]))
             plans.append(finder.plan([row], worth, usual / worth.plain_seconds))
         plan, always = plans
@@ -156,16 +136,13 @@ def known(is_taught, drafts):
 
 
 some = st.lists(st.integers(0, 30), max_size=8, unique=True)
-after = st.dictionaries(st.integers(0, 30), some, max_size=20)
 long = st.lists(st.integers(0, 30), min_size=63, max_size=63)
 soon = st.lists(st.integers(0, 30), min_size=1, max_size=20)  # of a corpus: its document ends
 lengths = st.integers(1, 16)
-of_texts = st.one_of(
-    st.none(), st.builds(Free, long, some, after, match=lengths), st.builds(Free, st.just([]), some, after)
-)
-of_corpora = st.builds(Free, soon, some, after, match=lengths, is_stored=st.just(True))
+of_texts = st.one_of(st.none(), st.builds(Free, long, some, match=lengths), st.builds(Free, st.just([])))
+of_corpora = st.builds(Free, soon, some, match=lengths, is_stored=st.just(True))
 rooms, usuals = st.integers(1, 40), st.sampled_from([0.0, PLAIN])
-sources = st.sampled_from([("lookup",), ("recycle",), ("lookup", "tree"), ("recycle", "tree"), DRAFTS])
+sources = st.sampled_from([("lookup",), ("lookup", "tree"), DRAFTS])
 
 
 def check_plan(rows, drafts, is_taught, usual):
@@ -198,37 +175,4 @@ def test_a_document_of_a_corpus_that_ends_soon_ends_the_draft(rows, drafts, is_t
 
 
 def test_no_more_is_drafted_than_a_caller_allows():
-    plan = plan_of(taught(most=2), (Free(after=CYCLE), 100))
-    assert plan is None or plan.draft_lengths[0] <= 2
-
-
-# -------------------------------------------------------------------------------------------------------------- replay
-
-
-def goes_round(trace, rank, period=50):
-    """The output repeats a phrase, of which the model thought each token the likeliest, second likeliest, ..."""
-    rng = np.random.default_rng(0)
-    count = trace.prompt_length + len(trace.tokens)
-    content = np.resize(rng.permutation(10_000)[:period], count)
-    likely = rng.integers(20_000, 1 << 20, (len(trace.tokens), 8)).astype(np.int32)
-    likely[:, rank] = content[trace.prompt_length :]
-    prompt, tokens = content[: trace.prompt_length].tolist(), content[trace.prompt_length :].tolist()
-    return replace(trace, prompt=tuple(prompt), tokens=tuple(tokens), likely=likely)
-
-
-@pytest.mark.parametrize(
-    ("rank", "drafts", "gains"),
-    [
-        (0, ("recycle",), True),
-        (0, ("recycle", "tree"), True),
-        (1, ("recycle",), False),
-        (1, ("recycle", "tree"), True),
-        (7, ("recycle",), False),
-        (0, ("tree",), False),
-    ],
-)
-def test_recycled_candidates_gain_where_they_are_right_and_cost_little_where_not(rank, drafts, gains):
-    costs = made_up_costs(LAYERS)
-    runs = [replay([goes_round(trace, rank)], Adaptive(costs, drafts=drafts), costs) for trace in traces(0.0)]
-    speedup = sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
-    assert speedup > 1.5 if gains else 0.97 < speedup <= 1.0 + 1e-9
+    assert plan_of(taught(most=2), (found(12, first=[3]), 100)).draft_lengths == (2,)

@@ -208,10 +208,10 @@ def test_drafts_may_branch_in_the_middle_of_a_call_only_beside_long_forwards(slo
     plan = plan_of(followed, 2, worth=worth, first=[3, 4], tallies=[half])
     assert any(lengths_of(followed).branches) == followed.wants_looks == branches
     assert plan is None or (3 in plan.trees[0].tokens) == branches
-    seen = Looked(2, 1, 0, ranks=((2, True, 0),))
-    before = followed._finder.ranks.beside
+    seen = Looked(2, 1, 0, rank=0)
+    before = followed._finder.ranks.rates
     followed.learn(Plan(None, (0,)), RowOutcome(0, 0, 0, looked=seen))
-    assert followed._finder.ranks.beside != before, "it hears how often others came"
+    assert followed._finder.ranks.rates != before, "it hears how often others came"
 
 
 @pytest.mark.parametrize("match", [2, 4, 7])

@@ -13,7 +13,7 @@ from selfspec.control.laps import Seconds
 from selfspec.control.measured import Copies
 from selfspec.control.parts import WHOLE, Part, Parts
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DEFAULT_DRAFTS
+from selfspec.control.plan import DRAFTS
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
@@ -181,7 +181,7 @@ def with_copies(costs, faster=4.0):
     return replace(costs, copies=Copies(first, early, costs.head.scaled(1 / faster)))
 
 
-def drafting(faster=4.0, has_copies=True, drafts=DEFAULT_DRAFTS, **kinds):
+def drafting(faster=4.0, has_copies=True, drafts=DRAFTS, **kinds):
     policy = Adaptive(with_copies(made_up_costs(LAYERS), faster), good_layers(), drafts=[*drafts])
     policy.tell_copies(has_copies)
     return policy.plan([RowState(0, 40, 100, **kinds)])

@@ -13,7 +13,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.crowd import Crowd
 from selfspec.control.laps import Seconds
 from selfspec.control.lengths import MOST_KEPT, WEIGH_SECONDS
-from selfspec.control.plan import DEFAULT_DRAFTS, LOOKUP, Steady
+from selfspec.control.plan import DRAFTS, LOOKUP, Steady
 from selfspec.control.reading import (
     ASK_SECONDS,
     END_SECONDS,
@@ -223,7 +223,7 @@ def test_a_round_of_a_batch_drafts_for_rows_with_a_match_and_for_no_others():
     assert [length > 0 for length in plan.draft_lengths] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("drafts", [("recycle",), ("exit", "recycle"), ("exit", "tree")])
+@pytest.mark.parametrize("drafts", [("exit",), ("exit", "tree")])
 def test_a_batch_drafts_by_lookup_only_where_it_may(drafts):
     run = replay(echoes(8), Adaptive(costs_of(4), drafts=drafts), costs_of(4), 4)
     assert all(one.plan.exit_layer != LOOKUP for one in run.rounds if len(one.rows) > 2)
@@ -316,7 +316,7 @@ def test_of_the_prompts_of_a_batch_the_first_are_looked_at():
     assert policy.seed_layers(RowState(9, 100, 10_000)) == ()
 
 
-@pytest.mark.parametrize("drafts", [("lookup",), ("exit", "lookup"), DEFAULT_DRAFTS])
+@pytest.mark.parametrize("drafts", [("lookup",), ("exit", "lookup"), DRAFTS])
 @pytest.mark.parametrize("slower", [0.005, 0.02, 0.1])
 def test_to_say_how_long_it_is_steady_changes_nothing(slower, drafts):
     costs, told = costs_of(1, slower=slower), []
@@ -372,7 +372,7 @@ def test_a_policy_that_may_not_look_anything_up_wants_to_know_nothing_of_it(draf
     for _ in range(3):
         rows = [RowState(i, 60, 4000, Unread()) for i in range(num_rows)]
         plan = policy.plan(rows)
-        assert not (policy.reads_lookup or policy.hears_lookup or policy.reads_ranks or policy.recycles)
+        assert not (policy.reads_lookup or policy.hears_lookup or policy.reads_ranks)
         outcomes = [RowOutcome(i, n, n, (0.9,) * n) for i, n in enumerate(plan.draft_lengths)]
         policy.observe(plan, outcomes, Seconds())
 

@@ -94,7 +94,7 @@ def test_they_gain_where_they_are_right_and_cost_little_where_they_never_are(acc
     assert seconds_of(never, alone, costs) > 0.97 * seconds_of(never, beside, costs)
 
 
-@pytest.mark.parametrize("drafts", [("exit",), ("exit", "lookup", "recycle"), ("exit", "tree")])
+@pytest.mark.parametrize("drafts", [("exit",), ("exit", "lookup"), ("exit", "tree")])
 def test_they_are_drafted_beside_an_exit_where_branches_are_allowed(drafts):
     costs = made_up_costs(LAYERS)
     rounds = replay(with_seconds(0.6, 0.9), Adaptive(costs, drafts=drafts), costs).rounds

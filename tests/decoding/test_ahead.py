@@ -17,7 +17,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import (
-    DEFAULT_DRAFTS,
+    DRAFTS,
     LOOKUP,
     NUM_BINS,
     Lookups,
@@ -49,7 +49,7 @@ class Runs:
     Lookup drafts by the match alone.
     """
 
-    reads_ranks = recycles = False
+    reads_ranks = False
 
     def __init__(self, seed, table, branches, reads_lookup):
         self.dice, self.table, self.branches, self.reads_lookup = random.Random(seed), table, branches, reads_lookup
@@ -133,7 +133,7 @@ class Runs:
         length = min(length, row.room - 1)
         if not row.match or length <= 0:
             return None
-        if self._entry(row, self.branches) and row.guesses.first_candidates()[1]:
+        if self._entry(row, self.branches) and row.guesses.alternatives():
             length = min(2, row.room - 1)
         tokens = tuple(row.guesses.chain(length))
         return Plan(LOOKUP, (length,), trees=(TokenTree(tokens, tuple(range(length))),))
@@ -207,7 +207,7 @@ def test_lookup_is_drafted_by_without_asking(monkeypatch):
 class Together:
     """Rows that all draft by lookup after long matches; else an early layer drafts for them, or none."""
 
-    reads_lookup, reads_ranks, recycles = True, False, False
+    reads_lookup, reads_ranks = True, False
 
     def __init__(self, exit_layer, rounds=1000, longer=0):
         self.exit_layer, self.rounds, self.longer, self.planned = exit_layer, rounds, longer, 0
@@ -729,7 +729,7 @@ def test_adaptive_plans_the_same_whether_or_not_rounds_come_at_once(monkeypatch,
     for most in (1, 16):
         monkeypatch.setattr(ahead, "most_rounds", lambda count, most=most: most)
         calls.clear()
-        policy = Adaptive(made_up_costs(16), drafts=drafts or DEFAULT_DRAFTS)
+        policy = Adaptive(made_up_costs(16), drafts=drafts or DRAFTS)
         policy.tell_copies(True)
         witness = Clocked(policy)
         engine = Engine(selfspec.load("demo", engine="compiled"), policy=witness, max_batch_size=num_rows)

@@ -28,7 +28,7 @@ LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
 class Dice(Adversary):
     """Any plan that one call can follow; and now and then one that it cannot."""
 
-    reads_ranks = recycles = False
+    reads_ranks = False
 
     def plan(self, rows):
         plan, dice = super().plan(rows), self.dice

@@ -15,7 +15,6 @@ from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.device.buckets import Shape
 from selfspec.device.runner import Runner, install
-from selfspec.drafting.sources import Guesser
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.exit_heads import ExitHeads
@@ -133,23 +132,6 @@ def test_trees_are_verified_from_recordings():
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert sum(one.stats.num_accepted_draft_tokens for one in got) > 10
     assert any(key[1] == "layers" and key[4].trees for key in target.stack.runner.graphs._kept)
-
-
-@pytest.mark.parametrize("vocab", [96, 5])
-def test_what_verification_thought_likely_is_told_by_whole_rounds_too(monkeypatch, vocab):
-    class Recycling(Always):
-        recycles = True
-
-    heard = []
-    monkeypatch.setattr(Guesser, "learn", lambda self, block, likely: heard.append((block, likely.tolist())))
-    model, prompts = build("llama", vocab_size=vocab), make_prompts([7, 22], vocab=vocab)
-    wanted = decode(Target(model), prompts, Recycling(2, 3), max_new_tokens=9)
-    expected, heard[:] = list(heard), []
-    target = with_runner(Target(model))
-    got = decode(target, prompts, Recycling(2, 3), max_new_tokens=9)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    assert heard == expected and len(heard[0][1][0]) == min(8, vocab)
-    assert all(key[1] == "round" for key in target.stack.runner.graphs._kept)
 
 
 def test_end_of_text_inside_a_draft_ends_the_row():

@@ -64,14 +64,13 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
     seconds = ~hits & (rng.random(shape) < 0.5)
     right = np.broadcast_to(np.array(content[prompt_length:], np.int32), shape)
     picks = np.where(hits, right, right + 1), np.where(np.isnan(wrong), -1, 7).astype(np.int32)
-    likely = np.array(content[prompt_length:], np.int32)[:, None].repeat(8, 1)
-    return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt, likely, 1 << 20, *picks)
+    return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt, 1 << 20, *picks)
 
 
 class Dice:
     """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
 
-    reads_lookup = reads_ranks = recycles = True
+    reads_lookup = reads_ranks = True
 
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
@@ -117,8 +116,8 @@ class Dice:
     def tree(self, row, length):
         """What the row's guesses let grow, whatever it is worth."""
         chances = sorted((self.random.random() for _ in range(length)), reverse=True)
-        rates = [sorted((self.random.random() for _ in range(8)), reverse=True) for _ in range(6)]
-        return grow(row.guesses, chances, rates, self.random.random() < 0.7, 0.1).best(length) if length else None
+        rates = sorted((self.random.random() for _ in range(8)), reverse=True)
+        return grow(row.guesses, chances, rates, 0.1).best(length) if length else None
 
     def observe(self, plan, outcomes, seconds):
         pass
@@ -133,7 +132,7 @@ class Witness:
             self.seed_layers, self.seed = self._seed_layers, self._seed
 
     def __getattr__(self, name):
-        if name in ("reads_lookup", "reads_ranks", "recycles"):
+        if name in ("reads_lookup", "reads_ranks"):
             return getattr(self.inner, name, False)
         if name == "hears_lookup":
             return getattr(self.inner, name, self.reads_lookup)

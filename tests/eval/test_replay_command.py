@@ -13,7 +13,6 @@ from eval.__main__ import main
 from eval.compare import BOUNDS
 from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
-from eval.sources import EVERYTHING
 from eval.traces import load, save
 from selfspec import load as load_model
 from selfspec.control.adaptive import Adaptive
@@ -168,14 +167,14 @@ def test_a_task_of_the_command_line_joins_those_of_the_file_and_sampling_is_reco
 
 
 def test_sources_of_drafts_are_compared_by_name(files, capsys):
-    names = ["adaptive", "adaptive:exit", "adaptive:exit+tree", "adaptive:exit+lookup+recycle+tree"]
+    names = ["adaptive", "adaptive:exit", "adaptive:exit+tree", "adaptive:exit+copies+lookup+tree"]
     shown = ["--lengths", "20", "--head-layers", MEASURED, "--starts", "fresh", "warm", "--policies", *names]
     assert main(["replay", *files, "-q", *shown]) == 0
     rows = json.loads(capsys.readouterr().out)["sections"][0]["rows"]
     assert [row["name"] for row in rows] == [*names, *names, *BOUNDS]
     speedups = {(row["name"], row["start"]): row["speedup"] for row in rows}
     for start in ("fresh", "warm"):
-        assert speedups["adaptive", start] == speedups["adaptive:exit+lookup+recycle+tree", start]
+        assert speedups["adaptive", start] == speedups["adaptive:exit+copies+lookup+tree", start]
     policies = [compare.make(name, made_up_costs(4)) for name in names]
     assert [policy.reads_lookup for policy in policies] == [True, False, False, True]
 
@@ -186,15 +185,13 @@ def test_renumbered_all_sources_are_set_beside_the_exit_chain(files, kind, capsy
     assert main(["replay", *files, *shown]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     rows = json.loads(last)["sections"][0]["rows"]
-    assert [row["name"] for row in rows] == ["adaptive:exit", "adaptive", EVERYTHING] * 2 + [*BOUNDS]
-    chain, own = rows[0]["tasks"], rows[2]["tasks"]
+    assert [row["name"] for row in rows] == ["adaptive:exit", "adaptive"] * 2 + [*BOUNDS]
+    chain, own = rows[0]["tasks"], rows[1]["tasks"]
     mean = (chain["a"]["seconds"] / own["a"]["seconds"] + chain["b"]["seconds"] / own["b"]["seconds"]) / 2
     pairs = [zip(chain[task]["seconds_by_prompt"], own[task]["seconds_by_prompt"], strict=True) for task in "ab"]
     least = min(a / b for each in pairs for a, b in each)
-    assert f"| {EVERYTHING}, fresh | {mean:.3f}, {least:.3f} |" in tables
-    assert (
-        sum(line.startswith(f"| {EVERYTHING}, fresh") for line in tables) == 3
-    )  # by task, of the chain, of the bounds
+    assert f"| adaptive, fresh | {mean:.3f}, {least:.3f} |" in tables
+    assert sum(line.startswith("| adaptive, fresh") for line in tables) == 3  # by task, of the chain, of the bounds
     assert sum(line.endswith(f"every token replaced by a {kind} one") for line in tables) == 2
 
 

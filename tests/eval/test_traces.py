@@ -79,14 +79,14 @@ def test_renumbered_outputs_repeat_nothing_and_are_drafted_by_layers_as_before()
     costs, (one, other) = made_up_costs(4), (random_trace(seed, 4, 120) for seed in (1, 2))
     tokens = tuple(10 + i % 6 for i in range(120))
     said = np.broadcast_to(np.array(tokens, np.int32), one.hits.shape)
-    picks, likely = np.where(one.hits, said, said + 50), said[:1].T.repeat(8, 1)
-    repeating = dataclasses.replace(one, tokens=tokens, picks=picks, likely=likely)
+    picks = np.where(one.hits, said, said + 50)
+    repeating = dataclasses.replace(one, tokens=tokens, picks=picks)
     changed = renumbered([repeating, other])
     texts = [(*trace.prompt, *trace.tokens) for trace in changed]
     assert len({*texts[0], *texts[1]}) == len(texts[0]) + len(texts[1]) == 2 * 125
     assert max(*texts[0], *texts[1]) < changed[0].vocab_size == changed[1].vocab_size
     assert np.array_equal(changed[0].picks == np.array(changed[0].tokens), one.hits)
-    for drafts in (("lookup",), ("lookup", "recycle", "tree"), ("exit", "tree")):
+    for drafts in (("lookup",), ("lookup", "tree"), ("exit", "tree")):
         before, after = (replay([trace], Adaptive(costs, drafts=drafts), costs) for trace in (repeating, changed[0]))
         found, left = (sum(row.num_accepted for r in done.rounds for row in r.rows) for done in (before, after))
         assert (found > 80 and left == 0) if "lookup" in drafts else (found == left > 20)
