@@ -1,7 +1,7 @@
 """`Finder`, the part of `Adaptive` that drafts what is free to guess, where that promises more than any other round.
 
-Corpora are asked about round by round; rows with their own texts alone to look in are followed
-by tables instead, see `Follower` and `Crowd`.
+Corpora are asked about round by round; rows with their own texts alone to look in are followed by tables instead, see
+`Follower` and `Crowd`.
 """
 
 from __future__ import annotations
