@@ -75,7 +75,9 @@ def make_policy(
     given: Any = drafts
     are_several = isinstance(given, Collection) and not isinstance(given, str)
     if drafts is not None and not (are_several and drafts and set(drafts) <= set(DRAFTS)):
-        raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}{removed_among(drafts)}")
+        raise ValueError(
+            f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}{removed_among(given) if are_several else ''}"
+        )
     if drafts is not None and set(drafts) <= {"copies", "tree"}:
         raise ValueError("drafts must name a source beside 'copies' and 'tree': exit or lookup")
     if policy == "plain" or num_draft_tokens == 0 or num_layers == 1:
