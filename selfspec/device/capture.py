@@ -8,7 +8,8 @@ result copies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -72,8 +73,7 @@ class CudaCapture:
         before = self._pool.num_bytes()
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context leaves the stream where a capture fails; `torch.cuda.graph` alone does not.
-            with torch.cuda.stream(self._stream), self._pool.capturing(graph), watch:
+            with self._pool.capturing(graph), watch:
                 outputs = body()
         except Exception as problem:
             torch.cuda.synchronize(self.device)
@@ -95,9 +95,13 @@ class _Pool:
         with self.capturing(self._keeper):
             self._kept = torch.zeros(1, device=device)
 
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """A context in which what is launched is recorded, and what is allocated lies in the pool."""
-        return torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
+        how = {"pool": self._handle, "stream": self._stream, "capture_error_mode": "thread_local"}
+        # The outer context leaves the stream where a capture fails; `torch.cuda.graph` alone does not.
+        with torch.cuda.stream(self._stream), torch.cuda.graph(graph, **how):
+            yield
 
     def num_bytes(self) -> int:
         """Device memory that the pool holds. (`memory_reserved` also falls when caches are emptied for a capture.)"""

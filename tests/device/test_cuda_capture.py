@@ -28,9 +28,16 @@ class Device:
         self.pool_bytes = 0
         self.graphs = weakref.WeakSet()  # those that hold the pool
         self.was_opened = False
+        self.done = []  # what orders the work of streams
 
     def new_stream(self, device):
-        return SimpleNamespace(wait_stream=lambda other: None)
+        return SimpleNamespace(wait_stream=lambda other: self.done.append("the recorder's waits for the caller's"))
+
+    def current_stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: self.done.append("the caller's waits for the recorder's"))
+
+    def synchronize(self, device):
+        self.done.append("the host waits for the device")
 
     @contextmanager
     def using(self, stream):
@@ -43,6 +50,8 @@ class Device:
     @contextmanager
     def capturing(self, graph, pool, stream, capture_error_mode):
         assert not self.was_opened or self.graphs, "the pool was given back while its memory was in use"
+        assert pool == (0, 7) and capture_error_mode == "thread_local"
+        self.done.append("capture")
         self.cached, self.was_opened = 0, True
         self.graphs.add(graph)
         self.stream = stream
@@ -68,9 +77,9 @@ def device(monkeypatch):
     made = Device()
     for name, stand_in in (
         ("Stream", made.new_stream),
-        ("current_stream", made.new_stream),
+        ("current_stream", made.current_stream),
         ("stream", made.using),
-        ("synchronize", lambda device: None),
+        ("synchronize", made.synchronize),
         ("graph_pool_handle", lambda: (0, 7)),
         ("CUDAGraph", Graph),
         ("graph", made.capturing),
@@ -120,6 +129,35 @@ def test_a_capture_that_fails_names_the_operation_and_gives_the_stream_back(devi
     with pytest.raises(CannotCapture, match=r"aten\.mul") as refused:
         CudaCapture(torch.device("cpu")).record(body)
     assert "\n" not in refused.value.reason
+    assert device.stream == "the caller's"
+
+
+def test_the_run_before_a_capture_comes_after_what_filled_its_inputs_and_before_the_capture(device):
+    capture, start = CudaCapture(torch.device("cpu")), len(device.done)
+
+    def body():
+        device.done.append("body")
+        return (torch.ones(3),)
+
+    capture.record(body)
+    assert device.done[start:] == [
+        "the recorder's waits for the caller's",
+        "body",
+        "the caller's waits for the recorder's",
+        "the host waits for the device",
+        "capture",
+        "body",
+    ]
+    assert device.stream == "the caller's"
+
+
+def test_a_pool_that_cannot_be_opened_gives_the_stream_back(device, monkeypatch):
+    def zeros(*size, **how):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaCapture(torch.device("cpu"))
     assert device.stream == "the caller's"
 
 
