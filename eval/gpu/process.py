@@ -33,7 +33,7 @@ def run_apart(
     sender.close()
     try:
         while receiver.poll(max(0.0, end + GRACE - perf_counter())):
-            kind, what = receiver.recv()
+            kind, what = received(receiver)
             if kind == "ended":
                 return what
             on_content(what)
@@ -46,6 +46,15 @@ def run_apart(
         process.kill()  # also one that has sent all: after a lost context, what it does at its end may hang
         process.join()
         receiver.close()
+
+
+def received(receiver: Connection) -> tuple[str, Any]:
+    """What the process sent; EOFError where it has ended, be it in the middle of sending."""
+    try:
+        kind, what = receiver.recv()
+    except OSError as problem:
+        raise EOFError(*problem.args) from problem
+    return kind, what
 
 
 def _work(sender: Connection, work: Callable[..., None], given: Sequence[Any]) -> None:

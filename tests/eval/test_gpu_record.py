@@ -1,6 +1,9 @@
 """The record of `python -m eval gpu`, its share of time for every part, and parts in processes of their own."""
 
 import json
+import os
+import struct
+from multiprocessing import Pipe
 from time import perf_counter
 
 import pytest
@@ -27,6 +30,14 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(process, "GRACE", 0.0)
     why = process.run_apart(faults.hang, (), perf_counter() + 0.5, lambda content: None)
     assert why == "it took 0 s longer than it had, and was ended"
+
+
+def test_a_process_that_dies_while_it_sends_has_ended():
+    receiver, sender = Pipe(duplex=False)
+    os.write(sender.fileno(), struct.pack("!i", 100) + b"half a message")
+    sender.close()
+    with receiver, pytest.raises(EOFError):
+        process.received(receiver)
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path):

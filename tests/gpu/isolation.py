@@ -25,6 +25,7 @@ import pytest
 EVENTS = "SELFSPEC_TEST_EVENTS"  # tells a child the file descriptor it reports to
 NUM_CHILDREN = int(os.environ.get("GPU_TEST_PROCESSES", "4"))  # at a time; each holds a CUDA context
 LIMIT = 100  # seconds of one test; a test that takes longer hangs, and its child is ended
+GRACE = 20  # seconds that a child has for its end, once it has reported all: with a lost context that may hang
 Reports = list[pytest.TestReport]
 
 
@@ -166,7 +167,7 @@ class Parent:
                 else:
                     started, num_ended = None, num_ended + 1
                     done(what, reports)
-            code = process.wait()
+            code = exit_code(process)
             log.seek(0)
             said = log.read().decode(errors="replace")[-4000:]
         # It died in a test, or before it came to any: then all that it was given fail, or this would go on for ever.
@@ -185,6 +186,8 @@ class Parent:
         )
         os.close(write)
         self.processes.append(process)
+        if self.stopping:  # the others were ended before this one was there to be ended with them
+            process.kill()
         return process, _read(read)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -193,6 +196,15 @@ class Parent:
             for nodeid, what in self.losses:
                 terminalreporter.write_line(f"{nodeid}: {what}")
             terminalreporter.write_line("the tests after each of them ran in a fresh process")
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int:
+    """That of a process that has nothing left to report; it is ended if it does not end."""
+    try:
+        return process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _read(descriptor: int) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.isolation import lost_context
+from tests.gpu import isolation
+from tests.gpu.isolation import Parent, exit_code, lost_context
 
 SUITE = """
 import os, signal
@@ -98,6 +100,19 @@ def test_one_test_can_be_asked_for(tmp_path):
 def test_the_first_failure_ends_the_run_where_that_is_asked_for(tmp_path):
     code, printed = run_pytest(tmp_path, "-x", "-k", "exits or at_last")
     assert code == 1 and "1 failed" in printed and "passed" not in printed
+
+
+def test_a_child_that_hangs_at_its_end_is_ended(monkeypatch):
+    monkeypatch.setattr(isolation, "GRACE", 0.1)
+    assert exit_code(subprocess.Popen(["sleep", "100"])) == -signal.SIGKILL
+
+
+def test_a_child_that_starts_while_all_are_ended_is_ended_too(request, tmp_path):
+    parent = Parent(request.config)
+    parent.stopping = True
+    with (tmp_path / "log").open("w") as log:
+        process, events = parent.start([request.node.nodeid], log)
+        assert list(events) == [] and process.wait(10) == -signal.SIGKILL
 
 
 def test_only_a_device_error_or_what_comes_of_it_is_a_lost_context():
