@@ -46,6 +46,17 @@ def test_wrong_picks_are_found(dtype, is_wrong, problem):
     assert problem in round_problem(target.stack, target.stack.runner)
 
 
+def test_wrong_acceptance_of_right_picks_is_found():
+    def accept(*given):
+        done = REFERENCE.accept(*given)
+        drafted, accepted = done.record[:, 0], done.record[:, 1]
+        done.record[:, 1:2] = torch.where(accepted == drafted, 0, drafted)[:, None]
+        return done
+
+    target = with_runner(Target(build("llama"), engine="fused"), kernels=REFERENCE._replace(accept=accept))
+    assert "two sampled rows" in round_problem(target.stack, target.stack.runner)
+
+
 class Forgetful(Tape):
     """Its recordings are right once; after that, what they read belongs to others."""
 
