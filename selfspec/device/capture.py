@@ -98,9 +98,9 @@ class _Pool:
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """A context in which what is launched is recorded, and what is allocated lies in the pool."""
-        how = {"pool": self._handle, "stream": self._stream, "capture_error_mode": "thread_local"}
+        taken = torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
         # The outer context leaves the stream where a capture fails; `torch.cuda.graph` alone does not.
-        with torch.cuda.stream(self._stream), torch.cuda.graph(graph, **how):
+        with torch.cuda.stream(self._stream), taken:
             yield
 
     def num_bytes(self) -> int:
