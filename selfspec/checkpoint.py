@@ -31,13 +31,22 @@ def read_model(source: str, name: str, dtype: torch.dtype | str, local_only: boo
         ) from problem
     except Exception as problem:
         raise OSError(f"{name}: its weights cannot be loaded ({in_brief(problem)})") from problem
+    check_complete(report, name)
+    return model
+
+
+def check_complete(report: dict[str, Any], name: str) -> None:
+    """Refuse weights of which some are missing or misshapen: transformers fills them with random numbers.
+
+    Args:
+        report: what `from_pretrained` tells of its loading.
+    """
     wrong = [*sorted(report["missing_keys"]), *(key for key, *_ in sorted(report["mismatched_keys"]))]
-    if wrong:  # transformers fills them with random numbers
+    if wrong:
         raise OSError(
-            f"{name}: {len(wrong)} weights that config.json asks for are missing from the checkpoint or misshapen "
+            f"{name}: {len(wrong)} weights that its config asks for are missing from the checkpoint or misshapen "
             f"(the first is {wrong[0]}); copy or download it again"
         )
-    return model
 
 
 def _read_config(source: str, name: str, options: dict[str, Any]) -> Any:
@@ -62,9 +71,16 @@ def _read_config(source: str, name: str, options: dict[str, Any]) -> Any:
         config = AutoConfig.from_pretrained(source, **options)
     except Exception as problem:
         raise OSError(f"{name}: its config.json does not make sense ({in_brief(problem)})") from problem
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{name}: {kind} is no causal language model; give a model that writes text")
+    check_writes_text(config, name)
     return config
+
+
+def check_writes_text(config: Any, name: str) -> None:
+    """Refuse the config of anything but a causal LM."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            f"{name}: {config.model_type} is no causal language model; give a model that writes text"
+        )
 
 
 def _unknown(name: str, kind: str | None, own_code: bool) -> str:

@@ -127,7 +127,7 @@ app.command("generate", help=GENERATE_HELP)(_with_options_of(Generate, _generate
 
 @app.command("inspect", help=INSPECT_HELP)
 def _inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="demo, a folder, or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=MODEL_HELP)],
     adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help=ADAPTER_HELP)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
@@ -141,7 +141,7 @@ def _inspect(
 
 @app.command("calibrate", help=CALIBRATE_HELP)
 def _calibrate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="demo, a folder, or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=MODEL_HELP)],
     adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help=ADAPTER_HELP)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option(metavar=DEVICE, help=DEVICE_HELP)] = None,
@@ -178,7 +178,7 @@ def _datastore(context: typer.Context) -> None:
 @datastores.command("build", help=BUILD_HELP)
 def _build(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", show_default=False, help="Whose tokenizer: demo, a folder, or a hub id.")
+        str, typer.Argument(metavar="MODEL", show_default=False, help="Whose tokenizer: " + MODEL_HELP)
     ],
     corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS...", show_default=False, help="Files, UTF-8.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="The datastore.")],

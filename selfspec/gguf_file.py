@@ -1,0 +1,233 @@
+"""GGUF files: unpacked by transformers once, kept in the cache folder, and read from there afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from selfspec import checkpoint
+from selfspec.errors import UnsupportedModelError
+from selfspec.kernels.places import cache_folder, say_unkept
+
+HASHED = 1 << 20  # bytes at either end of a file: the header, and the last weights
+MANIFEST = "selfspec-gguf.json"  # sizes of the other files of a conversion, written last
+
+_log = logging.getLogger("selfspec")
+_one_at_a_time = threading.Lock()  # a conversion takes stderr, which belongs to the whole program
+
+
+def read_model(file: Path, name: str, dtype: torch.dtype | str) -> nn.Module:
+    """The causal LM in a GGUF file, its weights unpacked; `name` is what the caller called it.
+
+    The first call converts the file into a folder of float32 weights, later ones read that folder. A block's values are
+    products and sums of its scales, which neither bfloat16 nor float16 holds; in float32 they are those that
+    transformers computes. Where nothing can be kept, the file is unpacked into memory.
+
+    Args:
+        dtype: of the weights in memory; "auto" is float32.
+
+    Raises:
+        FileNotFoundError: no such file.
+        OSError: no GGUF file, or one that is truncated or lacks weights.
+        UnsupportedModelError: an architecture or a kind of block that transformers does not read.
+        ImportError: the file has to be unpacked, and gguf or accelerate is not installed.
+    """
+    folder = _folder(file, name)
+    with _one_at_a_time:
+        if folder is None or not (_is_whole(folder) or _convert(file, name, folder)):
+            return _unpacked(file, name, _config(file, name), torch.float32 if dtype == "auto" else dtype)
+    return checkpoint.read_model(str(folder), name, dtype, local_only=True)
+
+
+def read_tokenizer(file: Path, name: str) -> Any:
+    """The tokenizer in a GGUF file, with its chat template; None for a file without one. Errors as for `read_model`."""
+    folder = _folder(file, name)
+    if folder is not None and _is_whole(folder):
+        kept = checkpoint.read_tokenizer(str(folder), name, local_only=True)
+        if kept is not None:
+            return kept
+    with _one_at_a_time:
+        return _own_tokenizer(file, name)
+
+
+def _folder(file: Path, name: str) -> Path | None:
+    """Where the conversion of a file is kept; None without a cache folder.
+
+    The key is what the conversion depends on: the file's size, time and ends, and the version that unpacks it.
+    """
+    try:
+        stat = file.stat()
+        with file.open("rb") as opened:
+            first = opened.read(HASHED)
+            opened.seek(max(stat.st_size - HASHED, 0))
+            last = opened.read()
+    except OSError as problem:
+        raise OSError(f"{name} cannot be read ({problem.strerror}); check its permissions") from problem
+    about = f"{transformers.__version__} {stat.st_size} {stat.st_mtime_ns}"
+    key = hashlib.sha256(b"".join([about.encode(), first, last])).hexdigest()[:16]
+    try:
+        return cache_folder() / "gguf" / f"{file.stem}-{key}"
+    except OSError as problem:
+        say_unkept(problem)
+        return None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a conversion is there with all its files: whoever cleans caches may have taken some."""
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text("utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _convert(file: Path, name: str, folder: Path) -> bool:
+    """Unpack a file into `folder`, whole or not at all; False, with a notice, where nothing can be written.
+
+    Of programs that convert at once, the first one to end wins, and the others use what it wrote.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-", suffix=".tmp"))
+    except OSError as problem:
+        say_unkept(problem)
+        return False
+    start = perf_counter()
+    try:
+        config = _config(file, name)
+        _log.warning("converting %s to float32 weights, ten seconds to some minutes, once ...", name)
+        model = _unpacked(file, name, config, torch.float32)
+        with contextlib.suppress(OSError):  # said to whoever wants the tokenizer
+            if (tokenizer := _own_tokenizer(file, name)) is not None:
+                _saved(tokenizer, made)
+        try:
+            size = _save(model, made, folder)
+        except OSError as problem:
+            say_unkept(problem)
+            return False
+        _log.warning("converted in %.1f s; %.0f MB are kept in %s", perf_counter() - start, size / 1e6, folder)
+        return True
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _save(model: nn.Module, made: Path, folder: Path) -> int:
+    """Write the weights and then the manifest into `made`, and make it `folder`; the bytes in it."""
+    _saved(model, made)
+    sizes = {path.name: path.stat().st_size for path in made.iterdir()}
+    (made / MANIFEST).write_text(json.dumps(sizes), "utf-8")
+    if folder.is_dir() and not _is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        os.rename(made, folder)
+    except OSError:
+        if not _is_whole(folder):
+            raise
+    return sum(sizes.values())
+
+
+def _saved(part: Any, folder: Path) -> None:
+    try:
+        part.save_pretrained(folder)
+    except SafetensorError as problem:
+        raise OSError(checkpoint.in_brief(problem)) from problem
+
+
+def _unpacked(file: Path, name: str, config: Any, dtype: torch.dtype | str) -> nn.Module:
+    """The model as transformers unpacks it into memory, without its blocks."""
+    loader: Any = AutoModelForCausalLM
+    own: Any = getattr(transformers, "GgufConfig", None)  # where there is none, transformers unpacks in any case
+    options = {} if own is None else {"quantization_config": own(dequantize=True)}
+    with _reading(file, name):
+        model, report = loader.from_pretrained(
+            file.parent,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **_place(file),
+            **options,
+        )
+    checkpoint.check_complete(report, name)
+    return model
+
+
+def _config(file: Path, name: str) -> Any:
+    with _reading(file, name):
+        config = AutoConfig.from_pretrained(file.parent, **_place(file))
+    checkpoint.check_writes_text(config, name)
+    return config
+
+
+def _place(file: Path) -> dict[str, Any]:
+    return {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+
+
+def _own_tokenizer(file: Path, name: str) -> Any:
+    try:
+        with _reading(file, name):
+            return AutoTokenizer.from_pretrained(file.parent, **_place(file))
+    except UnsupportedModelError as problem:  # the file itself is whole
+        if "tokenizer.ggml.tokens" not in _fields(file, name):
+            return None
+        cause = problem.__cause__
+        assert isinstance(cause, Exception)
+        raise OSError(f"{name}: its tokenizer cannot be read ({checkpoint.in_brief(cause)})") from cause
+
+
+@contextlib.contextmanager
+def _reading(file: Path, name: str) -> Iterator[None]:
+    """Holds back the bar that unpacking writes to stderr past transformers' own hook; says what is wrong with a file.
+
+    The header takes seconds to read where the vocabulary is large, so what is wrong is found out only after a failure.
+    """
+    if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
+        raise ImportError(
+            f"{name}: unpacking a GGUF file needs {' and '.join(missing)}; "
+            'install what is needed with: pip install "selfspec[gguf]"'
+        )
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except MemoryError:
+        raise
+    except Exception as problem:
+        kind = _fields(file, name).get("general.architecture", "no architecture")
+        raise UnsupportedModelError(
+            f"{name}: transformers {transformers.__version__} cannot read this GGUF file of the architecture {kind!r} "
+            f"({checkpoint.in_brief(problem)}); choose another one"
+        ) from problem
+
+
+def _fields(file: Path, name: str) -> dict[str, Any]:
+    """What a file says of itself, values of arrays left out; refuses one that is no whole GGUF file."""
+    import gguf
+
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise OSError(f"{name} is no GGUF file, whatever its name; give one, or a folder")
+    try:
+        reader = gguf.GGUFReader(file)
+    except Exception as problem:  # whatever reading past the end comes to
+        raise OSError(
+            f"{name} is truncated or damaged ({checkpoint.in_brief(problem)}); copy or download it again"
+        ) from problem
+    return {key: field.contents() if len(field.data) == 1 else None for key, field in reader.fields.items()}
