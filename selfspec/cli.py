@@ -22,6 +22,7 @@ from selfspec.commands.options import (
     DTYPE_HELP,
     ENGINE_HELP,
     EXIT_HEADS_HELP,
+    MODEL_HELP,
     QUANTIZE_HELP,
     THREADS_HELP,
     Dtype,
@@ -177,9 +178,7 @@ def _datastore(context: typer.Context) -> None:
 
 @datastores.command("build", help=BUILD_HELP)
 def _build(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", show_default=False, help="Whose tokenizer: " + MODEL_HELP)
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=f"Whose tokenizer: {MODEL_HELP}")],
     corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS...", show_default=False, help="Files, UTF-8.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="The datastore.")],
     field: Annotated[

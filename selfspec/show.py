@@ -69,7 +69,7 @@ def legend(exit_layer: int | None, num_layers: int, free: Sequence[str] = ()) ->
 
 
 class Timed(Protocol):
-    """What the closing line needs of a comparison with plain decoding."""
+    """What the closing line needs of a comparison with plain decoding and with transformers' `generate`."""
 
     @property
     def plain(self) -> float: ...  # seconds
@@ -77,10 +77,14 @@ class Timed(Protocol):
     def speedup(self) -> float: ...
     @property
     def first_difference(self) -> int | None: ...
+    @property
+    def generate(self) -> float | None: ...  # seconds; None where it was not asked
+    @property
+    def generate_difference(self) -> int | None: ...
 
 
 def closing_line(num_tokens: int, seconds: float, stats: SpecStats, comparison: Timed | None = None) -> Text:
-    """Speed, acceptance length and, when plain decoding was timed too, the speedup over it."""
+    """Speed, acceptance length and, when other ways were timed too, the speedup over them."""
     line = Text()
     line.append(f"{num_tokens / seconds:.0f} tokens/s", "bold")
     line.append(f" · acceptance length {stats.mean_acceptance_length:.2f}")
@@ -89,11 +93,19 @@ def closing_line(num_tokens: int, seconds: float, stats: SpecStats, comparison: 
     line.append(" · ")
     line.append(f"{comparison.speedup:.2f}x plain decoding", "bold")
     line.append(f" ({num_tokens / comparison.plain:.0f} tokens/s) · ")
-    if comparison.first_difference is None:
-        line.append(f"same {num_tokens} tokens", "green")
-    else:
-        line.append(f"tokens differ from number {comparison.first_difference + 1} on (rounding)", "red")
+    line.append_text(_same(num_tokens, comparison.first_difference))
+    if comparison.generate is not None:
+        line.append(" · ")
+        line.append(f"{comparison.generate / seconds:.2f}x transformers' generate", "bold")
+        line.append(f" ({num_tokens / comparison.generate:.0f} tokens/s) · ")
+        line.append_text(_same(num_tokens, comparison.generate_difference))
     return line
+
+
+def _same(num_tokens: int, first_difference: int | None) -> Text:
+    if first_difference is None:
+        return Text(f"same {num_tokens} tokens", "green")
+    return Text(f"tokens differ from number {first_difference + 1} on (rounding)", "red")
 
 
 def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:

@@ -158,6 +158,20 @@ def test_compare_times_both_and_finds_the_same_tokens(generate):
     assert comparison["first_difference"] is None
     assert len(comparison["plain_seconds"]) == len(comparison["drafted_seconds"]) >= 2
     assert comparison["speedup"] > 0
+    assert len(comparison["generate_seconds"]) == 2
+    assert comparison["generate_first_difference"] is None
+    assert comparison["generate_speedup"] > 0
+
+
+@pytest.mark.parametrize(
+    "options", [("--temperature", 1), ("--stop", "zz"), ("--ignore-generation-config",), ("--num-draft-tokens", 2)]
+)
+def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options):
+    done = generate("abc", "--compare", "--json", "--max-new-tokens", 6, *options)
+    comparison = json.loads(done.out)["compare"]
+    assert comparison["tokens_identical"] is True
+    alike = options[0] == "--num-draft-tokens"
+    assert (comparison["generate_speedup"] is not None) == (len(comparison["generate_seconds"]) > 0) == alike
 
 
 def test_a_comparison_ends_with_one_line_on_stderr(generate):
@@ -166,6 +180,7 @@ def test_a_comparison_ends_with_one_line_on_stderr(generate):
     line = done.err.strip()
     assert "\n" not in line, line
     assert all(words in line for words in ("tokens/s", "acceptance length", "x plain decoding", "same 12 tokens")), line
+    assert "x transformers' generate" in line
 
 
 def test_quiet_says_nothing(generate):

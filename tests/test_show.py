@@ -102,12 +102,16 @@ def test_the_closing_line_tells_speed_acceptance_and_speedup():
 
     class Comparison:
         plain, speedup, first_difference = 0.2, 2.0, None
+        generate, generate_difference = None, None
 
     assert show.closing_line(6, 0.1, stats).plain == "60 tokens/s · acceptance length 3.00"
     line = show.closing_line(6, 0.1, stats, Comparison()).plain
     assert line == "60 tokens/s · acceptance length 3.00 · 2.00x plain decoding (30 tokens/s) · same 6 tokens"
     Comparison.first_difference = 2
     assert "tokens differ from number 3 on" in show.closing_line(6, 0.1, stats, Comparison()).plain
+    Comparison.generate, Comparison.generate_difference = 0.3, 4
+    line = show.closing_line(6, 0.1, stats, Comparison()).plain
+    assert line.endswith(" · 3.00x transformers' generate (20 tokens/s) · tokens differ from number 5 on (rounding)")
 
 
 @pytest.mark.parametrize(

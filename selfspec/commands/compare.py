@@ -1,10 +1,15 @@
-"""Times drafting against plain decoding on the same request, in the same process, and compares their tokens."""
+"""Times drafting against plain decoding and transformers' `generate` in one process, and compares their tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+from time import perf_counter
+from typing import Any
 
+import torch
+
+from selfspec import hub
 from selfspec.commands.job import Job, Run
 
 WARM_UP_TOKENS = 8
@@ -19,6 +24,8 @@ class Comparison:
     drafted_runs: list[float]
     plain_runs: list[float]
     first_difference: int | None  # index of the first token, over all rows, that plain decoding chose differently
+    generate_runs: list[float] = field(default_factory=list)  # by transformers' generate; none where it is not asked
+    generate_difference: int | None = None  # index of the first token that it chose differently
 
     @property
     def drafted(self) -> float:
@@ -32,9 +39,18 @@ class Comparison:
     def speedup(self) -> float:
         return self.plain / self.drafted
 
+    @property
+    def generate(self) -> float | None:
+        return median(self.generate_runs) if self.generate_runs else None
+
     def as_dict(self) -> dict[str, object]:
         """Plain numbers for JSON."""
-        return {
+        generate: dict[str, object] = {
+            "generate_seconds": self.generate_runs,
+            "generate_speedup": None if self.generate is None else self.generate / self.drafted,
+            "generate_first_difference": self.generate_difference,
+        }
+        return generate | {
             "speedup": self.speedup,
             "tokens_identical": self.first_difference is None,
             "first_difference": self.first_difference,
@@ -44,21 +60,59 @@ class Comparison:
 
 
 def compare(job: Job, shown: Run) -> Comparison:
-    """Warm both up, then run them in turns, each first in every other pair, until medians mean something."""
+    """Warm all up, then run them in turns, each first in every other pair, until medians mean something.
+
+    `generate` is slow where the compiled engine is not, so it runs twice, or once where that is enough.
+    """
     drafted: list[float] = []
     plain: list[float] = []
+    generate: list[float] = []
     pair = [(job.policy, drafted), ("plain", plain)]
     for policy, _ in pair:
         job.run(policy, max_new_tokens=WARM_UP_TOKENS)
-    written = [shown.tokens]
+    asks = _generate_is_alike(job) and len(shown.tokens) > 0
+    if asks:
+        _generate(job, WARM_UP_TOKENS)
+    written, theirs = [shown.tokens], [shown.tokens]
     while len(plain) < PAIRS[0] or (len(plain) < PAIRS[1] and sum(drafted) + sum(plain) < ENOUGH_SECONDS):
         pair = pair[::-1]
         for policy, seconds in pair:
             done = job.run(policy)
             seconds.append(done.seconds)
             written.append(done.tokens)
-    differences = [at for other in written[1:] if (at := first_difference(written[0], other)) is not None]
-    return Comparison(drafted, plain, min(differences, default=None))
+        if asks and (not generate or (len(generate) < PAIRS[0] and sum(generate) < ENOUGH_SECONDS)):
+            tokens, taken = _generate(job, len(shown.tokens))
+            generate.append(taken)
+            theirs.append(tokens)
+    return Comparison(drafted, plain, _earliest_difference(written), generate, _earliest_difference(theirs))
+
+
+def _generate_is_alike(job: Job) -> bool:
+    """Whether transformers' `generate` is asked the same by token ids and a length: one prompt, greedy, no stop texts.
+
+    In sampling it draws other random numbers.
+    """
+    options, own = job.options, getattr(job.target.model, "generation_config", None)
+    temperature = options.get("temperature")
+    greedy = temperature == 0 or (temperature is None and not getattr(own, "do_sample", False))
+    return len(job.ids) == 1 and greedy and not options["stop"] and options["generation_config"] is not False
+
+
+def _generate(job: Job, count: int) -> tuple[list[int], float]:
+    """Up to `count` new tokens by transformers' `generate`, and the seconds it took."""
+    model: Any = job.target.model
+    ids = torch.tensor([job.ids[0]], device=job.target.stack.device)
+    with hub.quiet():
+        start = perf_counter()
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+        ).tolist()
+        return out[0][len(job.ids[0]) :], perf_counter() - start
+
+
+def _earliest_difference(texts: list[list[int]]) -> int | None:
+    differences = [at for other in texts[1:] if (at := first_difference(texts[0], other)) is not None]
+    return min(differences, default=None)
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:

@@ -33,6 +33,7 @@ QuantizeName = Literal["int8", "int4"]
 SOURCES = ("exit", "copies", "lookup", "tree")  # `control.plan.DRAFTS`, for the same reason
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DEVICE = "cpu|cuda|cuda:N"
+MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id."
 ADAPTER_HELP = "PEFT adapter for the model."
 EXIT_HEADS_HELP = "Exit heads for the model, or none. Default: those in the model's folder."
 DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
@@ -65,7 +66,10 @@ class Generate:
     ] = None
 
     model: Annotated[
-        str, Option("--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID", help="Which model.", rich_help_panel=_LOAD)
+        str,
+        Option(
+            "--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID", help="Which model.", rich_help_panel=_LOAD
+        ),
     ] = "demo"
     adapter: Annotated[Path | None, Option(metavar="FOLDER", help=ADAPTER_HELP, rich_help_panel=_LOAD)] = None
     exit_heads: Annotated[str | None, Option(metavar="FOLDER|none", help=EXIT_HEADS_HELP, rich_help_panel=_LOAD)] = None
@@ -196,7 +200,12 @@ class Generate:
         bool, Option("--show-drafts", help="Colour accepted drafts; strike rejected ones out.", rich_help_panel=_OUT)
     ] = False
     compare: Annotated[
-        bool, Option("--compare", help="Time plain decoding too, and compare the tokens.", rich_help_panel=_OUT)
+        bool,
+        Option(
+            "--compare",
+            help="Time plain decoding and transformers' generate too, and compare the tokens.",
+            rich_help_panel=_OUT,
+        ),
     ] = False
     show_plan: Annotated[
         bool, Option("--show-plan", help="Every round's plan and what became of it, on stderr.", rich_help_panel=_OUT)
