@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written with the `gguf` package: a random Llama, and a tokenizer of bytes with one merge."""
+"""Tiny GGUF files, written with the `gguf` package: a random Llama, and a tokenizer of bytes with two merges."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def source_model(seed=0):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 256}
     config = LlamaConfig(
-        **sizes, vocab_size=258, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=END
+        **sizes, vocab_size=259, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=END
     )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
@@ -71,15 +71,17 @@ def write_gguf(file, model, kind="F32", *, architecture="llama", tokenizer=True,
 
 
 def _add_tokenizer(writer):
-    """256 bytes, the end of text, and "th", the only merge."""
+    """256 bytes, the end of text, and two merges, "th" and "he"."""
     from gguf import TokenType
 
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>", "th"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>", "th", "he"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token == "<|end|>" else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "h e"])
+    writer.add_bos_token_id(END)  # early versions of transformers want one
     writer.add_eos_token_id(END)
+    writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
 
 
