@@ -46,7 +46,7 @@ def in_fresh_processes(config: BenchConfig, prompt: str) -> dict[str, Any] | Non
         return None
     asked = {"model": config.model, "device": config.device, "dtype": config.dtype, "threads": config.threads}
     model = Path(config.model).expanduser()
-    if model.is_dir():  # the process runs in the repository's root, to find this package
+    if model.exists():  # the process runs in the repository's root, to find this package
         asked["model"] = str(model.resolve())
     taken = [_run({**asked, "prompt": prompt}) for _ in range(config.load_repeats)]
     return {key: spread(each[key] for each in taken)._asdict() for key in taken[0]}

@@ -32,7 +32,9 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
     with as_sentences():
         tokenizer = hub.open_tokenizer(model)
     if tokenizer is None:
-        raise Failure(f"{model} has no tokenizer, so it cannot read text; save one beside the model", RUN)
+        raise Failure(
+            f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another model", RUN
+        )
     say = _progress(output, show.make_console(sys.stderr, quiet=quiet))
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     try:

@@ -113,7 +113,10 @@ def _stdin() -> bytes:
 def wants_chat(tokenizer: Any, options: Generate) -> bool:
     """Whether prompts go through the chat template: as the user said, else whenever the tokenizer has one."""
     if tokenizer is None:
-        raise Failure(f"{options.model} has no tokenizer, so it cannot read text; save one beside the model", RUN)
+        raise Failure(
+            f"{options.model} has no tokenizer, so it cannot read text; save one in its folder, or choose another model",
+            RUN,
+        )
     if tokenizer.chat_template:
         return options.chat is not False
     for flag, given in (("--chat", options.chat), ("--system", options.system is not None)):
