@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -115,11 +114,11 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         config = _config(file, name)
         _log.warning("converting %s to float32 weights, ten seconds to some minutes, once ...", name)
         model = _unpacked(file, name, config, torch.float32)
-        with contextlib.suppress(OSError):  # said to whoever wants the tokenizer
-            if (tokenizer := _own_tokenizer(file, name)) is not None:
-                _saved(tokenizer, made)
+        tokenizer = None
+        with contextlib.suppress(OSError):  # what is wrong with it is said to whoever wants it
+            tokenizer = _own_tokenizer(file, name)
         try:
-            size = _save(model, made, folder)
+            size = _save((model, tokenizer), made, folder)
         except OSError as problem:
             say_unkept(problem)
             return False
@@ -129,9 +128,20 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _save(model: nn.Module, made: Path, folder: Path) -> int:
-    """Write the weights and then the manifest into `made`, and make it `folder`; the bytes in it."""
-    _saved(model, made)
+def _save(parts: tuple[Any, ...], made: Path, folder: Path) -> int:
+    """Write what is there of model and tokenizer into `made`, then the manifest, and make it `folder`; the bytes in it.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    for part in parts:
+        if part is not None:
+            try:
+                part.save_pretrained(made)
+            except OSError:
+                raise
+            except Exception as problem:  # safetensors and tokenizers tell of a full disk in their own ways
+                raise OSError(checkpoint.in_brief(problem)) from problem
     sizes = {path.name: path.stat().st_size for path in made.iterdir()}
     (made / MANIFEST).write_text(json.dumps(sizes), "utf-8")
     if folder.is_dir() and not _is_whole(folder):
@@ -142,13 +152,6 @@ def _save(model: nn.Module, made: Path, folder: Path) -> int:
         if not _is_whole(folder):
             raise
     return sum(sizes.values())
-
-
-def _saved(part: Any, folder: Path) -> None:
-    try:
-        part.save_pretrained(folder)
-    except SafetensorError as problem:
-        raise OSError(checkpoint.in_brief(problem)) from problem
 
 
 def _unpacked(file: Path, name: str, config: Any, dtype: torch.dtype | str) -> nn.Module:

@@ -161,9 +161,10 @@ def test_without_a_cache_folder_the_model_is_unpacked_into_memory(file, monkeypa
     assert [r.getMessage() for r in caplog.records if "nothing can be kept" in r.getMessage()]
 
 
-def test_on_a_full_disk_the_model_is_unpacked_into_memory(file, cache, caplog):
+@pytest.mark.parametrize("room", [100, 5_000, 100_000])  # too little for a config, a tokenizer, weights
+def test_on_a_full_disk_the_model_is_unpacked_into_memory(file, cache, caplog, room):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         model, tokenizer = hub.open_model(file)
     finally:

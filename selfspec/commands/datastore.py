@@ -33,7 +33,7 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
         tokenizer = hub.open_tokenizer(model)
     if tokenizer is None:
         raise Failure(
-            f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another model", RUN
+            f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
         )
     say = _progress(output, show.make_console(sys.stderr, quiet=quiet))
     vocab_size = max(tokenizer.get_vocab().values()) + 1

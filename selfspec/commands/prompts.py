@@ -114,7 +114,7 @@ def wants_chat(tokenizer: Any, options: Generate) -> bool:
     """Whether prompts go through the chat template: as the user said, else whenever the tokenizer has one."""
     if tokenizer is None:
         raise Failure(
-            f"{options.model} has no tokenizer, so it cannot read text; save one in its folder, or choose another model",
+            f"{options.model} has no tokenizer, so it cannot read text; save one in its folder, or choose another",
             RUN,
         )
     if tokenizer.chat_template:

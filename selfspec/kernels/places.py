@@ -40,8 +40,8 @@ def say_unkept(problem: OSError) -> None:
 @lru_cache
 def _say_unkept(place: str, reason: str) -> None:
     _log.warning(
-        "nothing can be kept in %s (%s), so every program measures or compiles anew; set SELFSPEC_CACHE to a folder "
-        "of yours",
+        "nothing can be kept in %s (%s), so every program measures, compiles or converts anew; set SELFSPEC_CACHE to a "
+        "folder of yours",
         place,
         reason,
     )
