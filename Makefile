@@ -15,11 +15,11 @@ BENCH_ARGS ?=
 DEMO := $(VENV)/bin/selfspec generate --show-drafts --compare
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test gpu lint format bench clean
+.PHONY: help venv demo test test-slow gpu lint format bench clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS='-k exit -x' goes to pytest,"
 	@echo "  JOBS=4 sets the number of test processes, BENCH_ARGS=--quick goes to the benchmark."
@@ -36,6 +36,9 @@ demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured draf
 
 test: lint  ## lint, types, then every test that needs neither network nor GPU nor patience
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -m "slow and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 gpu: $(STAMP)  ## the tests that need a CUDA device, in processes of their own
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

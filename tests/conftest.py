@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from selfspec.errors import NoCompilerError
-from selfspec.kernels.compiler import library
-
-pytest_plugins = ["tests.gpu.isolation"]
+pytest_plugins = ["tests.gpu.isolation", "tests.compiling"]
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -31,28 +27,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Where there is no C++ compiler, what only the compiled engine can show is not shown, and the reason is given."""
-    try:
-        return (yield)
-    except NoCompilerError as problem:
-        pytest.skip(str(problem))
-
-
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(request, tmp_path_factory):
-    """Profiles go to a folder of this run, never to the user's; processes that tests start inherit it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("OMP_NUM_THREADS", "1")  # which the command line leaves as it is
-        if not all(item.get_closest_marker("gpu") for item in request.session.items):  # those compile no C++
-            with suppress(NoCompilerError):
-                library()  # compiled here, so that no test hears of it
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.api import Target
+from tests.compiling import share_compiled
 from tests.models import build
 from tests.parallel.rank import OPTIONS, PROMPTS, SAMPLED
 
@@ -24,8 +25,9 @@ def records(tmp_path_factory):
     command = [sys.executable, "-m", "tests.parallel.rank", str(folder)]
     started = []
     for rank in range(2):
-        # Each its own cache: what one of them finds there, the other does not.
-        own = {**os.environ, "SELFSPEC_CACHE": str(folder / f"cache{rank}"), "OMP_NUM_THREADS": "1"}
+        # Each its own cache, but for the compiled library: what one of them finds there, the other does not.
+        share_compiled(cache := folder / f"cache{rank}", ROOT)
+        own = {**os.environ, "SELFSPEC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, env=own, **pipes))
     try:
