@@ -54,20 +54,27 @@ def test_speculation_samples_the_tokens_of_plain_decoding(family, seed):
     assert [c.seed for c in done] == WAYS["seed"]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
-    temperature=st.sampled_from([0.3, 0.8, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 3, 30]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    seed=st.integers(-(1 << 63), (1 << 63) - 1),
-    page_size=st.sampled_from([4, 64]),
-    max_batch_size=st.integers(1, 8),
-)
-def test_any_batch_samples_the_tokens_of_plain_decoding(lengths, seed, page_size, max_batch_size, **sampling):
+SAMPLINGS = {
+    "lengths": st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    "temperature": st.sampled_from([0.3, 0.8, 1.0, 2.0]),
+    "top_k": st.sampled_from([0, 3, 30]),
+    "top_p": st.sampled_from([1.0, 0.8]),
+    "min_p": st.sampled_from([0.0, 0.1]),
+    "seed": st.integers(-(1 << 63), (1 << 63) - 1),
+    "page_size": st.sampled_from([4, 64]),
+    "max_batch_size": st.integers(1, 8),
+}
+
+
+def check_any_sampling(target, lengths, seed, page_size, max_batch_size, **sampling):
     engine = {"page_size": page_size, "max_batch_size": max_batch_size, "prefill_chunk": 7}
     policy = Schedule(seed % 1000, 4)
-    check_equals_plain(tiny("llama"), make_prompts(lengths), policy, engine, max_new_tokens=12, seed=seed, **sampling)
+    check_equals_plain(target, make_prompts(lengths), policy, engine, max_new_tokens=12, seed=seed, **sampling)
+
+
+@given(**SAMPLINGS)
+def test_any_batch_samples_the_tokens_of_plain_decoding(**case):
+    check_any_sampling(tiny("llama"), **case)
 
 
 def check_any_arrival(target, dice):
