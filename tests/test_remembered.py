@@ -380,7 +380,7 @@ def test_where_a_corpus_was_looked_into_rows_without_one_are_followed_again():
 def test_bad_options_are_refused_in_later_calls_as_in_the_first(target, options):
     said = []
     for _ in range(2):
-        with pytest.raises(Exception) as problem:  # whatever it is, it is the same
+        with pytest.raises((TypeError, ValueError)) as problem:  # whichever it is, it is the same
             tokens(target, PROMPTS[0], **options)
         said.append((problem.type, str(problem.value)))
         tokens(target, PROMPTS[0])

@@ -20,7 +20,7 @@ from transformers import (
 from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.hf import SelfSpeculative
-from tests.helpers import Schedule, make_prompts
+from tests.helpers import Schedule, generate, make_prompts
 from tests.models import EOS, build
 from tests.tokenizers import byte_tokenizer
 
@@ -231,6 +231,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name(model, name):
     [prompt] = make_prompts((12,), seed=1)
+    wanted = generate(model, prompt, 4)
     setattr(model.generation_config, name, REFUSED[name])
     target = Target(model)
     with pytest.raises(ValueError, match=rf"sets {name}=.*generation_config=False \(--ignore-generation-config\)"):
@@ -239,7 +240,7 @@ def test_what_is_not_served_is_refused_by_name(model, name):
     with pytest.raises(ValueError, match=f"sets {name}="):
         engine.submit(prompt)
     assert not engine.has_work
-    assert target.generate([prompt], max_new_tokens=4, generation_config=False)
+    assert target.generate([prompt], max_new_tokens=4, generation_config=False)[0].tokens == wanted
 
 
 def test_values_out_of_range_are_refused(model):

@@ -108,7 +108,7 @@ def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert target.stack.runner.refused == "aten._grouped_mm.default"
     half = with_runner(Target(build(family).bfloat16()))
-    assert [len(one.tokens) for one in decode(half, prompts, Schedule(3, 4, lookup=False), **how)]
+    decode(half, prompts, Schedule(3, 4, lookup=False), **how)
     assert half.stack.runner.refused is None and half.stack.runner.graphs.num_recorded > 0
 
 
@@ -298,7 +298,7 @@ def test_the_kernels_themselves_decode_from_recordings():
     pytest.importorskip("triton", reason="Triton is not installed")
     prompts, how = (
         make_prompts([5, 9]),
-        {"max_new_tokens": 5, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
+        {"max_new_tokens": 3, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
     )
     wanted = decode(tiny("llama"), prompts, Always(1, 2), **how)
     target = with_runner(Target(build("llama"), engine="fused"), kernels=triton_kernels())

@@ -227,6 +227,7 @@ def test_a_damaged_header_is_refused_at_once_and_a_damaged_body_when_asked(good)
 
 
 def test_ids_beyond_the_vocabulary_of_a_damaged_body_are_never_drafted(good):
+    assert Datastore.open(good).draft([3, 1, 2], 3).tokens  # there is something to draft
     whole = bytearray(good.read_bytes())
     cells = whole.index(bytes([0, 5, 0, 3, 0, 2]), PAGE)  # 4, 2 and 1, plus 1
     whole[cells : cells + 2] = b"\xff\xff"

@@ -72,7 +72,7 @@ def test_totals_and_pairs():
     fast, slow = [0.41 + 0.44, 0.39], [0.71 + 0.87, 0.76]
     assert list(found) == list(METRICS) and found["num_tokens"] == 17
     assert found["tokens_per_second"]["value"] == pytest.approx(17 / sum(fast))
-    assert found["tokens_per_second"]["low"] == pytest.approx(5 / fast[1]) or found["tokens_per_second"]["low"] > 0
+    assert found["tokens_per_second"]["low"] == pytest.approx(5 / fast[1])  # samples of the slower question alone
     assert found["speedup"]["value"] == pytest.approx(sum(slow) / sum(fast))
     ratios = [slow[0] / fast[0], slow[1] / fast[1]]
     paired = found["paired_ratio"]
