@@ -15,6 +15,7 @@ from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import WAYS, check_equals_plain
 from tests.helpers import Adversary, decode, generate, make_prompts
 from tests.models import tiny
+from tests.slow import slow
 
 ONE, RAGGED = (9,), (12, 1, 20)
 SOME = [
@@ -106,7 +107,7 @@ def test_the_default_on_a_trained_model_changes_no_token(stories):
 
 @pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, slow(3)])
 def test_whatever_a_plan_asks_for_equals_generate(family, lengths, seed):
     policy = Adversary(seed, 4)
     check_equals_generate(tiny(family), make_prompts(lengths, seed=1), policy, 30, prefill_chunk=7)
@@ -116,7 +117,7 @@ def test_whatever_a_plan_asks_for_equals_generate(family, lengths, seed):
 
 @pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, slow(3)])
 def test_whatever_a_plan_asks_for_samples_the_tokens_of_plain_decoding(family, lengths, seed):
     policy, prompts = Adversary(seed, 4), make_prompts(lengths, seed=1)
     check_equals_plain(tiny(family), prompts, policy, {"prefill_chunk": 7}, max_new_tokens=30, **ways(len(lengths)))

@@ -21,6 +21,7 @@ from selfspec.target.compiled_round import Rounds
 from tests.decoding.test_trees import Knowing, Seconds, check_known_trees, check_seconds
 from tests.helpers import Adversary, Always, generate, make_prompts
 from tests.models import build, tiny
+from tests.slow import slow
 
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
 
@@ -187,8 +188,7 @@ def test_only_layers_that_are_compiled_do_whole_rounds():
     assert Picker(tiny("gpt_oss").stack).rounds is None
 
 
-@pytest.mark.parametrize("vocab", [9000, 40_000])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("vocab", "threads"), [(9000, 2), (40_000, 1), slow(9000, 1), slow(40_000, 2)])
 def test_large_vocabularies_are_picked_from_by_all_threads_and_keep_noise_of_some_tokens(vocab, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

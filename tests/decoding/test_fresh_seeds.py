@@ -12,8 +12,8 @@ from selfspec.api import Target
 from tests.decoding.test_greedy import SCHEDULES, check_any_batch
 from tests.decoding.test_sampling import SAMPLINGS, check_any_sampling
 from tests.device.test_runner import RECORDINGS, check_recorded
-from tests.fresh import FRESH
 from tests.models import FAMILIES, build
+from tests.slow import FRESH
 
 
 @FRESH
