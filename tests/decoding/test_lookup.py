@@ -14,6 +14,7 @@ from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Adversary, Always, Schedule, make_prompts
 from tests.models import EOS, tiny
+from tests.slow import slow
 
 SLIDING = ["mistral", "ministral", "gemma2", "gpt_oss"]
 VOCAB = 96
@@ -51,7 +52,7 @@ ADVERSARIES = [Lookup.draft, wrong, all_equal, ends, ends_later]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", *SLIDING])
-@pytest.mark.parametrize("longest", [1, 5, 12])
+@pytest.mark.parametrize("longest", [5, slow(1), slow(12)])
 def test_drafts_by_lookup_equal_generate(family, longest):
     done = check_equals_generate(tiny(family), echoes((12, 7, 1, 20), seed=1), Always(LOOKUP, longest), 30)
     assert sum(c.stats.num_draft_tokens for c in done) > 0

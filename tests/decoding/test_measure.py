@@ -24,6 +24,7 @@ from selfspec.decoding.readings import MOST_OF_MEDIAN, Readings, low, mean
 from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.timed import FURTHER, TimedRounds
 from tests.models import build, tiny
+from tests.slow import slow
 
 
 def tables_of(costs):
@@ -41,7 +42,7 @@ def assert_sound(costs, num_layers):
     assert math.isfinite(costs.round(num_layers - 1, (3,) * 5)) and costs.plain_round(1) > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", slow("gpt2"), slow("mixtral")])
 def test_every_piece_is_measured(family):
     costs = measure(tiny(family).stack, (1, 3), repeats=1, within=None)
     assert_sound(costs, 4)

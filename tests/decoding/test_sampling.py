@@ -24,6 +24,7 @@ from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from tests.helpers import Adversary, Always, Schedule, decode, make_prompts
 from tests.models import build, tiny
+from tests.slow import slow
 
 RAGGED = (12, 7, 1, 20, 3)
 WAYS = {  # how the rows of one batch sample, each row its own way
@@ -147,6 +148,7 @@ LAWS = {
     "all filters": ({"temperature": 1.5, "top_k": 6, "top_p": 0.95, "min_p": 0.05}, ()),
     "a repetition penalty": ({"temperature": 1.0}, (RepetitionPenaltyLogitsProcessor(1.7),)),
 }
+USUAL = {"temperature one", "top-p", "all filters", "a repetition penalty"}
 
 
 def tiny_vocabulary(engine="auto"):
@@ -209,7 +211,7 @@ def eight_tokens(request):
     return tiny_vocabulary(request.param)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", [name if name in USUAL else slow(name) for name in LAWS])
 def test_samples_follow_the_models_law(eight_tokens, law):
     sampling, processors = LAWS[law]
     done = check_law(eight_tokens, sampling, processors)
