@@ -9,7 +9,9 @@ Where there is no compiler, tests that need one are skipped. Where there is one 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import shutil
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +21,41 @@ from filelock import FileLock
 from selfspec.errors import NoCompilerError
 from selfspec.kernels import compiler
 
+COMPILED = Path("build", "compiled")  # in the checkout: git ignores it, and `make clean` removes it
 HAS_COMPILER = compiler.find_compiler() is not None  # asked before any test changes $CXX or $PATH
 
 
-def share_compiled(cache: Path, root: Path) -> Path:
-    """Let a cache folder find what was compiled for the checkout at `root`; returns the folder that is shared."""
-    shared = root / "build" / "compiled"
+def share_compiled(cache: Path, root: Path) -> None:
+    """Let a cache folder find what was compiled for the checkout at `root`."""
+    shared = root / COMPILED
     shared.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True, exist_ok=True)
     (cache / "compiled").symlink_to(shared, target_is_directory=True)
-    return shared
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Profiles go to a folder of this run, never to the user's; what tests import and start inherits it.
+
+    It is set before tests are collected, since modules of tests may open models.
+    """
+    cache = Path(tempfile.mkdtemp(prefix="selfspec-tests-"))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SELFSPEC_CACHE", str(cache))
+    patch.setenv("OMP_NUM_THREADS", "1")  # which the command line leaves as it is
+    config.add_cleanup(patch.undo)
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))  # which removes links, not what they lead to
+    if HAS_COMPILER:
+        share_compiled(cache, config.rootpath)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Profiles go to a folder of this run, never to the user's; processes that tests start inherit it."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SELFSPEC_CACHE", str(cache))
-        patch.setenv("OMP_NUM_THREADS", "1")  # which the command line leaves as it is
-        is_needed = not all(item.get_closest_marker("gpu") for item in request.session.items)  # those compile no C++
-        if is_needed and HAS_COMPILER:
-            load_library(request.session, cache)
-        yield
-
-
-def load_library(session: pytest.Session, cache: Path) -> None:
-    """Compile the library, or find it compiled, so that no test hears of it; one process compiles, others wait."""
-    shared = share_compiled(cache, session.config.rootpath)
+def compiled_library(request: pytest.FixtureRequest) -> None:
+    """Compiled now, or found compiled, so that no test hears of it; one process compiles, others wait."""
+    session = request.session
+    if not HAS_COMPILER or all(item.get_closest_marker("gpu") for item in session.items):  # those compile no C++
+        return
     try:
-        with FileLock(shared / ".lock"):
+        with FileLock(session.config.rootpath / COMPILED / ".lock"):
             compiler.library()
     except NoCompilerError as problem:
         session.shouldfail = str(problem)  # else every test would repeat it, or quietly run another engine

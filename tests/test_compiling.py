@@ -12,8 +12,11 @@ import pytest
 from selfspec.kernels import compiler
 
 SUITE = """
+import os
 import pytest
 from selfspec.kernels.compiler import library
+
+AT_IMPORT = os.environ["SELFSPEC_CACHE"]
 
 @pytest.fixture
 def loaded():
@@ -21,7 +24,7 @@ def loaded():
 
 @pytest.mark.parametrize("number", range(2))
 def test_needs_no_library(number):
-    pass
+    assert AT_IMPORT == os.environ["SELFSPEC_CACHE"] != os.environ["USERS"]
 
 @pytest.mark.parametrize("number", range(2))
 def test_loads_the_library(number):
@@ -41,6 +44,7 @@ def run_pytest(folder, *arguments, **variables):
     (folder / "test_library.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
+    environment |= {"SELFSPEC_CACHE": str(folder / "users"), "USERS": str(folder / "users")}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 
@@ -77,7 +81,7 @@ def test_workers_and_later_sessions_share_one_build(tmp_path):
     )
     for arguments in (WORKERS, SERIAL):
         code, printed = run_pytest(tmp_path, *arguments, CXX=counting)
-        assert code == 0 and "6 passed" in printed
+        assert code == 0 and "6 passed" in printed and not (tmp_path / "users").exists()
     assert (tmp_path / "builds").read_text().split() == ["once"]
 
 

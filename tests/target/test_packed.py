@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from selfspec.target.packed import Packed, fits_half
 from tests.helpers import generate, make_prompts
 from tests.models import build, rounded
 
-SMALLEST = c.functions().selfspec_smallest(False)
-amx = pytest.mark.skipif(SMALLEST != c.AMX, reason="this processor has no AMX, or the system does not grant it")
-KINDS = [
-    *(pytest.param(c.FULL, id="full"), pytest.param(c.HALF, id="half"), pytest.param(c.PAIRS, id="pairs")),
-    pytest.param(c.AMX, id="amx", marks=amx),
-]
+KINDS = [pytest.param(getattr(c, name), id=name.lower()) for name in ("FULL", "HALF", "PAIRS", "AMX")]
+
+
+@cache
+def smallest():
+    """Asked in tests alone: modules are imported on machines without a compiler, too."""
+    return c.functions().selfspec_smallest(False)
 
 
 def weights(*sizes, seed=0, biased=False):
@@ -38,6 +40,8 @@ def weights(*sizes, seed=0, biased=False):
 
 def packed_as(kind, parts, paired=False):
     """Packed in a kind of one's own choice."""
+    if kind == c.AMX != smallest():
+        pytest.skip("this processor has no AMX, or the system does not grant it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Packed, "_kind", lambda self: kind)
         return Packed(parts, Room(), paired)
@@ -97,14 +101,14 @@ def test_tokens_are_rounded_to_the_nearest_and_what_is_no_number_stays_none():
 def test_the_smallest_kind_is_taken_that_loses_nothing():
     parts = weights((64, 64), (64, 64))
     small = Packed(parts, Room())
-    assert small.struct.kind == SMALLEST and fits_half(parts[0].weight)
+    assert small.struct.kind == smallest() and fits_half(parts[0].weight)
     assert fits_half(parts[0].weight.half().double()) and not fits_half(torch.full((3,), 2**-10 + 1).half())
     parts[1].weight[63, 63] += 2**-12
     assert not fits_half(parts[1].weight)
     large = Packed(parts, Room())
     assert large.struct.kind == c.FULL
     half = Packed([Linear(part.weight.bfloat16(), None) for part in parts], Room())
-    assert half.struct.kind == c.functions().selfspec_smallest(True) in (c.PAIRS, SMALLEST)
+    assert half.struct.kind == c.functions().selfspec_smallest(True) in (c.PAIRS, smallest())
     assert large.num_bytes == 2 * half.num_bytes == 2 * small.num_bytes == 4 * 128 * 64
 
 
@@ -124,21 +128,21 @@ def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
         return tokens
 
     first, small = decode(), target.stack.lean.num_bytes
-    assert kinds(target) == {SMALLEST}
+    assert kinds(target) == {smallest()}
     before = up.detach().clone()
     with torch.no_grad():
         up.mul_(-1 / 3)
     assert decode() != first
-    assert kinds(target) == {SMALLEST, c.FULL} and target.stack.lean.num_bytes > small
+    assert kinds(target) == {smallest(), c.FULL} and target.stack.lean.num_bytes > small
     up.data = before
     assert decode() == first
-    assert kinds(target) == {SMALLEST} and target.stack.lean.num_bytes == small
+    assert kinds(target) == {smallest()} and target.stack.lean.num_bytes == small
 
 
 def test_a_part_of_the_vocabulary_is_packed_as_small():
     stack = Target(rounded(build("llama")), engine="compiled").stack
     part = stack._draft_head.subset(40, stack.frequencies)
-    assert part.packed(Packed).struct.kind == SMALLEST
+    assert part.packed(Packed).struct.kind == smallest()
     hidden = torch.randn(3, 32)
     whole = stack.lean.product(stack.lean.packed_head, hidden, norm=True)
     assert torch.equal(stack.lean.product(part.packed(Packed), hidden, norm=True), whole[:, part.tokens])
