@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from torch import nn
 
@@ -105,8 +105,15 @@ class Target:
         self._exit_heads = exit_heads
         self._open()
 
+    def __copy__(self) -> Self:
+        """The same opened model; statistics of its calls are its own from now on."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.remembered = self.remembered.copy()
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        """What it was made from: a copy or an unpickled target opens the model anew, and has no learner yet."""
+        """What it was made from: a deep copy or an unpickled target opens the model anew, and has no learner yet."""
         return {name: self.__dict__[name] for name in MADE_FROM}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

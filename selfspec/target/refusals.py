@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -78,9 +78,11 @@ def _hooks_of_peft(module: nn.Module) -> list[tuple[int, Any]]:
 
 
 def refuse_unsplittable(model: nn.Module) -> None:
-    """UnsupportedModelError with the reason where modules lack their weights, or run something else than their class.
+    """UnsupportedModelError with the reason where modules lack their weights, or views would not run their `forward`.
 
-    A `forward` that `torch.compile` made of the module's own is served: a twin runs what was compiled.
+    Views take the place of the modules on the way to the layers. Below those, a replaced `forward` runs as it is, as
+    that of a tensor-parallel layer does, and the self-check tells whether it can be split. One that `torch.compile`
+    made of the module's own is served everywhere.
     """
     for name, module in model.named_modules():
         where = name or "the model"
@@ -88,22 +90,35 @@ def refuse_unsplittable(model: nn.Module) -> None:
         for _, hook in _hooks_of_peft(module):
             raise UnsupportedModelError(_by_call(f"a PEFT adapter that is told of each call by {_name(hook)}"))
     rebuilt = ("", *_paths_of_views(model))
-    for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if forward is None or hasattr(module, "_orig_mod") or is_compiled_own(module):
-            continue
-        if isinstance(forward, MethodType) and forward.__self__ is module and name not in rebuilt:
-            continue  # a twin's is bound to the twin's module
+    for name, module, forward in _replaced(model):
         if hasattr(module, "_hf_hook"):
             raise UnsupportedModelError(
                 f"accelerate moves the inputs of {name or 'the model'} between devices "
                 f"({type(module._hf_hook).__name__}), which cannot be split; load the model onto one device, or "
                 f"{INSTEAD}"
             )
-        raise UnsupportedModelError(
-            f"forward of {name or 'the model'} was replaced by {_name(forward)}, which cannot be split; remove it with "
-            f"del ({name or 'model'}.forward), put it into a subclass, or {INSTEAD}"
-        )
+        if name in rebuilt:
+            raise UnsupportedModelError(_of_replaced(name, forward))
+
+
+def replaced_forward(model: nn.Module) -> str | None:
+    """Of a model that does not pass its self-check: why, if a part of it runs something else than its class."""
+    return next((_of_replaced(name, forward) for name, _, forward in _replaced(model)), None)
+
+
+def _replaced(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Modules whose `forward` is not their class's, nor made of that by torch.compile."""
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if forward is not None and not hasattr(module, "_orig_mod") and not is_compiled_own(module):
+            yield name, module, forward
+
+
+def _of_replaced(name: str, forward: Any) -> str:
+    return (
+        f"forward of {name or 'the model'} was replaced by {_name(forward)}, which cannot be split; remove it with "
+        f"del ({name or 'model'}.forward), put it into a subclass, or {INSTEAD}"
+    )
 
 
 def is_compiled_own(module: nn.Module) -> bool:

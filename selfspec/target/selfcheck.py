@@ -13,6 +13,7 @@ from selfspec.target import backends
 from selfspec.target.cache import PackedRows, Span
 from selfspec.target.fingerprint import hidden_size_of
 from selfspec.target.groups import SHORT
+from selfspec.target.refusals import replaced_forward
 from selfspec.target.shortlist import NUM_TOP
 from selfspec.target.stack import Stack
 from selfspec.target.views import make_twin
@@ -156,13 +157,15 @@ def _split_error_or_refusal(stack: Stack) -> float:
         error = _error_by_any_backend(stack, allowed)
     except Exception as problem:
         raise UnsupportedModelError(
-            f"{kind}: its layers cannot be run in two parts ({type(problem).__name__}: {problem}); "
+            replaced_forward(stack.model)
+            or f"{kind}: its layers cannot be run in two parts ({type(problem).__name__}: {problem}); "
             "decode it with transformers' own generate()"
         ) from problem
     if not error <= allowed:
         raise UnsupportedModelError(
-            f"{kind}: run in two parts, its logits differ from the whole model's by {error:.2g} standard deviations "
-            f"(at most {allowed:g} is rounding), so drafts could not be verified; "
+            replaced_forward(stack.model)
+            or f"{kind}: run in two parts, its logits differ from the whole model's by {error:.2g} standard "
+            f"deviations (at most {allowed:g} is rounding), so drafts could not be verified; "
             "decode it with transformers' own generate()"
         )
     return error
