@@ -104,8 +104,8 @@ def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
     """By a policy that knows what the live one did when it began, in the time that rounds take by the costs measured
     beside that call, and with what the interpreter took in its rounds."""
     policy, costs = way.make(), live.costs or scene.costs
-    if isinstance(policy, Adaptive) and live.pace is not None:
-        policy.tell_pace(live.pace)
+    if isinstance(policy, Adaptive) and live.correction is not None:
+        policy.tell_correction(live.correction)
     return replay(scene.traces, policy, costs, batch_size, beside=live.beside)
 
 

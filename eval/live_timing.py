@@ -77,7 +77,7 @@ class Call(NamedTuple):
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
     beside: Beside = MappingProxyType({})  # what the interpreter took per round
-    pace: Any = None  # what the clock had told earlier policies, of one that minds it
+    correction: Any = None  # what the clock had told earlier policies, of one that minds it
     costs: Costs | None = None  # of this machine, measured right before the repeat it is of
 
     @property
@@ -93,16 +93,18 @@ def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task:
     return Scene(target, prompts, traces, costs)
 
 
-def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces: dict[str, Any] | None = None) -> Call:
+def call(
+    scene: Scene, way: Way, batch_size: int, most: int | None = None, corrections: dict[str, Any] | None = None
+) -> Call:
     """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end.
 
     Args:
-        paces: by way, what the clock told earlier policies of this machine, to start from and to be brought up to date.
+        corrections: by way, what the clock told earlier policies of this machine, to start from and to be brought up to date.
     """
     policy = way.make()
-    pace = None if paces is None else paces.get(way.name)
-    if isinstance(policy, Adaptive) and pace is not None:
-        policy.tell_pace(pace)
+    correction = None if corrections is None else corrections.get(way.name)
+    if isinstance(policy, Adaptive) and correction is not None:
+        policy.tell_correction(correction)
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
     sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
     options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, "burst": WHOLE_BURST, **sampling}
@@ -110,9 +112,9 @@ def call(scene: Scene, way: Way, batch_size: int, most: int | None = None, paces
     device = scene.target.stack.device
     coming, before = timed(lambda: stream(scene.prompts, **options), device)  # type: ignore[arg-type]
     rounds, after = timed(lambda: list(coming), device)
-    if paces is not None and isinstance(policy, Adaptive):
-        paces[way.name] = policy.state()["pace"]
-    return _call(rounds, before, after)._replace(pace=pace)
+    if corrections is not None and isinstance(policy, Adaptive):
+        corrections[way.name] = policy.state()["correction"]
+    return _call(rounds, before, after)._replace(correction=correction)
 
 
 def _call(rounds: Sequence[Round], before: float, after: float) -> Call:
@@ -159,14 +161,14 @@ def interleave(
     Before every repeat costs are measured anew, briefly: what a part of a round takes beside another differs by a tenth
     from one minute to the next where others use the memory. Their means count, since calls meet others, too.
     """
-    paces: dict[str, Any] = {}
+    corrections: dict[str, Any] = {}
     for way in ways:
-        call(scene, way, batch_size, warmup_tokens, paces)
+        call(scene, way, batch_size, warmup_tokens, corrections)
     calls: dict[str, list[Call]] = {way.name: [] for way in ways}
     for repeat in range(repeats):
         costs = measure(scene.target.stack, (batch_size,), COST_REPEATS, within=None, counts=mean)
         with quiet():
             for way in rotated(ways, repeat):
-                calls[way.name].append(call(scene, way, batch_size, paces=paces)._replace(costs=costs))
+                calls[way.name].append(call(scene, way, batch_size, corrections=corrections)._replace(costs=costs))
         say(f"repeat {repeat + 1} of {repeats}")
     return calls

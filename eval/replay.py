@@ -23,7 +23,7 @@ from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, SEED_POSITIONS, Plan, Policy
 from selfspec.control.policies import make_policy
 from selfspec.control.rows import Looked, RowOutcome, RowState, Shadow
-from selfspec.decoding.asking import Asking
+from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.sources import Guesser
 
@@ -114,16 +114,15 @@ def replay(
     done = Replayed()
     waiting = deque(_Row(i, trace, datastore) for i, trace in enumerate(traces))
     rows: list[_Row] = []
-    asking = Asking(policy, traces[0].num_layers if traces else 1)
+    checked = CheckedPolicy(policy, traces[0].num_layers if traces else 1)
     while waiting or rows:
         while waiting and len(rows) < batch_size:
             rows.append(waiting.popleft())
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _round(ready, asking, costs, done, beside)
+            _round(ready, checked, costs, done, beside)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
-    asking.tell()
     return done
 
 
@@ -138,7 +137,7 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
         first = max(row.num_cached, end - SEED_POSITIONS)
         row.num_cached += count
         budget -= count
-        if not hasattr(policy, "seed_layers") or first >= row.num_cached:
+        if first >= row.num_cached:
             continue
         layers = tuple(policy.seed_layers(row.state))
         if layers:
@@ -149,21 +148,21 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
                 looks.append((row.state, _shadow_of(hits, sure, layers, *seen)))
     seconds = 0.0
     for state, shadow in looks:
-        policy.seed(state, shadow)  # type: ignore[attr-defined]  # whoever has seed_layers has it
+        policy.seed(state, shadow)
         seconds += costs.seed(len(shadow.layers), len(shadow.hits[0]))
     return seconds
 
 
-def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, beside: Beside) -> None:
+def _round(ready: Sequence[_Row], checked: CheckedPolicy, costs: Costs, done: Replayed, beside: Beside) -> None:
     clock = Seconds()
-    plan, is_told = asking.plan(ready)
+    plan = checked.plan(ready)
     clock.lap("control")
-    hears_lookup, reads_ranks = asking.hears_lookup, asking.reads_ranks
+    hears_lookup = checked.policy.hears_lookup
     context = costs.context_of([row.state.content_length for row in ready])
     outcomes = _outcomes(ready, plan)
     if hears_lookup:
         pairs = zip(ready, outcomes, strict=True)
-        outcomes = [o._replace(looked=_looked(row, o.num_emitted, reads_ranks)) for row, o in pairs]
+        outcomes = [o._replace(looked=_looked(row, o.num_emitted)) for row, o in pairs]
     took = _seconds(plan, outcomes, context, costs)
     drafts, between = plan.exit_layer is not None, 0.0
     if drafts in beside:
@@ -175,10 +174,7 @@ def _round(ready: Sequence[_Row], asking: Asking, costs: Costs, done: Replayed, 
     emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
     clock.lap("rest")
-    if is_told:
-        asking.observe(plan, outcomes, took)
-    else:
-        asking.pass_plain(took)
+    checked.policy.observe(plan, outcomes, took)
     clock.lap("control")
     done.control += clock.control
 
@@ -218,11 +214,11 @@ def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
     return outcome._replace(request_id=row.request_id, shadow=shadow)
 
 
-def _looked(row: _Row, num_emitted: int, with_ranks: bool) -> Looked | None:
+def _looked(row: _Row, num_emitted: int) -> Looked | None:
     if not row.guesser.is_read:
         return None
-    seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted], with_ranks)
-    return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored, seen.rank)
+    seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted])
+    return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored)
 
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
@@ -247,6 +243,5 @@ def make(
     """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where drafts may come from."""
     policy, drafts = split_policy(name)
     made = make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
-    if hasattr(made, "tell_copies"):
-        made.tell_copies(costs.copies is not None)
+    made.tell_copies(costs.copies is not None)
     return made

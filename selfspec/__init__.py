@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from selfspec.api import Target
+    from selfspec.control.plan import Plan, Policy
     from selfspec.decoding.engine import Engine
     from selfspec.decoding.request import Completion, Request
     from selfspec.decoding.results import Round, RowResult
@@ -21,6 +22,8 @@ __all__ = [
     "Datastore",
     "DatastoreError",
     "Engine",
+    "Plan",
+    "Policy",
     "Request",
     "Round",
     "RowResult",
@@ -36,6 +39,8 @@ _HOMES = {
     "Datastore": "selfspec.drafting.datastore",
     "DatastoreError": "selfspec.errors",
     "Engine": "selfspec.decoding.engine",
+    "Plan": "selfspec.control.plan",
+    "Policy": "selfspec.control.plan",
     "Request": "selfspec.decoding.request",
     "Round": "selfspec.decoding.results",
     "RowResult": "selfspec.decoding.results",

@@ -355,7 +355,6 @@ class Target:
         if way is None or not isinstance(engine.policy, Adaptive):
             self.remember(engine)
             return
-        engine.retire()
         self.remembered.keep(engine.policy, way)
 
     def remember(self, engine: Engine) -> None:

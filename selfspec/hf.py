@@ -38,7 +38,7 @@ class SelfSpeculative:
     Args:
         exit_layer: layers the draft runs; `fixed` defaults to `generation_config.exit_layer`, else a quarter.
         num_draft_tokens: drafted each round; default: `generation_config`'s, else 4.
-        policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
+        policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
         drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
         datastore: a file that `selfspec datastore build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, ShadowPlan, SurvivalStop, TokenTree
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop, TokenTree
 from selfspec.decoding.engine import Engine
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them
@@ -23,7 +23,7 @@ def make_prompts(lengths, seed=0, vocab=96):
     return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
 
 
-class Schedule:
+class Schedule(Policy):
     """A policy that throws dice: any exit layer or lookup, any length per row, any stop rule, anew every round."""
 
     def __init__(self, seed, num_layers, longest=6, plain=True, confidences=(0.0, 0.0, 0.2, 0.6, 1.0), lookup=True):
@@ -44,7 +44,7 @@ class Schedule:
 class Adversary(Schedule):
     """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
 
-    reads_lookup = reads_ranks = True
+    reads_lookup = True
     vocab = 96
 
     def __init__(self, seed, num_layers, exact=None, **options):
@@ -122,7 +122,7 @@ class Adversary(Schedule):
             assert outcome.looked.num_right >= outcome.num_accepted
 
 
-class Always:
+class Always(Policy):
     """A policy of one plan; lengths end where the row's room does."""
 
     def __init__(self, exit_layer, longest, min_confidence=0.0):
@@ -136,7 +136,7 @@ class Always:
         pass
 
 
-class FromCorpus:
+class FromCorpus(Policy):
     """Drafts what the row's guesses begin with, and writes down where those come from."""
 
     reads_lookup = True

@@ -182,7 +182,7 @@ BAD = [
     ([[5]], {"exit_layer": 4}, r"exit_layer must lie in 1\.\.3 for this model, got 4"),
     ([[5]], {"exit_layer": 0}, r"exit_layer must lie in 1\.\.3 for this model, got 0"),
     ([[5]], {"num_draft_tokens": -1}, r"num_draft_tokens must be at least 0 \(0 is plain decoding\), got -1"),
-    ([[5]], {"policy": 3}, "policy must be one of .*, or an object with plan and observe, got 3"),
+    ([[5]], {"policy": 3}, "policy must be one of .*, or a selfspec.Policy, got 3"),
     ([[5]], {"drafts": 3}, "drafts must hold some of exit, .*, got 3"),
     ([[5]], {"datastore": 3}, "datastore must be a file or an open selfspec.Datastore, got 3"),
     ([[5]], {"exact": "no"}, "exact must be True or False, got 'no'"),

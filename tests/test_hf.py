@@ -32,7 +32,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import api
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.decoding.request import Request
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
@@ -319,7 +319,7 @@ def test_custom_criteria_end_rows_inside_a_block(models, eos):
     assert Counter(criterion.seen) == {(1, 12 + n): 4 for n in range(1, 6)}
 
 
-class Uneven:
+class Uneven(Policy):
     """Drafts far in some rows and not at all in others, so that rows are at very different steps."""
 
     def plan(self, rows):

@@ -16,11 +16,8 @@ from selfspec import profile, remembered
 from selfspec.api import Target
 from selfspec.control import policies
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.decider import Decider
-from selfspec.control.pace import UNLEARN_EVERY
 from selfspec.control.plan import LOOKUP
 from selfspec.control.priors import is_prior
-from selfspec.control.rows import RowState
 from selfspec.control.table import Table
 from tests.eval.replays import made_up_costs, trace_of
 from tests.models import build
@@ -63,10 +60,6 @@ class Counted(Adaptive):
     def forget_rows(self):
         Counted.forgotten += 1
         super().forget_rows()
-
-    def pass_plain(self, num_rounds, seconds):
-        Counted.rounds += num_rounds
-        super().pass_plain(num_rounds, seconds)
 
 
 @pytest.fixture
@@ -156,8 +149,7 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
 
     tokens(target, PROMPTS[0])
     costs, wanted = target.costs(), tokens(target, PROMPTS[2], policy="plain")
-    monkeypatch.setattr("selfspec.control.lengths.Lengths.keep", interrupted)
-    target.remembered._idle[1]._free._follower._lengths._for = None  # so that it weighs
+    monkeypatch.setattr("selfspec.control.adaptive.decide", interrupted)
     with pytest.raises(problem):
         tokens(target, PROMPTS[2])
     assert target.remembered._idle is None
@@ -286,7 +278,6 @@ def rounded(told):
 @pytest.mark.parametrize("drafts", [["lookup"], ["exit", "lookup", "tree"]])
 def test_texts_of_calls_one_after_another_are_decoded_as_those_of_one_engine_are(drafts, monkeypatch):
     """Rows of a later call have the numbers of earlier ones, and here their lengths, too."""
-    monkeypatch.setattr("selfspec.control.pace.KEPT_DECIDING", 1.0)
     costs = made_up_costs(LAYERS)
     first = Adaptive(costs, drafts=drafts)
     replay([looping(9, 7)], first, costs)
@@ -314,54 +305,6 @@ def test_batches_of_calls_one_after_another_are_decoded_as_if_their_rows_had_oth
         came.append(runs)
     assert came[0] == came[1]
     assert any(plan["exit_layer"] == LOOKUP for plan, _ in came[0][2])
-
-
-def test_few_rows_after_many_are_decided_upon_though_they_are_soon_done(monkeypatch):
-    policy, decided, price = Adaptive(made_up_costs(LAYERS)), [], Decider.price
-    monkeypatch.setattr(Decider, "price", lambda self, rows: decided.append(len(rows)) or price(self, rows))
-    monkeypatch.setattr("selfspec.control.deciding.SOON_DONE", 1.0)
-    policy.plan([RowState(i, 50, 40) for i in range(8)])
-    policy.plan([RowState(0, 50, 1)])
-    assert decided == [8]
-    policy.forget_rows()
-    policy.plan([RowState(0, 50, 1)])
-    policy.plan([RowState(0, 50, 1)])
-    assert decided == [8, 1]
-
-
-def test_later_calls_decide_as_ones_that_earlier_texts_have_told_of_the_layers():
-    policy, costs = Adaptive(made_up_costs(LAYERS)), made_up_costs(LAYERS)
-    policy.forget_rows()
-    assert not policy._times._has_prior
-    replay([looping(1, 1000)], policy, costs)
-    policy._alike = 5
-    policy.forget_rows()
-    assert policy._times._has_prior and not policy._alike
-
-
-def test_what_deciding_took_is_believed_a_little_less_as_calls_pass():
-    costs, spent = made_up_costs(LAYERS), {"deciding": {"1": 1e-3}, "around": {"1": 2e-3}}
-    policy, later = Adaptive(costs), Adaptive(costs)
-    pace = policy._experience.pace
-    pace.deciding, pace.around = {1: 1e-3}, {1: 2e-3}
-    for _ in range(3):
-        policy.forget_rows()
-    assert pace.deciding == {1: 1e-3}
-    pace.kinds.pass_rounds(UNLEARN_EVERY)
-    for _ in range(3):
-        policy.forget_rows()
-    later.tell_pace({**pace.state(), **spent})
-    told = later._experience.pace
-    assert (pace.deciding, pace.around) == (told.deciding, told.around) and pace.deciding[1] < 1e-3
-
-
-def test_where_a_corpus_was_looked_into_rows_without_one_are_followed_again():
-    policy = Adaptive(made_up_costs(LAYERS))
-    free = policy._free
-    free._asks, free._reading._is_on, free._reading._read, free.told_of = True, False, {0: 50}, ["a row"]
-    assert not policy.reads_lookup
-    policy.forget_rows()
-    assert policy.reads_lookup and not free._reading._read and not free.told_of
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,54 @@
 
 It joins what the literature keeps apart: shadow statistics of every layer (DEL, arXiv 2504.05598), a measured table of
 costs with the head in it and goodput as the aim (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813), confidence
-calibrated into probability (SpecDec++, arXiv 2405.19715), and a batch whose slow rows do not hold up the others (DSDE,
-arXiv 2509.01083).
+calibrated into probability (SpecDec++, arXiv 2405.19715), a batch whose slow rows do not hold up the others (DSDE,
+arXiv 2509.01083), and lookup in the row's own text (prompt lookup decoding) by how often it was right.
 
-In a round, rows draft on as long as one more token is worth its time: as long as the chance that all of a row's tokens
-so far are right, in the mean over the rows, times the exit's acceptance, times the seconds a token is worth, exceeds
-the seconds one more costs. That is the best moment to stop if tokens are independent.
+Every few rounds it decides how layers draft (`planner`) and how many tokens are looked up after which match
+(`ngram_planner`). In between, a round's plan follows from the rows' matches alone. `schedule` says when to decide and
+when to probe layers that do not draft; `correction` sets forecasts right by the clock and by what came.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from selfspec.control.agreement import Agreement
+from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
 from selfspec.control.costs import Costs
-from selfspec.control.decider import Decider
-from selfspec.control.deciding import Deciding
-from selfspec.control.experience import Experience
-from selfspec.control.free import Free
+from selfspec.control.fading import Passed
 from selfspec.control.laps import Seconds
-from selfspec.control.looks import Looks, waited_of
-from selfspec.control.parts import Vocabulary
+from selfspec.control.ngram_planner import LONG, grown, table
+from selfspec.control.ngram_stats import MOST_FOUND, NgramStats
+from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import DRAFTS, Plan, ShadowPlan, Steady
+from selfspec.control.plan import (
+    DRAFTS,
+    LOOKUP,
+    SEED_POSITIONS,
+    Lookups,
+    Plan,
+    Policy,
+    Steady,
+    TokenTree,
+    confidence_bins,
+)
+from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
 from selfspec.control.rows import RowOutcome, RowState, Shadow
-from selfspec.control.seeding import Seeding
-from selfspec.control.timetable import Timetable
+from selfspec.control.schedule import Schedule
+from selfspec.control.second_choices import SecondRates
 from selfspec.control.tracker import Tracker
-from selfspec.control.trials import Trials
+from selfspec.control.worth import Worth
 
-LOOK_EVERY, EARLY_LOOKS = 8, 4  # rounds between looks at the clock, and the same of a single row's first rounds
+KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it
+CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew
+LOOK_EVERY = 4  # rounds between readings of the clock
+SEED_SHARE = 0.01  # of a row's plain decoding, for probing its prompt
 
 
-class Adaptive:
-    """Plans from a tracker's statistics and a machine's costs.
+class Adaptive(Policy):
+    """Plans from statistics and a machine's costs.
 
     Args:
         prior: what `state` of an earlier one of the same model returned.
@@ -54,230 +67,306 @@ class Adaptive:
         drafts: Sequence[str] = DRAFTS,
     ) -> None:
         self.costs = costs
-        self.most = MOST if most is None else min(most, MOST)
-        self._allowed = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
-        self._experience = Experience(costs, prior, "tree" in drafts)
-        has_prior = self._experience.has_seen(self._allowed)  # earlier texts have told of the layers
-        self._decider = Decider(costs, self._experience, self._allowed, self.most)
-        self._free = Free(costs, self._decider, most, drafts)
-        self._may_copy = "copies" in drafts
-        self._seeding = Seeding(costs, self._experience, self._decider, [] if has_prior else self._allowed)
-        self._looks = Looks(costs, has_prior, waited_of(prior))
-        self._times, self._trials = Timetable(has_prior), Trials()
-        told = self._decider, self._experience, self._free, self._looks, self._times, self._trials
-        self._deciding = Deciding(*told, self._allowed, self.most)
-        self._held: Sequence[int] = (0,)  # tokens of each row of the round that was planned last
-        self._idle = Plan(None, (0,), speedup=1.0)
-        self._likely: Plan | None = None  # that of the next rounds which lookup does not draft, if it is known
-        self._alike, self._alike_for = 0, 0  # rounds that will have the same plan, if nothing is found; of a request
+        self._most = MOST if most is None else min(most, MOST)
+        self._most_found = MOST_FOUND if most is None else min(most, MOST_FOUND)
+        self._layers = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
+        self._looks_up, self._may_copy = "lookup" in drafts, "copies" in drafts
+        known = prior if isinstance(prior, dict) else {}
+        self.tracker = Tracker(costs.num_layers, prior)
+        """Statistics of all layers."""
+        self._passed = Passed()
+        self._agreement = Agreement(costs.num_layers, self._passed, known.get("agreement"))
+        self._seconds = SecondRates(costs.num_layers) if "tree" in drafts else None
+        self._own, self._stored = NgramStats(self._passed), NgramStats(self._passed)
+        self._correction = Correction(_told_by(costs), known.get("correction"))
+        self._trusts = Trust(self._passed), Trust(self._passed)  # in forecasts of drafts by layers, and by lookup
+        self._has_prior = any(self.tracker.num_lasting(layer) >= KNOWN for layer in self._layers)
+        self._schedule = Schedule(costs, self._has_prior)
+        self._vocabulary: Vocabulary | None = None
+        self._has_copies = False
+        self._parts = Parts(costs)
+        self._worth: Worth | None = None
+        self._worth_for = (0, 0)
+        self.decision = Decision()
+        self._lookups: Lookups | None = None
+        self._has_corpus = False  # whether rows have one to look in
+        self._rows: list[tuple[int, int]] = []  # of the last decision, see `RowState.whole`
+        self._processes = False  # whether any of them has processors
+        self._usual = Plan(None, (0,), speedup=1.0)  # of rounds that lookup does not draft
+        self._plan: Plan | None = None
+        self._forecast = 0.0  # tokens per row of the round that was planned last, where lookup drafts
+        self._grown: tuple[int, ...] = ()  # see `ngram_planner.grown`
+        self._streak, self._is_grown = 0, False  # right drafts in a row; whether the last plan's is longer for that
+        self._was_long = False  # whether it follows a long match
+        self._held: Sequence[int] = (0,)
+        self._round = 0
 
-    def forget_rows(self) -> None:
-        """All rows are gone, and the next ones may have their numbers; what they told holds, as it does for later
-        rows of one engine."""
-        self._alike = 0
-        self._deciding.forget_rows()
-        self._free.forget_rows()
-        self._experience.pace.begin_again()
-        if self._experience.has_seen(self._allowed):
-            self._times.tell_prior()
-
-    @property
-    def tracker(self) -> Tracker:
-        """Statistics of all layers, with everything that came so far."""
-        return self._experience.tracker
+    # ------------------------------------------------------------------------------------------ what it is told once
 
     def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Drafts may be over parts of this vocabulary; None: they are over all of it."""
-        if self._decider.tell_vocabulary(vocabulary):
-            self._forget_decision()
+        if vocabulary is not self._vocabulary:
+            self._vocabulary = vocabulary
+            self._draft_anew()
 
     def tell_copies(self, has_copies: bool) -> None:
         """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
-        if self._decider.tell_copies(has_copies and self._may_copy):
-            self._forget_decision()
+        if (has_copies and self._may_copy) != self._has_copies:
+            self._has_copies = has_copies and self._may_copy
+            self._worth = None
+            self._draft_anew()
 
-    def _forget_decision(self) -> None:
-        self._times.decide_now()
-        self._alike = 0
-        self._seeding.forget()
+    def _draft_anew(self) -> None:
+        self._parts = Parts(self.costs, self._vocabulary, self._has_copies)
+        self._schedule.decide_now()
 
-    def tell_pace(self, pace: Any) -> None:
+    def tell_correction(self, correction: Any) -> None:
         """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
-        self._experience.tell_pace(pace)
+        self._correction = Correction(_told_by(self.costs), correction)
+
+    def forget_rows(self) -> None:
+        """All rows are gone, and the next ones may have their numbers."""
+        self._rows = []
+        self._own.keep_rows(())
+        self._stored.keep_rows(())
 
     def state(self) -> dict[str, Any]:
-        """What it has seen, for a later one of the same model to start from."""
-        return self._experience.state() | {"waited": self._looks.waited}
+        """What it has seen, in plain numbers, for a later one of the same model to start from."""
+        told = {"agreement": self._agreement.state(), "correction": self._correction.state()}
+        return self.tracker.state() | told
+
+    # ---------------------------------------------------------------------------------------------- what it asks for
 
     @property
     def reads_lookup(self) -> bool:
-        """Whether rows may draft by lookup, as far as that pays."""
-        return self._free.is_on(self._deciding.batch)
+        """Whether rows may draft by lookup."""
+        return self._looks_up
 
     @property
     def hears_lookup(self) -> bool:
-        """Whether what would have come of lookups in the round that was planned last is worth telling."""
-        return bool(self._free.told_of)
-
-    @property
-    def reads_ranks(self) -> bool:
-        """Whether branches may be drafted beside what lookup finds."""
-        return self._free.branches(self._deciding.batch)
-
-    @property
-    def plain_ahead(self) -> int:
-        """Rounds after the one that was planned last that will be plain, unless rows join or leave."""
-        return self._times.ahead
+        """Whether it is told what lookups would have come to: where they come from a corpus, which keeps no tally."""
+        return self._has_corpus
 
     @property
     def steady(self) -> Steady:
-        """How many of the next rounds are likely to be as the one that was planned last."""
-        likely = self._likely
-        if likely is not None and self._trials.is_in_block:
-            return Steady(self._trials.block)
-        if likely is None:
+        """How many of the next rounds follow from the rows' matches and from what was decided."""
+        if self._plan is None or self._has_corpus or self._plan.shadow is not None:
             return Steady()
-        longer = max(0, min(self._times.may_put_off(self._deciding.batch), self._looks.rounds_left - self._next_alike))
-        return self._free.steady(Steady(self._next_alike, usual=likely, longer=longer))
-
-    @property
-    def _next_alike(self) -> int:
-        """Rounds to come before something is decided, or layers are looked at."""
-        return min(self._times.until_due, self._looks.rounds_left)
-
-    def pass_plain(self, num_rounds: int, seconds: float) -> None:
-        """Count rounds of `plain_ahead` that nobody asked about.
-
-        Args:
-            seconds: of their forwards.
-        """
-        self._times.pass_ahead(num_rounds)
-        self._trials.plain_run += num_rounds
-        self._free.pass_plain(num_rounds, self._deciding.batch)
-        self._experience.add_idle(num_rounds)
-        self._looks.pass_idle(seconds, num_rounds)
+        rounds = self._schedule.rounds_alike
+        if self._schedule.block:
+            return Steady(rounds)
+        if len(self._rows) == 1:
+            lengths = (0,) if self._lookups is None else self._lookups.lengths[0]
+            return Steady(rounds, lengths=lengths, usual=self._usual, grown=self._grown, streak=self._streak)
+        return Steady(rounds, usual=self._usual, lookups=self._lookups)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
-        """Those at which a prompt is looked at while it is read."""
-        return self._seeding.layers(row, self._deciding.batch)
+        """Layers at which the end of a prompt is probed while it is read: where nothing is known of them yet."""
+        if self._has_prior or self._rows or not self._layers:
+            return ()
+        positions = min(SEED_POSITIONS, row.content_length - 1)
+        budget = SEED_SHARE * row.room * self.costs.plain_round(1)
+        layers = could_pay(self._worth_of(1, row.content_length), self._layers, HANDICAP, 1.0)
+        count = len(layers)
+        while count and self.costs.seed(count, positions) > budget:
+            count -= 1
+        return tuple(layers[i * len(layers) // count] for i in range(count)) if count else ()
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self.tracker.add_shadow(shadow)
-        self._looks.take_seed(self.costs.seed(len(shadow.layers), shadow.hits.shape[1]))
-        self._times.decide_now()
-        self._alike = 0
+        self._schedule.decide_now()
+
+    # ------------------------------------------------------------------------------------------------------- planning
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        if self._alike:
-            self._alike -= 1
-            row = rows[0]
-            if len(rows) == 1 and row.request_id == self._alike_for and self._likely is not None:
-                match = self._free.match_of(row)
-                if self._is_alike(row, match):
-                    self._pass_alike(row, match)
-                    return self._likely
-            self._alike = 0
-        self._likely = None
-        self._seeding.begin_round()
-        self._free.forget_round()
-        self._times.begin()
-        self._deciding.begin(rows)
-        if len(rows) != len(self._idle.draft_lengths):
-            self._idle = Plan(None, (0,) * len(rows), speedup=1.0)
+        self._round += 1
         self._held = [row.content_length for row in rows]
-        self._looks.tell_room(max([row.room for row in rows]))
-        if self._trials.begin():
-            self._likely = self._idle
-            return self._idle
-        found = self._by_lookup(rows)
-        if found is not None:
-            return found
-        if not self._looks.are_due:
-            self._free.keep_until(self._next_alike)
-        return self._without_lookup(rows)
+        in_block = self._schedule.block > 0
+        is_due = self._schedule.begin_round()
+        processes = any(row.has_processors for row in rows)
+        if is_due or processes != self._processes or [row.whole for row in rows] != self._rows:
+            self._processes = processes
+            self._decide(rows)
+            in_block = self._schedule.block > 0
+        lengths = tuple([min(self._most, self.decision.most, row.room - 1) for row in rows])
+        self._usual = self._by_layers(lengths, None) if any(lengths) else _plain(len(rows))
+        self._plan = _plain(len(rows)) if in_block else self._by_lookup(rows) or self._without_lookup(lengths)
+        return self._plan
 
-    def _plan_alike(self, row: RowState) -> None:
-        """The next rounds of a single row are likely to be planned as this one was."""
-        self._alike_for = row.request_id
-        if self._is_alike(row, self._free.match_of(row)):
-            self._alike = self._next_alike
+    def _by_layers(self, lengths: tuple[int, ...], shadow: Any) -> Plan:
+        if self.decision.exit_layer is None:
+            return _plain(len(lengths), shadow)
+        if shadow is None and self._usual.draft_lengths == lengths and self._usual.stop is self.decision.stop:
+            return self._usual
+        return self.decision.plan(lengths, shadow)
 
-    def _is_alike(self, row: RowState, match: int) -> bool:
-        """Whether a single row has room for the usual draft, and lookup finds nothing that would matter."""
-        return row.room > self.most and self._free.is_quiet(row, match)
-
-    def _pass_alike(self, row: RowState, match: int) -> None:
-        """Count a round that is planned as the one before."""
-        self._seeding.begin_round()
-        self._times.begin()
-        self._held = [row.content_length]
-        self._looks.tell_room(row.room)
-        self._free.pass_quiet(match)
+    def _without_lookup(self, lengths: tuple[int, ...]) -> Plan:
+        if not self._schedule.probe_is_due or self._worth is None or not any(lengths):
+            return self._usual
+        slower = self._correction.ratio(BY_EXIT, len(lengths))
+        layers = could_pay(self._worth, self._layers, max(HANDICAP, self.decision.speedup), slower)
+        layers = tuple([layer for layer in layers if layer != self.decision.exit_layer])
+        shadow = self._schedule.probe(layers, len(lengths), 1 + self.decision.length)
+        return self._usual if shadow is None else self._by_layers(lengths, shadow)
 
     def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
-        """Drafts of rows that are looked up, where that pays."""
-        found = self._free.plan(rows)
-        if found is not None:
-            self._times.put_off(self._deciding.batch)
-            exit_layer = self._decider.decision.exit_layer
-            if self._looks.are_due and self._decider.layers_to_see():
-                if not self._free.is_followed:
-                    return found  # no call goes on by lookup, and a round without comes to a look
-                self._looks.put_off()
-            self._likely = self._by_layers(rows) if exit_layer is not None else self._idle
-        return found
+        lookups = self._lookups
+        if lookups is None:
+            return None
+        matches = [row.match for row in rows]
+        self._was_long = len(rows) == 1 and matches[0] >= LONG
+        lengths = lookups.drafted(matches, [row.room - 1 for row in rows])
+        if lengths is None:
+            return None
+        self._is_grown = self._was_long and self._streak > 0 and bool(self._grown)
+        if self._is_grown:
+            longer = self._grown[min(self._streak, len(self._grown)) - 1]
+            lengths = (min(longer, rows[0].room - 1),)
+        gained = zip(lookups.gains, matches, lengths, strict=True)
+        self._forecast = 1 + sum([gains[min(match, LONG)] for gains, match, n in gained if n]) / len(rows)
+        if not self._has_corpus:
+            return Plan(LOOKUP, lengths)
+        trees = [_chain(row, n) if n else None for row, n in zip(rows, lengths, strict=True)]
+        return Plan(LOOKUP, tuple([0 if tree is None else len(tree.tokens) for tree in trees]), trees=tuple(trees))
 
-    def _without_lookup(self, rows: Sequence[RowState]) -> Plan:
-        """What was decided, by layers or without drafts; with a look at layers where one is due."""
-        looks = self._looks.are_due and not self._deciding.try_again()
-        exit_layer = self._decider.decision.exit_layer
-        shadow = self._shadow(exit_layer, len(rows)) if looks else None
-        if exit_layer is None:
-            return self._without_drafts(len(rows), shadow)
-        plan = self._by_layers(rows, shadow)
-        if shadow is None and plan is not self._idle:
-            self._likely = plan
-            if len(rows) == 1 and not self.hears_lookup:
-                self._plan_alike(rows[0])
-        return plan
+    def _decide(self, rows: Sequence[RowState]) -> None:
+        """How layers draft, and what is looked up after which match."""
+        before, whole = self.decision, [row.whole for row in rows]
+        count, is_other = len(rows), whole != self._rows
+        worth = self._worth_of(count, self.costs.context_of(self._held))
+        worth.price(1.0, lookups=self._correction.ratio(BY_LOOKUP, count))
+        self._rows = whole
+        if self._layers:
+            self.decision = decide(before, worth, self._parts.now(self._processes), self._layers, self._evidence(count))
+        else:
+            self.decision = Decision(count / worth.plain_seconds)
+        self._lookups = self._table(rows, worth) if self._looks_up else None
+        self._grown = (
+            () if self._lookups is None or count > 1 else grown(self._lookups.lengths[0][-1], self._most_found)
+        )
+        self._streak = 0 if is_other else self._streak
+        round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or worth.plain_seconds
+        exit_layer = self.decision.exit_layer
+        is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= KNOWN
+        self._schedule.decided(round_seconds, is_other, is_known)
+        drafts = self.decision.exit_layer is not None or self._lookups is not None
+        kind = kind_of(self.decision.plan((), None)) if self.decision.exit_layer is not None else BY_LOOKUP
+        apart = self._schedule.rounds_apart(max(1.0, self.decision.speedup))
+        if drafts and self._correction.wants_plain(kind, apart):
+            self._schedule.compare()
 
-    def _without_drafts(self, num_rows: int, shadow: ShadowPlan | None) -> Plan:
-        if shadow is not None:
-            return Plan(None, self._idle.draft_lengths, shadow=shadow)
-        if self._trials.is_settled(num_rows) and not self._times.has_clock:
-            self._times.look_ahead(min(self._free.pause, self._looks.rounds_left))
-        self._likely = self._idle
-        return self._idle
+    def _evidence(self, num_rows: int) -> Evidence:
+        right, share = self.tracker.estimates()
+        slower = self._correction.ratio(BY_EXIT, num_rows), self._correction.ratio(BY_COPIES, num_rows)
+        margin = 1.0 if self._agreement.is_known else MARGIN
+        agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
+        return Evidence(right, share, seen, agreement, self._trusts[0].ratio, slower, margin, self._seconds)
 
-    def _by_layers(self, rows: Sequence[RowState], shadow: ShadowPlan | None = None) -> Plan:
-        """What was decided; nothing else changes between decisions."""
-        most = min(self.most, self._decider.decision.most)
-        lengths = tuple([min(most, row.room - 1) for row in rows])
-        return self._decider.plan(lengths, shadow) if any(lengths) else self._idle
+    def _table(self, rows: Sequence[RowState], worth: Worth) -> Lookups | None:
+        ids = [row.request_id for row in rows]
+        rates = []
+        self._has_corpus = False
+        for row in rows:
+            guesses, stats = row.guesses, self._own
+            if guesses is not None and guesses.is_own:
+                stats.take(guesses.take_tally(), row.request_id)
+            elif guesses is not None:
+                self._has_corpus = True
+                stats = self._stored if guesses.is_stored else self._own
+            rates.append(stats.rates(row.request_id))
+        self._own.keep_rows(ids)
+        self._stored.keep_rows(ids)
+        return table(rates, worth, self.decision.usual, self._trusts[1].ratio, self._most_found)
+
+    def _worth_of(self, num_rows: int, context: float) -> Worth:
+        step = int(context) // CONTEXT_STEP
+        if self._worth is None or self._worth_for[0] != num_rows:
+            self._worth, self._worth_for = Worth(self.costs, num_rows, copies=self._has_copies), (num_rows, -1)
+        if self._worth_for[1] != step:
+            self._worth.move((step + 0.5) * CONTEXT_STEP)
+            self._worth_for = num_rows, step
+        return self._worth
+
+    # ------------------------------------------------------------------------------------------------------- learning
 
     def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        trials = self._trials
-        self._free.observe(plan, outcomes)
-        trials.take(plan.exit_layer, self._deciding.batch)
-        if plan.exit_layer is not None:
-            self._times.note_draft()
-        is_silent = not self._times.has_clock and not trials.tells
-        if plan is self._idle and is_silent:  # common where a model should not draft
-            self._experience.add_idle()
-            self._looks.pass_idle(seconds.verify + seconds.head)
-            return
-        if plan.exit_layer is None and plan.shadow is not None:
-            self._times.decide_now()
-        if trials.has_told:
-            self._decider.note_tried()
-        every = EARLY_LOOKS if self._deciding.batch == 1 and self._times.is_early else LOOK_EVERY
-        is_due = self._times.round % every == 0
-        looks = trials.tells or (is_due and not trials.is_cold)
-        looked = (self.costs.context_of(self._held), self._decider.share(plan.draft_vocab)) if looks else None
-        self._experience.add(plan, outcomes, seconds, looked)
-        self._looks.pass_round(None if plan.exit_layer is None else self._deciding.batch, self._times.is_early, seconds)
+        count = max(1, len(outcomes))
+        emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
+        self._passed.tokens += emitted
+        self.tracker.pass_time(emitted)
+        if self._seconds is not None:
+            self._seconds.pass_time(emitted)
+        is_right = self._was_long and plan.exit_layer == LOOKUP and emitted > outcomes[0].num_drafted > 0
+        self._streak = self._streak + 1 if is_right else 0
+        if plan.exit_layer == LOOKUP:
+            if not self._is_grown:
+                self._trusts[1].add(emitted, self._forecast)
+        elif plan.exit_layer is not None:
+            self._learn_draft(plan, plan.exit_layer, outcomes, emitted)
+        for outcome in outcomes:
+            if outcome.shadow is not None:
+                self.tracker.add_shadow(outcome.shadow)
+            if outcome.looked is not None and outcome.looked.match:
+                stats = self._stored if outcome.looked.is_stored else self._own
+                stats.add(outcome.looked, outcome.request_id)
+        forwards = seconds.draft + seconds.verify + seconds.head
+        self._schedule.pass_round(forwards, None if plan.shadow is None else seconds.shadow)
+        self._correction.pass_round()
+        if (plan.shadow is None and self._round % LOOK_EVERY == 0) or self._schedule.block:
+            self._look_at_clock(plan, outcomes, seconds)
 
-    def _shadow(self, exit_layer: int | None, num_rows: int) -> ShadowPlan | None:
-        """At all layers that could pay; only called when earlier rounds have paid for it."""
-        emitted = 1 if exit_layer is None else 1 + math.ceil(self._decider.decision.length)
-        return self._looks.plan(self._decider.layers_to_see(), num_rows, emitted)
+    def _look_at_clock(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        drafted, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
+        context, share = self.costs.context_of(self._held), self._parts.share(plan.draft_vocab)
+        copies = plan.draft_bits is not None
+        expected = self.costs.stages(plan.exit_layer, drafted, context, beside if any(beside) else [], share, copies)
+        took = seconds.draft + seconds.verify + seconds.head + seconds.pick
+        self._correction.look(plan, sum(expected.values()) - expected["rest"], took)
+
+    def _learn_draft(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome], emitted: float) -> None:
+        """Every drafted token that was judged is a hit of the layer or a miss."""
+        rounds, longest = self.decision.rounds, max([outcome.num_drafted for outcome in outcomes])
+        if plan.draft_bits is None or self._agreement.is_known:
+            self._trusts[0].add(emitted, self.decision.tokens * rounds[min(len(rounds) - 1, longest)])
+        judged = []
+        for outcome in outcomes:
+            # What no draft could have picked says nothing of the layer: it is in the part's coverage.
+            told = outcome.num_accepted if outcome.is_left_out else outcome.num_judged
+            judged.append((outcome.num_accepted, outcome.confidences[:told]))
+            if outcome.second is not None and self._seconds is not None:
+                confidence = outcome.confidences[outcome.num_accepted]
+                self._seconds.add(exit_layer, confidence, outcome.second)
+        if plan.draft_bits is not None and self.tracker.num_lasting(exit_layer) >= KNOWN:
+            if plan.stop is not None:
+                covered = self._agreement.ratios()[exit_layer - 1]
+                bins = confidence_bins([one for _, confidences in judged for one in confidences])
+                expected = sum([plan.stop.calibration[at] for at in bins]) / covered
+                self._agreement.add(exit_layer, sum([right for right, _ in judged]), expected)
+            if not self._agreement.is_good:
+                return
+        for right, confidences in judged:
+            self.tracker.add_draft(exit_layer, right, confidences)
+
+
+def _plain(num_rows: int, shadow: Any = None) -> Plan:
+    return Plan(None, (0,) * num_rows, shadow=shadow, speedup=1.0)
+
+
+def _chain(row: RowState, most: int) -> TokenTree | None:
+    """What a row's guesses continue it with."""
+    assert row.guesses is not None
+    tokens = tuple(row.guesses.chain(most))
+    return TokenTree(tokens, tuple(range(len(tokens)))) if tokens else None
+
+
+def _told_by(costs: Costs) -> list[float]:
+    """Numbers by which one table of costs is told from another."""
+    last = costs.num_layers
+    return [
+        last,
+        costs.plain(1),
+        costs.late[1](4),
+        costs.head(1),
+        costs.pick(1),
+        costs.early_pass(max(1, last // 4), 1),
+    ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 
 
@@ -17,7 +17,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class DraftVerify:
+class DraftVerify(Policy):
     """The adaptive threshold of Draft & Verify (arXiv 2309.08168), with the values of DEL's baseline (2504.05598).
 
     Each row has a threshold of its own. A plan has one for the batch, the rows' mean; of one row it is the published

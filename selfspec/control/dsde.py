@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil, exp
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 
 DELTA = 0.85  # weight of a token's divergence against that of the token after it
@@ -30,7 +30,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class DSDE:
+class DSDE(Policy):
     """DSDE (arXiv 2509.01083), on a fixed exit layer.
 
     A row's first rounds draft `num_draft_tokens` and set the longest length it may get, SL_max. From then on

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan, ShadowPlan
+from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 
 OMEGA = 0.95  # what a round leaves of the older counts
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class DynamicExit:
+class DynamicExit(Policy):
     """DEL (arXiv 2504.05598): the exit layer by tokens per layer (TPL), the draft's length by its confidence.
 
     After each round every layer's picks are compared with the target's. Of exit layer l, with a share alpha of hits,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan, Steady
+from selfspec.control.plan import Plan, Policy, Steady
 from selfspec.control.rows import RowOutcome, RowState
 
 ALWAYS = Steady(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Policy):
     """Every token by the whole model."""
 
     steady: ClassVar[Steady] = ALWAYS
@@ -27,7 +27,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(Policy):
     """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use.
 
     With `draft_vocab`, drafts are over so many tokens, the most frequent; the target judges them over all. With

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 
 
 @dataclass(slots=True)
-class FiniteState:
+class FiniteState(Policy):
     """Each row's draft grows by one when all of it is accepted and shrinks by one otherwise.
 
     The baseline FS-LayerSkip of DEL (arXiv 2504.05598). It never drafts less than one token: from none, it could not

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 
 ETA = 0.3  # weight of the newest round
@@ -23,7 +23,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class GammaTune:
+class GammaTune(Policy):
     """GammaTune (arXiv 2504.00030), row by row.
 
     After a draft that was accepted whole, the next is longer by two, and the average stays as it is. After any other,

@@ -7,10 +7,10 @@ from typing import Any
 
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RowOutcome, RowState, Shadow
 
 
-class Led:
+class Led(Policy):
     """Asks its policy on the leading rank only, and hands what that says to the others.
 
     Clocks, saved statistics and processors differ between ranks; were each to plan for itself, one would draft where
@@ -23,24 +23,15 @@ class Led:
 
     def __init__(self, inner: Policy, leads: bool, agreed: Callable[[Any], Any]) -> None:
         self.inner, self._leads, self._agreed = inner, leads, agreed
-        if hasattr(inner, "seed_layers"):
-            self.seed_layers, self.seed = self._seed_layers, self._seed
 
     @property
     def reads_lookup(self) -> bool:
-        """What a row's text offers is told to the leading rank alone: plans bring along what it made of that."""
-        return self._asks("reads_lookup")
+        """What a row's text offers is told to the leading rank alone."""
+        return self._leads and self.inner.reads_lookup
 
     @property
     def hears_lookup(self) -> bool:
-        return self._leads and bool(getattr(self.inner, "hears_lookup", self.reads_lookup))
-
-    @property
-    def reads_ranks(self) -> bool:
-        return self._asks("reads_ranks")
-
-    def _asks(self, name: str) -> bool:
-        return self._leads and bool(getattr(self.inner, name, False))
+        return self._leads and self.inner.hears_lookup
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         return self._led(lambda: self.inner.plan(rows))
@@ -49,12 +40,12 @@ class Led:
         if self._leads:
             self.inner.observe(plan, outcomes, seconds)
 
-    def _seed_layers(self, row: RowState) -> Sequence[int]:
-        return self._led(lambda: tuple(self.inner.seed_layers(row)))  # type: ignore[attr-defined]
+    def seed_layers(self, row: RowState) -> Sequence[int]:
+        return self._led(lambda: tuple(self.inner.seed_layers(row)))
 
-    def _seed(self, row: RowState, shadow: Any) -> None:
+    def seed(self, row: RowState, shadow: Shadow) -> None:
         if self._leads:
-            self.inner.seed(row, shadow)  # type: ignore[attr-defined]
+            self.inner.seed(row, shadow)
 
     def _led(self, decide: Callable[[], Any]) -> Any:
         """What the leading rank decides; what it raises is raised on every rank, which would else wait for ever."""

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.plan import LOOKUP, Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.smartspec import SmartSpec
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLookup:
+class PromptLookup(Policy):
     """Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023): as many tokens in every round."""
 
     num_draft_tokens: int = 10  # the author's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from selfspec.control.costs import LOOKUP_SECONDS, Costs
-from selfspec.control.matches import MOST_FOUND
+from selfspec.control.ngram_stats import MOST_FOUND
 from selfspec.control.tracker import Floats
 
 MOST = 18  # longest draft considered

@@ -5,12 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from selfspec.control.laps import Seconds
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RowOutcome, RowState, Shadow
+
+if TYPE_CHECKING:
+    from selfspec.control.parts import Vocabulary
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
@@ -193,23 +196,42 @@ class Steady(NamedTuple):
         return tuple([self.lengths[min(first, last)] == 0 for first in (1, *MATCH_EDGES)])
 
 
-class Policy(Protocol):
-    """Chooses plans; its decisions change speed, never tokens.
+class Policy:
+    """Chooses plans, which change speed and never tokens. A subclass needs `plan` and `observe` alone."""
 
-    A policy whose `reads_lookup` is true is told what lookup finds (`RowState.guesses`, `RowOutcome.looked`), which
-    takes an index of every row; if it has `hears_lookup`, which is asked once it has planned, `looked` only where that
-    is true; and one whose `reads_ranks` is true, also where tokens stood among other guesses. A policy may also have
-    `seed_layers(row) -> layers`, at which the last `SEED_POSITIONS` of a prompt are then looked at while it is read,
-    and `seed(row, shadow)`, which is handed what was seen, perhaps in two parts. One that has `plain_ahead` need not be
-    asked about so many rounds after the one it planned last, while the rows are the same: they are plain, and before it
-    is asked again it is told `pass_plain(num_rounds, seconds)` of those that came. One that has `steady`, a `Steady`,
-    may have rounds decoded before it is asked about them, which hold if it plans them so; and of the rounds ahead, it
-    is asked after all about one before which a row has a match that is not 0 in `Steady.lengths`, or had surprises
-    enough, or a batch's rows draft by `Steady.lookups`. One that has
-    `tell_vocabulary` is handed a `control.parts.Vocabulary` by its engine, or None where drafts cannot be over a part
-    of one; one that has `tell_copies`, whether there are copies of the layers in 4 bits to draft by.
-    """
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        """What the next round of these rows does."""
+        raise NotImplementedError
 
-    def plan(self, rows: Sequence[RowState]) -> Plan: ...
+    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+        """What came of it, row by row, and what its stages took."""
+        raise NotImplementedError
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None: ...
+    @property
+    def reads_lookup(self) -> bool:
+        """Whether rows come with what lookup finds (`RowState.guesses`), which takes an index of every row."""
+        return False
+
+    @property
+    def hears_lookup(self) -> bool:
+        """Whether it is told what lookup would have come to (`RowOutcome.looked`); asked once it has planned."""
+        return self.reads_lookup
+
+    @property
+    def steady(self) -> Steady:
+        """How many rounds after the one that was planned last it will plan alike: they may be decoded before it is
+        asked about them, and hold if it plans them so."""
+        return Steady()
+
+    def seed_layers(self, row: RowState) -> Sequence[int]:
+        """Layers at which the last `SEED_POSITIONS` of a prompt are looked at while it is read."""
+        return ()
+
+    def seed(self, row: RowState, shadow: Shadow) -> None:
+        """What was seen there, perhaps in two parts."""
+
+    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+        """The vocabulary that drafts may be over a part of; None: they are over all of it."""
+
+    def tell_copies(self, has_copies: bool) -> None:
+        """Whether there are copies of the layers in 4 bits to draft by."""

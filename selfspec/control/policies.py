@@ -62,12 +62,10 @@ def make_policy(
         prior: what an earlier `Tracker` of this model has seen, for `adaptive`.
         drafts: where those of `adaptive` may come from, some of `DRAFTS`; default: all.
     """
-    if hasattr(policy, "plan") and hasattr(policy, "observe"):
+    if isinstance(policy, Policy):
         return policy
     if policy not in POLICIES:
-        raise ValueError(
-            f"policy must be one of {', '.join(POLICIES)}, or an object with plan and observe, got {policy!r}"
-        )
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, or a selfspec.Policy, got {policy!r}")
     if exit_layer is not None and not 1 <= whole("exit_layer", exit_layer) < num_layers:
         raise ValueError(f"exit_layer must lie in 1..{num_layers - 1} for this model, got {exit_layer}")
     if num_draft_tokens is not None and whole("num_draft_tokens", num_draft_tokens) < 0:

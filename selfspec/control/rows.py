@@ -75,7 +75,6 @@ class Looked(NamedTuple):
     num_compared: int  # tokens that the target picked, the last of them beyond any draft
     num_right: int  # first tokens of the draft by lookup that they equal
     is_stored: bool = False  # whether that came from a corpus
-    rank: int | None = None  # among other guesses of the token that it did not offer: see `control.growth.Ranks`
 
 
 class RowOutcome(NamedTuple):

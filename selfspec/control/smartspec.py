@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 
 HANDICAP = 1.1  # drafting must promise this much more than plain decoding
@@ -33,7 +33,7 @@ class _Acceptance:
 
 
 @dataclass(slots=True)
-class SmartSpec:
+class SmartSpec(Policy):
     """SmartSpec (arXiv 2406.14066), on a fixed exit layer, with measured costs in place of fitted ones.
 
     Every 20 rounds it takes the length k = 0, 1, 2, .. before goodput first falls; k = 0 counts for 1.1 times its

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RowOutcome, RowState
 
 SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s: SCALE * s ** POWER, the paper's fit on its own models
 
 
 @dataclass(slots=True)
-class Synergy:
+class Synergy(Policy):
     """The adaptive length of arXiv 2310.18813: for each batch size, the one with the fewest seconds per token.
 
     A round of s drafted tokens per row emits accepted(s) + 1 tokens per row. Among the lengths is 0, plain decoding.

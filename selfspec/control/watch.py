@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan, ShadowPlan
+from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.tracker import Tracker
 
 
-class Watch:
+class Watch(Policy):
     """Drafts nothing; its `tracker` sees what each layer would have picked at every position.
 
     That takes longer than any draft saves: it is for statistics that a model's later users start from.

@@ -71,22 +71,10 @@ class Ahead:
         self._part: Part | None = None  # of the vocabulary, that they are drafted over
         self._rows: list[tuple[int, int]] = []  # (request, tokens) of those that the next one is of
         self._steady, self._reads_lookup = Steady(), False
-        self._is_watched = False  # whether they are of a single row whose index was told of their tokens
         self._lost = 0.0
 
     def __len__(self) -> int:
         return len(self._coming)
-
-    def is_quiet(self, watched: Steady) -> bool:
-        """Whether a round waits that lookup did not draft, and by what rows are watched now it would not have been."""
-        steady = self._steady
-        if not self._coming or steady.lookups is not watched.lookups:
-            return False
-        if steady.lookups is None:  # a single row's calls end before a match that somebody is asked about
-            is_same = (steady.lengths, steady.most_surprises) == (watched.lengths, watched.most_surprises)
-            if not (self._is_watched and is_same):
-                return False
-        return not any(self._coming[0].found or ())
 
     @property
     def coming(self) -> Sequence[Coming]:
@@ -176,7 +164,6 @@ class Ahead:
 
     def put(self, rows: Sequence[Row], rounds: Sequence[Coming], done: Sequence[Done]) -> None:
         """Let all but the first of the rounds in one call wait; the rows' indices know what they came to already."""
-        self._is_watched = len(rows) == 1 and done[0].found[0] is not None and not any(self._steady.branches)
         for at, row in enumerate(rows):
             told = [each for one in done if (each := one.found[at]) is not None]
             if told:

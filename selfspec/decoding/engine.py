@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan, Policy
+from selfspec.control.plan import LOOKUP, Plan, Policy, Steady
 from selfspec.control.rows import Looked, RowOutcome
 from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.ahead import Ahead
-from selfspec.decoding.asking import NOT_STEADY, Asking
+from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.intake import Intake
 from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
@@ -51,7 +51,7 @@ class Engine:
 
     Args:
         target: what `selfspec.load` returns.
-        policy: a name, or an object with `plan` and `observe`; default: `adaptive`, or `fixed` where an exit layer or a
+        policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
         drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
         max_batch_size: rows decoded together; more wait their turn.
@@ -113,7 +113,7 @@ class Engine:
             learn.follow(target.stack)
         self.learn = learn
         chosen = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
-        self._asking = Asking(chosen, self.stack.num_layers)
+        self._checked = CheckedPolicy(chosen, self.stack.num_layers)
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
@@ -128,11 +128,7 @@ class Engine:
     @property
     def policy(self) -> Policy:
         """Who plans."""
-        return self._asking.policy
-
-    def retire(self) -> None:
-        """Tell the policy of rounds that it was not asked about, for somebody else to go on with it."""
-        self._asking.tell()
+        return self._checked.policy
 
     @property
     def num_waiting(self) -> int:
@@ -187,9 +183,8 @@ class Engine:
         ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
         if not ready:
             return None, False
-        asking = self._asking
-        plan, is_told = asking.plan(ready, self._ahead.is_quiet(asking.watched))
-        hears_lookup, reads_ranks = asking.hears_lookup, asking.reads_ranks
+        policy = self.policy
+        plan, hears_lookup = self._checked.plan(ready), policy.hears_lookup
         seconds.lap("control")
         outcomes: list[RowOutcome] = []
         try:
@@ -198,23 +193,19 @@ class Engine:
             left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
             looks: list[Looked | None] = [None] * len(ready)
             if hears_lookup:
-                looks = [row.looked(v.block, reads_ranks) for row, v in zip(ready, verdicts, strict=True)]
+                looks = [row.looked(v.block) for row, v in zip(ready, verdicts, strict=True)]
             for row, verdict, looked, is_out in zip(ready, verdicts, looks, left_out, strict=True):
                 result = self._apply(row, verdict)
                 self._results.append(result)
-                if is_told:
-                    outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
-                    is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
-                    outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
+                outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
+                is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
+                outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
         finally:
             self._drop_ended(ready)
         seconds.lap("rest")
-        if is_told:
-            asking.observe(plan, outcomes, seconds)
-            seconds.lap("control")
-            seconds.decided = seconds.control
-        else:
-            asking.pass_plain(seconds)
+        policy.observe(plan, outcomes, seconds)
+        seconds.lap("control")
+        seconds.decided = seconds.control
         return plan, is_ahead
 
     def _verdicts(
@@ -255,11 +246,11 @@ class Engine:
 
     def _look_ahead(self, plan: Plan, rows: Sequence[Row]) -> None:
         """How far rounds may be decoded together with one of this plan."""
-        steady = self._asking.steady(plan) if len(rows) == len(self.rows) else NOT_STEADY
+        steady = self._checked.steady(plan) if len(rows) == len(self.rows) else Steady()
         usual = steady.usual if plan.exit_layer == LOOKUP else plan
         if usual is None:
-            steady, usual = NOT_STEADY, plan
-        self._ahead.allow(steady, usual, self._part(usual, rows), self._asking.minds_lookup)
+            steady, usual = Steady(), plan
+        self._ahead.allow(steady, usual, self._part(usual, rows), self._checked.reads_lookup)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""

@@ -26,7 +26,7 @@ class _Look(NamedTuple):
 def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row], budget: int, policy: Policy) -> None:
     """Write keys and values of at most `budget` prompt tokens: all but each prompt's last, which the first round feeds.
 
-    Rows come in order; a prompt's last positions are shown to the policy if it has `seed_layers`.
+    Rows come in order; a prompt's last positions are shown to the policy where it asks for that.
     """
     if all(row.num_cached + 1 >= len(row.content) for row in rows):
         return
@@ -56,11 +56,10 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
 
 def _look(row: Row, start: int, count: int, at: int, policy: Policy) -> _Look | None:
     """What to look at of the prompt tokens [start, start + count), which begin at `at` in the packed call."""
-    seed_layers = getattr(policy, "seed_layers", None)
     first = max(start, len(row.content) - 1 - SEED_POSITIONS)
-    if seed_layers is None or row.request.logits_processor or first >= start + count:
+    if row.request.logits_processor or first >= start + count:
         return None
-    layers = tuple(seed_layers(row.state))
+    layers = tuple(policy.seed_layers(row.state))
     return _Look(row, layers, slice(at + first - start, at + count), first) if layers else None
 
 
@@ -71,5 +70,4 @@ def _show(stack: Stack, picker: Picker, look: _Look, last: Tensor, taps: Taps, p
     logits = stack.logits(final)
     judged = picker(logits, samplings, positions).tokens
     hidden = torch.stack([taps[layer][look.where] for layer in look.layers])  # type: ignore[index]
-    seed = policy.seed  # type: ignore[attr-defined]  # whoever has seed_layers has it
-    seed(look.row.state, shadow_picks(stack, picker, look.layers, hidden, samplings, positions, logits, judged))
+    policy.seed(look.row.state, shadow_picks(stack, picker, look.layers, hidden, samplings, positions, logits, judged))

@@ -75,12 +75,12 @@ class Row:
             self._guesser = Guesser(self.content, self.datastore)
         return self._guesser
 
-    def looked(self, block: list[int], with_ranks: bool) -> Looked | None:
+    def looked(self, block: list[int]) -> Looked | None:
         """What free guesses would have come to, before `block` is kept; None where nobody asked for them yet."""
         if not self.guesser.is_read:
             return None
-        match, is_stored, num_right, rank = self.guesser.look(block, with_ranks)
-        return Looked(match, len(block), num_right, is_stored, rank)
+        match, is_stored, num_right = self.guesser.look(block)
+        return Looked(match, len(block), num_right, is_stored)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ class Look(NamedTuple):
     match: int  # of the chain, 0 where there was none
     is_stored: bool  # whether the chain came from the corpus
     num_right: int  # first tokens of the chain that came
-    rank: int | None = None  # see `Guesser._rank`
 
 
 class Guesser:
@@ -85,18 +84,11 @@ class Guesser:
         """What else may come next: the tokens that followed shorter matches in the row's own text, the longer first."""
         return self.lookup.alternatives()
 
-    def look(self, block: Sequence[int], with_ranks: bool = True) -> Look:
+    def look(self, block: Sequence[int]) -> Look:
         """Set the guesses beside the tokens that came, before these are added to the content."""
         tokens, match = self.guess(len(block))
         right = num_right(tokens, block)
-        rank = self._rank(block[0], tokens[0]) if with_ranks and tokens and right == 0 else None
-        return Look(match, self.is_stored, right, rank)
-
-    def _rank(self, came: int, offered: int) -> int | None:
-        """The place of a token that came among the alternatives to the one that the chain offered; their number where
-        it was none of them; None where there were none."""
-        others = [token for token in self.alternatives() if token != offered]
-        return [*others, came].index(came) if others else None
+        return Look(match, self.is_stored, right)
 
     def _stored_match(self) -> int:
         if self._datastore is not None and self._stored_for != len(self._content):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.control.policies import make_policy
 from selfspec.control.rows import RowState
 from tests.helpers import Schedule, decode, generate, make_prompts
@@ -79,7 +79,7 @@ def test_a_policy_sees_every_rows_state_and_what_became_of_its_plan():
     assert [len(c.tokens) for c in done] == [6, 11]
 
 
-class Once:
+class Once(Policy):
     """A policy of one plan, good or bad."""
 
     def __init__(self, plan):

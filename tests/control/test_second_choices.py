@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.decision import MOST_BESIDE
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices
+from selfspec.control.planner import MOST_BESIDE
 from selfspec.control.second_choices import BOUNDS, FIRST, FIRST_WEIGHT, HALF_LIFE, SecondRates, likely_seconds
 from selfspec.control.worth import Worth
 from tests.control.test_adaptive import LAYERS, traces

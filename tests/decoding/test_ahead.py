@@ -22,6 +22,7 @@ from selfspec.control.plan import (
     NUM_BINS,
     Lookups,
     Plan,
+    Policy,
     SecondChoices,
     Steady,
     SurvivalStop,
@@ -31,7 +32,6 @@ from selfspec.decoding import ahead
 from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
-from selfspec.decoding.row import Row
 from selfspec.drafting.compiled_lookup import CompiledLookup
 from selfspec.drafting.lookup import Lookup
 from selfspec.kernels.compiled_call import functions
@@ -43,13 +43,22 @@ from tests.helpers import audit_cache, generate, make_prompts
 TABLES = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
-class Runs:
+class Given(Policy):
+    """A policy made of what it is given."""
+
+    reads_lookup, steady = False, Steady()
+
+    def __init__(self, **given):
+        self.__dict__.update(given)
+
+
+class Runs(Policy):
     """Plans of one kind for some rounds, then of another; says how long it goes on, and now and then too much.
 
     Lookup drafts by the match alone.
     """
 
-    reads_ranks = False
+    reads_lookup = False
 
     def __init__(self, seed, table, branches, reads_lookup):
         self.dice, self.table, self.branches, self.reads_lookup = random.Random(seed), table, branches, reads_lookup
@@ -204,10 +213,10 @@ def test_lookup_is_drafted_by_without_asking(monkeypatch):
     assert sum(calls) == len(rounds) > len(calls)  # nothing was in vain
 
 
-class Together:
+class Together(Policy):
     """Rows that all draft by lookup after long matches; else an early layer drafts for them, or none."""
 
-    reads_lookup, reads_ranks = True, False
+    reads_lookup = True
 
     def __init__(self, exit_layer, rounds=1000, longer=0):
         self.exit_layer, self.rounds, self.longer, self.planned = exit_layer, rounds, longer, 0
@@ -280,26 +289,6 @@ def test_a_table_that_drafts_longer_than_rows_have_room_for_takes_no_more_memory
 
     rounds, calls = together(monkeypatch, Endless(4))
     assert sum(map(len, calls)) == len(rounds) and any(any(call) for call in calls)
-
-
-def test_rounds_ahead_that_a_call_saw_need_no_matches(monkeypatch):
-    """Plain rounds that wait were decoded because nothing mattered was found: nobody looks again."""
-
-    class Plain(Together):
-        @property
-        def plain_ahead(self):
-            return 1000
-
-        def pass_plain(self, num_rounds, seconds):
-            pass
-
-    asked, match = [], Row.match.fget
-    monkeypatch.setattr(Row, "match", property(lambda self: asked.append(self.request_id) or match(self)))
-    policy = Plain(None)
-    rounds, _ = together(monkeypatch, policy, 60)
-    plain = [one for one in rounds if one.plan.exit_layer is None and one.is_ahead]
-    assert len(plain) > 12 and policy.planned < len(rounds)
-    assert len(asked) < 3 * (len(rounds) - len(plain))
 
 
 @pytest.mark.parametrize("grown", [(), (7, 9)])
@@ -399,7 +388,7 @@ def test_a_usual_plan_that_cannot_be_is_refused_where_it_would_count(usual):
     policy = Runs(3, [0, 2], [False] * 2, True)
     policy.left, policy.drawn = 1000, ((2, 3), {"keep_confidence": True})
     steady = Steady(9, (0, 2), usual=usual)
-    lying = SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=steady, reads_lookup=True)
+    lying = Given(plan=policy.plan, observe=policy.observe, steady=steady, reads_lookup=True)
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=lying, max_batch_size=1)
     engine.submit("class Stack:\n", max_new_tokens=200)
     with pytest.raises(ValueError, match="a plan's"):
@@ -414,7 +403,7 @@ def test_plain_plans_need_no_lengths(lies):
     runs.left, runs.drawn = 1000, ((None, 0), {})
     plan = runs.plan if lies else lambda rows: plain
     steady = Steady(9, (0, 2), usual=plain)
-    policy = SimpleNamespace(plan=plan, observe=lambda *given: None, steady=steady, reads_lookup=lies)
+    policy = Given(plan=plan, observe=lambda *given: None, steady=steady, reads_lookup=lies)
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=policy, max_batch_size=1)
     engine.submit("class Stack:\n", max_new_tokens=60)
     expected = engine.target.generate("class Stack:\n", max_new_tokens=60, policy="plain")
@@ -668,7 +657,7 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough():
 )
 def test_what_is_no_steadiness_is_refused(steady, said):
     policy = Fixed(1, 1)
-    engine = Engine(compiled("llama"), policy=SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=steady))
+    engine = Engine(compiled("llama"), policy=Given(plan=policy.plan, observe=policy.observe, steady=steady))
     engine.submit(make_prompts([5])[0], max_new_tokens=4)
     with pytest.raises(ValueError, match=re.escape(said)):
         engine.step()
@@ -679,7 +668,7 @@ def test_what_is_no_steadiness_is_refused(steady, said):
 def test_policies_that_say_what_they_do_not_do_lose_time_alone(lengths, num_rows):
     policy = Runs(1, [0], [False], True)
     policy.left, policy.drawn = 1000, ((2, 3), {"keep_confidence": True})
-    lying = SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=Steady(9, lengths), reads_lookup=True)
+    lying = Given(plan=policy.plan, observe=policy.observe, steady=Steady(9, lengths), reads_lookup=True)
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=lying, max_batch_size=num_rows)
     texts = ("def mean(values):\n", "class Stack:\n")[:num_rows]
     for text in texts:
@@ -704,7 +693,7 @@ def test_seconds_of_what_was_in_vain_are_told_as_control(monkeypatch):
     monkeypatch.setattr(Ahead, "lost", losing)
     monkeypatch.setattr(Ahead, "forget", forgetting)
     policy = Runs(5, [0], [False], False)
-    lying = SimpleNamespace(plan=policy.plan, observe=policy.observe, steady=Steady(9))
+    lying = Given(plan=policy.plan, observe=policy.observe, steady=Steady(9))
     engine = Engine(selfspec.load("demo", engine="compiled"), policy=lying, max_batch_size=1)
     engine.submit("class Stack:\n", max_new_tokens=200)
     rounds = list(engine.run())

@@ -29,8 +29,6 @@ LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
 class Dice(Adversary):
     """Any plan that one call can follow; and now and then one that it cannot."""
 
-    reads_ranks = False
-
     def plan(self, rows):
         plan, dice = super().plan(rows), self.dice
         right = tuple(dice.random() for _ in range(NUM_BINS))
@@ -148,6 +146,8 @@ def test_rounds_that_look_at_layers_are_done_in_one_call(monkeypatch):
 
 class LooksBesideLookup(Always):
     """Looks at layers while lookup drafts little, and says that rounds in which layers draft much are to follow."""
+
+    steady = Steady()
 
     def plan(self, rows):
         self.steady, shadow = Steady(8, usual=super().plan(rows)), ShadowPlan((1, 3), (0,), 20)

@@ -13,7 +13,7 @@ import torch
 
 from selfspec.api import Target
 from selfspec.decoding import pick, rounds, verdict
-from selfspec.decoding.asking import Asking
+from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.process import process
@@ -108,7 +108,7 @@ def test_drafts_beyond_the_limit_are_refused():
 
 
 def test_a_length_limit_that_is_not_cut_is_noticed(monkeypatch):
-    monkeypatch.setattr(Asking, "_check", lambda self, plan, rows: None)
+    monkeypatch.setattr(CheckedPolicy, "_check", lambda self, plan, rows: None)
 
     check = partial(check_equals_generate, tiny("llama"), make_prompts([5]), Eager(3, 6), 6, audit=False)
     must_fail(check, monkeypatch, Stopper, "cut", limit_of_the_round_before)

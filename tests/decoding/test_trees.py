@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.api import Target
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, TokenTree
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, TokenTree
 from selfspec.control.second_choices import likely_seconds
 from selfspec.decoding.pick import second_choices
 from selfspec.decoding.verdict import walk
@@ -288,7 +288,7 @@ def test_second_choices_are_the_next_best():
     ],
 )
 def test_plans_with_impossible_trees_are_refused(plan, told):
-    class One:
+    class One(Policy):
         def plan(self, rows):
             return plan
 

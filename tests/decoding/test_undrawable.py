@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.control.plan import LOOKUP, Plan, TokenTree
+from selfspec.control.plan import LOOKUP, Plan, Policy, TokenTree
 from selfspec.decoding.engine import Engine
 from selfspec.hf import SelfSpeculative
 from tests.helpers import Always, make_prompts
@@ -75,7 +75,7 @@ def test_a_row_that_ends_before_raises_nothing():
     assert done[0].stats.num_accepted_draft_tokens > 0
 
 
-class FromText:
+class FromText(Policy):
     """Drafts what follows in a given text."""
 
     def __init__(self, text):

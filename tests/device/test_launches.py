@@ -14,7 +14,7 @@ import torch
 
 from eval.gpu.samples import layout_of
 from selfspec.api import Target
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, ShadowPlan, SurvivalStop, TokenTree
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop, TokenTree
 from selfspec.decoding.engine import Engine
 from tests.device.standin import with_runner
 from tests.helpers import make_prompts
@@ -58,7 +58,7 @@ PLANS = {
 }
 
 
-class Once:
+class Once(Policy):
     """The plan of a name, in every round."""
 
     def __init__(self, make):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.matches import bin_of
+from selfspec.control.ngram_stats import bin_of
 from selfspec.control.plan import NUM_MATCH_BINS
 from selfspec.control.rows import Tally
 from selfspec.drafting.compiled_lookup import CompiledLookup, lookup_of

@@ -13,9 +13,17 @@ from eval.recording import record
 from eval.replay import replay
 from eval.traces import Trace
 from selfspec.control.costs import Costs
-from selfspec.control.growth import grow
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, ShadowPlan, Steady, SurvivalStop
+from selfspec.control.plan import (
+    LOOKUP,
+    NUM_BINS,
+    Plan,
+    Policy,
+    SecondChoices,
+    ShadowPlan,
+    SurvivalStop,
+    TokenTree,
+)
 from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
@@ -67,10 +75,10 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
     return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt, 1 << 20, *picks)
 
 
-class Dice:
+class Dice(Policy):
     """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
 
-    reads_lookup = reads_ranks = True
+    reads_lookup = True
 
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
@@ -114,44 +122,43 @@ class Dice:
         )
 
     def tree(self, row, length):
-        """What the row's guesses let grow, whatever it is worth."""
-        chances = sorted((self.random.random() for _ in range(length)), reverse=True)
-        rates = sorted((self.random.random() for _ in range(8)), reverse=True)
-        return grow(row.guesses, chances, rates, 0.1).best(length) if length else None
+        """What the row's guesses continue it with, and what else may come first, whatever it is worth."""
+        if not length:
+            return None
+        chain = row.guesses.chain(self.random.randint(1, length))
+        others = row.guesses.alternatives()[: length - len(chain)]
+        tokens = (*chain, *(token for token in others if token not in chain[:1]))
+        parents = (*range(len(chain)), *[0] * (len(tokens) - len(chain)))
+        return TokenTree(tokens, parents) if tokens else None
 
     def observe(self, plan, outcomes, seconds):
         pass
 
 
-class Witness:
+class Witness(Policy):
     """Writes down all that a policy is told and what it says, and hides the clock from it."""
 
     def __init__(self, inner):
         self.inner, self.calls = inner, []
-        if hasattr(inner, "seed_layers"):
-            self.seed_layers, self.seed = self._seed_layers, self._seed
 
-    def __getattr__(self, name):
-        if name in ("reads_lookup", "reads_ranks"):
-            return getattr(self.inner, name, False)
-        if name == "hears_lookup":
-            return getattr(self.inner, name, self.reads_lookup)
-        if name == "plain_ahead":
-            return getattr(self.inner, name, 0)
-        if name == "steady":
-            return getattr(self.inner, name, Steady())
-        raise AttributeError(name)
+    @property
+    def reads_lookup(self):
+        return self.inner.reads_lookup
 
-    def pass_plain(self, num_rounds, seconds):
-        self.calls.append(("pass_plain", num_rounds))
-        self.inner.pass_plain(num_rounds, 2e-3 * num_rounds)
+    @property
+    def hears_lookup(self):
+        return self.inner.hears_lookup
 
-    def _seed_layers(self, row):
+    @property
+    def steady(self):
+        return self.inner.steady
+
+    def seed_layers(self, row):
         layers = tuple(self.inner.seed_layers(row))
         self.calls.append(("seed_layers", row, layers))
         return layers
 
-    def _seed(self, row, shadow):
+    def seed(self, row, shadow):
         self.calls.append(("seed", tuple(row)[:1], shadow))
         self.inner.seed(row, shadow)
 

@@ -17,7 +17,7 @@ from eval.round_costs import RoundCosts
 from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.measured import Copies
-from selfspec.control.plan import DRAFTS, LOOKUP, Plan
+from selfspec.control.plan import DRAFTS, LOOKUP, Plan, Policy
 from selfspec.control.table import Table
 from selfspec.drafting.lookup import Lookup, num_right
 from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
@@ -101,10 +101,10 @@ def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data)
     assert least <= chance.seconds * (1 + 1e-9)
 
 
-class NoEmptyDraft:
+class NoEmptyDraft(Policy):
     """A round that drafts nothing is plain: tables of early passes are no measure of it."""
 
-    reads_lookup = reads_ranks = True
+    reads_lookup = True
 
     def __init__(self, inner):
         self.inner = inner

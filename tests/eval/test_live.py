@@ -129,13 +129,15 @@ def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(scene
 
 
 def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_else_of_it(scene, monkeypatch):
-    told, tell = [], Adaptive.tell_pace
-    monkeypatch.setattr(Adaptive, "tell_pace", lambda self, pace: told.append((self, pace)) or tell(self, pace))
+    told, tell = [], Adaptive.tell_correction
+    monkeypatch.setattr(
+        Adaptive, "tell_correction", lambda self, known: told.append((self, known)) or tell(self, known)
+    )
     ways = [way_of(scene, "plain"), way_of(scene, "adaptive")]
     interleave(scene, ways, 1, 2, 4, ignore)
     assert len({id(policy) for policy, _ in told}) == len(told) == 2
-    assert all({"ratios", "deciding"} <= {*pace} for _, pace in told)
-    assert all(policy.state()["pace"]["table"] == told[0][1]["table"] for policy, _ in told)
+    assert all({"ratios", "table"} == {*known} for _, known in told)
+    assert all(policy.state()["correction"]["table"] == told[0][1]["table"] for policy, _ in told)
 
 
 def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(scene, monkeypatch):

@@ -12,7 +12,7 @@ from eval import knee, plots
 from eval.compare import BOUNDS
 from eval.replay import make
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 
 
 def section(names=("plain", "fixed", "adaptive")):
@@ -95,7 +95,7 @@ def test_made_up_traces_hit_as_often_as_they_say_and_are_calibrated():
     assert np.isnan(traces[0].wrong[traces[0].hits]).all() and not np.isnan(traces[0].wrong[~traces[0].hits]).any()
 
 
-class ByBatch:
+class ByBatch(Policy):
     """Drafts less the more rows there are, and not at all beyond ten."""
 
     def plan(self, rows):

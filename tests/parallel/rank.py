@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from selfspec import profile
 from selfspec.api import Target
-from selfspec.control.plan import Plan
+from selfspec.control.plan import Plan, Policy
 from selfspec.decoding.measure import measure
 from selfspec.errors import UnsupportedModelError
 from selfspec.target.ranks import ranks_of
@@ -25,7 +25,7 @@ OPTIONS = {"max_new_tokens": 20, "seed": [1, 2, 3]}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
-class Dice:
+class Dice(Policy):
     """Plans that differ from rank to rank, unless one of them leads; the leader's clock decides, as it were."""
 
     def __init__(self, seed: int) -> None:

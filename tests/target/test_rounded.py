@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from selfspec import load
 from selfspec.api import Target
 from selfspec.control.fixed import Fixed
-from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, ShadowPlan, SurvivalStop
+from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.kernels.room import Room
 from selfspec.target.rounded import Rounded
@@ -109,7 +109,7 @@ def test_sampled_output_is_that_of_plain_decoding(options):
     assert sum(c.stats.num_accepted_draft_tokens for c in drafted) > 0
 
 
-class Drawn:
+class Drawn(Policy):
     """Plans of every kind that draft by rounded copies, drawn anew each round."""
 
     def __init__(self, seed):
