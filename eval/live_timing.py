@@ -99,7 +99,7 @@ def call(
     """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end.
 
     Args:
-        corrections: by way, what the clock told earlier policies of this machine, to start from and to be brought up to date.
+        corrections: by way, what the clock told earlier policies here: where they start, brought up to date.
     """
     policy = way.make()
     correction = None if corrections is None else corrections.get(way.name)
