@@ -69,7 +69,7 @@ class Adaptive(Policy):
         self.costs = costs
         self._most = MOST if most is None else min(most, MOST)
         self._most_found = MOST_FOUND if most is None else min(most, MOST_FOUND)
-        self._layers = list(exit_layers or range(1, costs.num_layers)) if "exit" in drafts else []
+        self._layers = sorted(set(exit_layers or range(1, costs.num_layers))) if "exit" in drafts else []
         self._looks_up, self._may_copy = "lookup" in drafts, "copies" in drafts
         known = prior if isinstance(prior, dict) else {}
         self.tracker = Tracker(costs.num_layers, prior)
@@ -94,6 +94,7 @@ class Adaptive(Policy):
         self._processes = False  # whether any of them has processors
         self._usual = Plan(None, (0,), speedup=1.0)  # of rounds that lookup does not draft
         self._plan: Plan | None = None
+        self._in_block = False  # whether that is one of a comparison's plain rounds
         self._forecast = 0.0  # tokens per row of the round that was planned last, where lookup drafts
         self._grown: tuple[int, ...] = ()  # see `ngram_planner.grown`
         self._streak, self._is_grown = 0, False  # right drafts in a row; whether the last plan's is longer for that
@@ -152,13 +153,18 @@ class Adaptive(Policy):
         """How many of the next rounds follow from the rows' matches and from what was decided."""
         if self._plan is None or self._has_corpus or self._plan.shadow is not None:
             return Steady()
-        rounds = self._schedule.rounds_alike
-        if self._schedule.block:
-            return Steady(rounds)
+        if self._in_block:  # what follows the last of these is not plain
+            return Steady(self._schedule.block)
+        rounds = self._schedule.rounds_until_due
+        before_probe = min(rounds, self._schedule.rounds_before_probe) if self._layers else rounds
         if len(self._rows) == 1:
             lengths = (0,) if self._lookups is None else self._lookups.lengths[0]
+            if before_probe or self._lookups is None:
+                rounds = before_probe
+            else:  # a probe waits for a round that lookup does not draft
+                lengths = tuple([n or -1 for n in lengths])
             return Steady(rounds, lengths=lengths, usual=self._usual, grown=self._grown, streak=self._streak)
-        return Steady(rounds, usual=self._usual, lookups=self._lookups)
+        return Steady(before_probe, usual=self._usual, lookups=self._lookups)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """Layers at which the end of a prompt is probed while it is read: where nothing is known of them yet."""
@@ -181,16 +187,16 @@ class Adaptive(Policy):
     def plan(self, rows: Sequence[RowState]) -> Plan:
         self._round += 1
         self._held = [row.content_length for row in rows]
-        in_block = self._schedule.block > 0
+        self._in_block = self._schedule.block > 0
         is_due = self._schedule.begin_round()
         processes = any(row.has_processors for row in rows)
         if is_due or processes != self._processes or [row.whole for row in rows] != self._rows:
             self._processes = processes
             self._decide(rows)
-            in_block = self._schedule.block > 0
+            self._in_block = self._schedule.block > 0
         lengths = tuple([min(self._most, self.decision.most, row.room - 1) for row in rows])
         self._usual = self._by_layers(lengths, None) if any(lengths) else _plain(len(rows))
-        self._plan = _plain(len(rows)) if in_block else self._by_lookup(rows) or self._without_lookup(lengths)
+        self._plan = _plain(len(rows)) if self._in_block else self._by_lookup(rows) or self._without_lookup(lengths)
         return self._plan
 
     def _by_layers(self, lengths: tuple[int, ...], shadow: Any) -> Plan:
@@ -201,7 +207,7 @@ class Adaptive(Policy):
         return self.decision.plan(lengths, shadow)
 
     def _without_lookup(self, lengths: tuple[int, ...]) -> Plan:
-        if not self._schedule.probe_is_due or self._worth is None or not any(lengths):
+        if not self._layers or not self._schedule.probe_is_due or self._worth is None or not any(lengths):
             return self._usual
         slower = self._correction.ratio(BY_EXIT, len(lengths))
         layers = could_pay(self._worth, self._layers, max(HANDICAP, self.decision.speedup), slower)

@@ -88,11 +88,14 @@ class Schedule:
         self._probe_in = max(1, math.ceil(-self._credit / paid)) if self._credit < 0 < paid else max(0, self._probe_in)
 
     @property
-    def rounds_alike(self) -> int:
-        """Rounds after this one before anything is decided or probed."""
-        if self.block:
-            return self.block
-        return max(0, min(self._until, self._probe_in - 1))
+    def rounds_until_due(self) -> int:
+        """Rounds after this one before anything is decided."""
+        return max(0, self._until)
+
+    @property
+    def rounds_before_probe(self) -> int:
+        """Rounds after this one before layers are probed, if it comes to that."""
+        return max(0, self._probe_in - 1)
 
     def probe(self, layers: tuple[int, ...], num_rows: int, emitted: float) -> ShadowPlan | None:
         """At these layers, at a few rows in turn, of about `emitted` tokens each; None where nothing is to be seen."""

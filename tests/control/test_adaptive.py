@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from eval.replay import replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.laps import Seconds
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import Plan
+from selfspec.control.plan import LOOKUP, Plan
 from selfspec.control.planner import UNKNOWN
 from selfspec.control.priors import is_prior
-from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.rows import RowOutcome, RowState, Shadow, Tally
 from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
+from selfspec.decoding.checks import check_plan
 from tests.eval.replays import made_up_costs, trace_of
 
 LAYERS = 8
@@ -254,3 +256,52 @@ def test_state_is_plain_numbers_and_others_are_passed_over():
     assert is_prior(state, LAYERS)
     for damage in ({"correction": {"table": [1], "ratios": 3}}, {"agreement": "none"}, {"correction": None}):
         assert Adaptive(costs, state | damage).plan([RowState(0, 50, 500)]) is not None
+
+
+class AlwaysFound:
+    """What is free to guess of a row that repeats itself."""
+
+    match, is_own, is_stored, guessed = 100, True, False, ()
+
+    def take_tally(self):
+        return Tally(30, [0] * 7 + [20], [0] * 7 + [20])
+
+
+def all_right(policy, costs, count, guesses=None):
+    """(plan, what the policy promises after it) of rounds of one row whose drafts are all right."""
+    length = 100
+    for _ in range(count):
+        plan = policy.plan([RowState(0, length, 100_000 - length, guesses)])
+        check_plan(plan, 1, costs.num_layers)
+        yield plan, policy.steady
+        drafted, layers = plan.draft_lengths[0], plan.shadow.layers if plan.shadow else ()
+        shadow = Shadow(layers, np.full((len(layers), 3), True), np.full((len(layers), 3), 0.9, np.float32))
+        outcome = RowOutcome(0, drafted, drafted, (0.99,) * drafted if plan.exit_layer else (), (), shadow)
+        seconds = Seconds(verify=costs.round(plan.exit_layer, plan.draft_lengths))
+        policy.observe(plan, [outcome], seconds)
+        length += outcome.num_emitted
+
+
+def test_rounds_that_are_promised_come_also_after_those_that_are_compared():
+    costs = made_up_costs(LAYERS)
+    rounds = list(all_right(Adaptive(costs, drafts=["exit"]), costs, 400))
+    drafts = [plan.exit_layer is not None for plan, _ in rounds]
+    assert any(before and not after for before, after in pairwise(drafts))  # some are compared
+    promised = [(plan, after) for (plan, steady), (after, _) in pairwise(rounds) if steady.num_rounds]
+    assert len(promised) > 10 and all(plan == after for plan, after in promised)
+
+
+@pytest.mark.parametrize("drafts", [["lookup"], ["lookup", "exit"]])
+def test_layers_that_wait_to_be_probed_do_not_hold_up_rounds_by_lookup(drafts):
+    costs = made_up_costs(LAYERS)
+    rounds = list(all_right(Adaptive(costs, drafts=drafts), costs, 400, AlwaysFound()))[100:]
+    looked_up = [steady for plan, steady in rounds if plan.exit_layer == LOOKUP]
+    assert len(looked_up) > 200 and sum(steady.num_rounds > 0 for steady in looked_up) > len(looked_up) / 2
+    if "exit" in drafts:  # the next round that lookup does not draft is one of a probe: the policy has to be asked
+        assert all(steady.lengths[0] < 0 for steady in looked_up if steady.num_rounds)
+
+
+def test_exit_layers_may_be_given_in_any_order():
+    costs = made_up_costs(LAYERS)
+    rounds = list(all_right(Adaptive(costs, exit_layers=[3, 1, 2, 3], drafts=["exit"]), costs, 100))
+    assert any(plan.shadow is not None for plan, _ in rounds)
