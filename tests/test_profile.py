@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -76,8 +77,9 @@ def test_the_environment_says_where(monkeypatch, tmp_path):
         assert profile.folder() == tmp_path / ".cache" / "selfspec" / "profiles"
 
 
-def test_tests_never_touch_the_user_s_own_cache(tmp_path_factory):
-    assert profile.folder().is_relative_to(tmp_path_factory.getbasetemp())
+def test_tests_never_touch_the_user_s_own_cache():
+    assert profile.folder().is_relative_to(tempfile.gettempdir())
+    assert not profile.folder().is_relative_to(Path.home() / ".cache")
 
 
 # ------------------------------------------------------------------------------------------------- there and back
