@@ -1,9 +1,12 @@
-"""Policies by name: what they plan, what they refuse; and a policy is anything with `plan` and `observe`."""
+"""Policies by name: what they plan, what they refuse; and policies of one's own."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import selfspec
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import Plan, Policy
 from selfspec.control.policies import make_policy
@@ -117,3 +120,14 @@ def test_a_plan_without_an_exit_needs_no_lengths():
     [prompt] = make_prompts([4])
     [done] = decode(tiny("llama"), [prompt], Once(Plan(None, ())), max_new_tokens=5)
     assert done.tokens == generate(tiny("llama").model, prompt, 5)
+
+
+def test_the_policy_of_the_documentation_drafts_and_changes_no_token():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
+    example = page[page.index("class Half(selfspec.Policy)") : page.index("selfspec.load(", page.index("class Half("))]
+    known = {"selfspec": selfspec}
+    exec(example, known)
+    target, how = selfspec.load("demo"), {"max_new_tokens": 16}
+    [wanted] = target.generate("def mean(values):", policy="plain", **how)
+    [got] = target.generate("def mean(values):", policy=known["Half"](), **how)
+    assert got.tokens == wanted.tokens and got.stats.num_draft_tokens > 0
