@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.traces import WRONG_STEPS, Trace
-from selfspec.control.plan import LOOKUP, Plan, SecondChoices, TokenTree, confidence_bin
+from selfspec.control.plan import Plan, SecondChoices, confidence_bin
 from selfspec.control.rows import RowOutcome
 from selfspec.control.second_choices import likely_seconds
-from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.lookup import Guess, num_right
 
 
 def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
@@ -39,7 +39,7 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     if plan.exit_layer is None:
         return [0] * len(places)
     lengths = list(plan.draft_lengths)
-    if plan.exit_layer == LOOKUP or (plan.stop is None and plan.min_confidence <= 0):
+    if plan.stop is None and plan.min_confidence <= 0:
         return lengths
     sure = [_sure(trace, at, n, plan) for (trace, at), n in zip(places, lengths, strict=True)]
     survival = [1.0] * len(places)
@@ -62,21 +62,11 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     return lengths
 
 
-def draft_by_lookup(lookup: Lookup, rest: Sequence[int], length: int) -> RowOutcome:
-    """What a draft by lookup of at most `length` tokens comes to where the output goes on with `rest`."""
-    guess = lookup.draft(length).tokens
-    return RowOutcome(0, len(guess), num_right(guess, rest))
-
-
-def draft_tree(tree: TokenTree, rest: Sequence[int]) -> RowOutcome:
-    """What a tree comes to where the output goes on with `rest`: down the children that it goes on with."""
-    node = depth = 0
-    while True:
-        pairs = zip(tree.tokens, tree.parents, strict=True)
-        after = next((i for i, (t, p) in enumerate(pairs, 1) if p == node and t == rest[depth]), None)
-        if after is None:
-            return RowOutcome(0, len(tree.tokens), depth)
-        node, depth = after, depth + 1
+def by_lookup(request_id: int, guess: Guess, rest: Sequence[int]) -> RowOutcome:
+    """What a draft by lookup comes to where the output goes on with `rest`."""
+    match, is_stored = (guess.match, guess.is_stored) if guess.tokens else (0, False)
+    drafted, right = len(guess.tokens), num_right(guess.tokens, rest)
+    return RowOutcome(request_id, drafted, right, match=match, is_stored=is_stored)
 
 
 def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome: RowOutcome) -> RowOutcome:

@@ -71,7 +71,7 @@ def run(target: Synthetic, prompts: list[list[int]], plan: str, exact: bool, tok
         engine.submit(prompt, max_new_tokens=tokens, keep_logits=True)
     rounds = []
     while not any(row.tokens for round_ in rounds for row in round_.rows):
-        rounds.append(engine.step())
+        rounds += engine.step()
     where = target.stack.device
     with quiet():
         synchronize(where)

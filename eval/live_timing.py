@@ -127,8 +127,8 @@ def _call(rounds: Sequence[Round], before: float, after: float) -> Call:
         before=before,
         prefill=sum(round_.seconds.prefill for round_ in rounds),
         rounds=len(planned),
-        exits=Counter(r.plan.exit_layer for r in planned if r.plan is not None),
-        rows=sum(len(r.rows) for r in planned if r.plan is not None and r.plan.exit_layer is not None),
+        exits=Counter(r.exit_layer for r in planned),
+        rows=sum(len(r.rows) for r in planned if r.exit_layer is not None),
         stats=sum((completion.stats for completion in done), SpecStats()),
         tokens=[completion.tokens for completion in done],
         beside=_beside(planned, (after - sum(round_.seconds.total for round_ in rounds)) / max(1, len(planned))),
@@ -144,7 +144,7 @@ def _beside(rounds: Sequence[Round], between: float) -> dict[bool, tuple[float, 
     taken: dict[bool, list[Seconds]] = {}
     for each in rounds:
         if each.plan is not None:
-            taken.setdefault(each.plan.exit_layer is not None, []).append(each.seconds)
+            taken.setdefault(each.exit_layer is not None, []).append(each.seconds)
     told = {
         drafts: (fmean([one.control for one in of]), fmean([one.rest for one in of]), between)
         for drafts, of in taken.items()

@@ -15,19 +15,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.drafts import draft, draft_by_lookup, draft_lengths, draft_tree
+from eval.drafts import by_lookup, draft, draft_lengths
 from eval.sources import split_policy
 from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, SEED_POSITIONS, Plan, Policy
+from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
 from selfspec.control.policies import make_policy
-from selfspec.control.rows import Looked, RowOutcome, RowState, Shadow
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.sources import Guesser
+from selfspec.executors.program import RoundDraft, next_draft
 
 PREFILL_CHUNK = 512  # the engine's default
+DEADLINE = 0.25  # seconds after which no further round of a program begins, as of `generate`
 # Seconds per round by whether it drafts: of deciding and around its forwards, as a policy is told; and between rounds.
 Beside = Mapping[bool, tuple[float, float, float]]
 
@@ -42,7 +44,7 @@ class ReplayedRow(NamedTuple):
 
 
 class ReplayedRound(NamedTuple):
-    plan: Plan
+    exit_layer: int | None  # what drafted
     rows: tuple[ReplayedRow, ...]
     seconds: float
 
@@ -69,11 +71,11 @@ class _Row:
     at: int = 0  # tokens emitted
     num_cached: int = 0  # prompt tokens read
     content: list[int] = field(init=False)
-    guesser: Guesser = field(init=False)
+    lookup: Guesser = field(init=False)
 
     def __post_init__(self) -> None:
         self.content = list(self.trace.prompt)
-        self.guesser = Guesser(self.content, self.datastore)
+        self.lookup = Guesser(self.content, self.datastore)
 
     @property
     def room(self) -> int:
@@ -81,20 +83,8 @@ class _Row:
 
     @property
     def state(self) -> RowState:
-        return self.told(False)
-
-    @property
-    def match(self) -> int:
-        return self.guesser.lookup.match if self.guesser.is_read else 0
-
-    @property
-    def guessed(self) -> Sequence[int]:
-        return self.guesser.lookup.guessed if self.guesser.is_read else ()
-
-    def told(self, reads_lookup: bool) -> RowState:
-        guesses = self.guesser if reads_lookup else None
         length, is_sampled = self.trace.prompt_length + self.at, self.trace.is_sampled
-        return RowState(self.request_id, length, self.room, guesses, is_sampled=is_sampled)
+        return RowState(self.request_id, length, self.room, self.lookup, is_sampled=is_sampled)
 
 
 def replay(
@@ -121,7 +111,7 @@ def replay(
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _round(ready, checked, costs, done, beside)
+            _program(ready, checked, costs, done, beside)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
@@ -153,30 +143,38 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _round(ready: Sequence[_Row], checked: CheckedPolicy, costs: Costs, done: Replayed, beside: Beside) -> None:
+def _program(ready: Sequence[_Row], checked: CheckedPolicy, costs: Costs, done: Replayed, beside: Beside) -> None:
     clock = Seconds()
     plan = checked.plan(ready)
     clock.lap("control")
-    hears_lookup = checked.policy.hears_lookup
+    rounds, begin, deadline = list[RoundOutcome](), done.seconds, DEADLINE if plan.deadline is None else plan.deadline
+    while len(rounds) < plan.num_rounds:
+        draft = next_draft(ready, plan)
+        rounds.append(_round(ready, draft, costs, done, beside))
+        is_over = draft.plan.shadow is not None or any(not row.room for row in ready)
+        if is_over or done.seconds - begin >= deadline:
+            break
+    clock.lap("rest")
+    checked.policy.observe(plan, rounds)
+    clock.lap("control")
+    done.control += clock.control
+
+
+def _round(ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replayed, beside: Beside) -> RoundOutcome:
+    plan = draft.plan
     context = costs.context_of([row.state.content_length for row in ready])
-    outcomes = _outcomes(ready, plan)
-    if hears_lookup:
-        pairs = zip(ready, outcomes, strict=True)
-        outcomes = [o._replace(looked=_looked(row, o.num_emitted)) for row, o in pairs]
+    outcomes = _outcomes(ready, draft)
     took = _seconds(plan, outcomes, context, costs)
     drafts, between = plan.exit_layer is not None, 0.0
     if drafts in beside:
         took.control, took.rest, between = beside[drafts]
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
-    done.rounds.append(ReplayedRound(plan, replayed, took.total + between))
+    done.rounds.append(ReplayedRound(plan.exit_layer, replayed, took.total + between))
     done.seconds += took.total + between
     most = max(row.num_emitted for row in replayed)
     emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
-    clock.lap("rest")
-    checked.policy.observe(plan, outcomes, took)
-    clock.lap("control")
-    done.control += clock.control
+    return RoundOutcome(plan.exit_layer, outcomes, took)
 
 
 def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> Seconds:
@@ -191,20 +189,18 @@ def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: 
     return took
 
 
-def _outcomes(ready: Sequence[_Row], plan: Plan) -> list[RowOutcome]:
-    lengths = draft_lengths([(row.trace, row.at) for row in ready], plan)
-    return [_outcome(row, i, plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
+def _outcomes(ready: Sequence[_Row], draft: RoundDraft) -> list[RowOutcome]:
+    if draft.given is not None:
+        return [
+            by_lookup(row.request_id, guess, row.trace.tokens[row.at :])
+            for row, guess in zip(ready, draft.given, strict=True)
+        ]
+    lengths = draft_lengths([(row.trace, row.at) for row in ready], draft.plan)
+    return [_outcome(row, i, draft.plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
 
 
 def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
-    if plan.exit_layer == LOOKUP and plan.trees is not None:
-        tree = plan.trees[index]
-        outcome = RowOutcome(0, 0, 0) if tree is None else draft_tree(tree, row.trace.tokens[row.at :])
-    elif plan.exit_layer == LOOKUP:
-        outcome = draft_by_lookup(row.guesser.lookup, row.trace.tokens[row.at :], length)
-    else:
-        outcome = draft(row.trace, row.at, plan, length)
-    shadow = None
+    outcome, shadow = draft(row.trace, row.at, plan, length), None
     if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
         stop = row.at + min(outcome.num_emitted, plan.shadow.max_columns)
         trace, exact = row.trace, plan.shadow.exact
@@ -212,13 +208,6 @@ def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
         sure = trace.confidences if exact else trace.short_confidences
         shadow = _shadow_of(hits, sure, plan.shadow.layers, row.at, stop)
     return outcome._replace(request_id=row.request_id, shadow=shadow)
-
-
-def _looked(row: _Row, num_emitted: int) -> Looked | None:
-    if not row.guesser.is_read:
-        return None
-    seen = row.guesser.look(row.trace.tokens[row.at : row.at + num_emitted])
-    return Looked(seen.match, num_emitted, seen.num_right, seen.is_stored)
 
 
 def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:

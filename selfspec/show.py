@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.control.plan import LOOKUP, Plan
-from selfspec.decoding.results import RowResult
+from selfspec.control.plan import LOOKUP
+from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 from selfspec.pieces import STYLES, Painter, Piece
 
@@ -108,24 +108,26 @@ def _same(num_tokens: int, first_difference: int | None) -> Text:
     return Text(f"tokens differ from number {first_difference + 1} on (rounding)", "red")
 
 
-def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
-    """A round in one line: where it left early, how far it might have drafted, and what became of it.
+def plan_line(number: int, round_: Round) -> Text:
+    """A round in one line: what drafted, how far it might have drafted, and what became of it.
 
     Of drafts with branches, what was drafted on the branch that the output followed, and how many tokens beside it.
     """
+    plan, rows = round_.plan, round_.rows
     parts = [f"round {number:>4}"]
-    if len(plan.draft_lengths) > 1:
-        parts.append(f"{len(plan.draft_lengths):>2} rows")
-    if plan.exit_layer is None:
+    if len(rows) > 1:
+        parts.append(f"{len(rows):>2} rows")
+    if plan is None or round_.exit_layer is None:
         return Text("  ".join([*parts, "plain"]), "dim")
-    least, most = min(plan.draft_lengths), max(plan.draft_lengths)
-    span = str(most) if least == most else f"{least}..{most}"
     drafted, accepted = sum(len(row.drafted) for row in rows), sum(row.num_accepted for row in rows)
     beside = sum(row.num_beside for row in rows)
-    source = "lookup " if plan.exit_layer == LOOKUP else f"exit {plan.exit_layer:>2}"
-    size = f"tree of {span:>2}" if _has_branches(plan) else f"up to {span:>2}"
     more = f" +{beside} beside" if beside else ""
-    parts += [source, size, f"drafted {drafted:>2}{more}", f"accepted {accepted:>2}"]
+    source = (
+        "lookup" if round_.exit_layer == LOOKUP else f"exit {round_.exit_layer:>2}  up to {max(plan.draft_lengths):>2}"
+    )
+    parts += [source, f"drafted {drafted:>2}{more}", f"accepted {accepted:>2}"]
+    if round_.exit_layer == LOOKUP:
+        return Text("  ".join(parts), "dim")
     if plan.speedup is not None:
         parts.append(f"{plan.speedup:.2f}x expected")
     if plan.stop is not None:
@@ -133,11 +135,6 @@ def plan_line(number: int, plan: Plan, rows: Sequence[RowResult]) -> Text:
     elif plan.min_confidence > 0:
         parts.append(f"stops at a token below {plan.min_confidence:.0%}")
     return Text("  ".join(parts), "dim")
-
-
-def _has_branches(plan: Plan) -> bool:
-    trees = [tree for tree in plan.trees or () if tree is not None]
-    return any(tree.parents != tuple(range(len(tree.parents))) for tree in trees)
 
 
 def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[str, int] | None = None) -> Table:

@@ -12,7 +12,17 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop, TokenTree
+from selfspec.control.plan import (
+    LOOKUP,
+    NUM_BINS,
+    NUM_MATCH_BINS,
+    LookupTable,
+    Plan,
+    Policy,
+    SecondChoices,
+    ShadowPlan,
+    SurvivalStop,
+)
 from selfspec.decoding.engine import Engine
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them
@@ -70,8 +80,6 @@ class Adversary(Schedule):
         layers = self.some([layer for layer in self.layers if layer != plan.exit_layer], 1)
         exact = dice.random() < 0.5 if self.exact is None else self.exact
         shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), exact)
-        if plan.exit_layer == LOOKUP and dice.random() < 0.7:
-            plan = self.with_trees(plan, rows)
         rule = SecondChoices(calibration, tuple(dice.random() for _ in range(NUM_BINS)), dice.choice([-1, 0.1]), 4)
         return replace(
             plan,
@@ -80,78 +88,60 @@ class Adversary(Schedule):
             keep_confidence=dice.random() < 0.5,
             keep_divergence=dice.random() < 0.5,
             shadow=dice.choice([None, shadow, shadow, shadow]),
+            lookups=dice.choice([None, self.some_lookups(rows)]) if plan.exit_layer != LOOKUP else None,
+            num_rounds=dice.randint(1, 6),
         )
 
-    def with_trees(self, plan, rows):
-        """Trees of any shape, of any tokens: all wrong, as a rule; all alike; duplicates; with ends of text in them."""
-        dice, trees = self.dice, []
-        for row in rows:
-            size = dice.randint(0, min(12, row.room - 1))
-            alike = dice.choice([None, 2, dice.randrange(self.vocab)])
-            tokens = tuple(dice.randrange(self.vocab) if alike is None else alike for _ in range(size))
-            parents = tuple(dice.randint(max(0, i - dice.choice([0, 2, 12])), i) for i in range(size))
-            trees.append(TokenTree(tokens, parents) if size else None)
-        lengths = tuple(0 if tree is None else len(tree.tokens) for tree in trees)
-        return replace(plan, trees=tuple(trees), draft_lengths=lengths)
+    def some_lookups(self, rows):
+        """A table that drafts little or much after any match, or nothing as long as that promises too little."""
+        dice = self.dice
+        lengths = tuple(tuple(dice.randint(-1, 6) for _ in range(NUM_MATCH_BINS)) for _ in rows)
+        gains = tuple(tuple(max(0.0, n * dice.random()) for n in of_row) for of_row in lengths)
+        return LookupTable(lengths, gains, tuple(dice.choice([-1.0, 0.5, 9.0]) for _ in range(dice.randint(1, 5))))
 
-    def observe(self, plan, outcomes, seconds):
-        super().observe(plan, outcomes, seconds)
-        for i, (row, outcome) in enumerate(zip(self.rows, outcomes, strict=True)):
-            assert (outcome.request_id, outcome.num_drafted <= plan.draft_lengths[i]) == (row.request_id, True)
-            assert len(outcome.confidences) == (outcome.num_drafted if plan.reads_confidence else 0)
-            assert all(0 < confidence <= 1 for confidence in outcome.confidences)
-            keeps = plan.keep_divergence and plan.exit_layer != LOOKUP
-            least = outcome.num_judged if keeps else 0  # more where an end cut the block
-            assert least <= len(outcome.divergences) <= (outcome.num_drafted if keeps else 0)
-            self.check_looked(plan, row, outcome)
-            assert all(divergence > -1e-3 for divergence in outcome.divergences)
-            if outcome.shadow is not None:
-                columns = {len(line) for line in (*outcome.shadow.hits, *outcome.shadow.confidences)}
-                assert outcome.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
-                assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
-                assert min(columns) >= min(outcome.num_accepted + 1, plan.shadow.max_columns)
-                self.shadows.append((row, outcome.shadow, plan.shadow.exact))
+    def observe(self, plan, rounds):
+        super().observe(plan, rounds)
+        assert 1 <= len(rounds) <= plan.num_rounds
+        rows = {row.request_id: (i, row) for i, row in enumerate(self.rows)}
+        assert [outcome.request_id for outcome in rounds[0].rows] == list(rows)
+        for at, round_ in enumerate(rounds):
+            assert round_.exit_layer in (None, LOOKUP, plan.exit_layer)
+            looked = [outcome.shadow is not None for outcome in round_.rows]
+            assert at == len(rounds) - 1 or not any(looked)  # a program ends with the round that looks at layers
+            for outcome in round_.rows:
+                self.check(plan, round_.exit_layer, *rows[outcome.request_id], outcome)
 
-    def check_looked(self, plan, row, outcome):
-        if outcome.looked is None or outcome.looked.match == 0:  # None: nobody has asked for guesses yet
-            assert plan.exit_layer != LOOKUP or plan.trees is not None or outcome.num_drafted == 0
-            return
-        assert outcome.looked.num_right <= outcome.looked.num_compared
-        assert outcome.looked.num_compared > outcome.num_accepted  # equal but where an end cut the block
-        if plan.exit_layer == LOOKUP and plan.trees is None:
-            assert outcome.looked.num_right >= outcome.num_accepted
+    def check(self, plan, exit_layer, i, row, outcome):
+        if exit_layer != LOOKUP:
+            assert outcome.num_drafted <= plan.draft_lengths[i] and not outcome.match
+        elif plan.lookups is not None and plan.exit_layer != LOOKUP:
+            assert outcome.num_drafted <= max(0, *plan.lookups.lengths[i])
+        reads = plan.reads_confidence and exit_layer
+        assert len(outcome.confidences) == (outcome.num_drafted if reads else 0)
+        assert all(0 < confidence <= 1 for confidence in outcome.confidences)
+        keeps = plan.keep_divergence and exit_layer
+        least = outcome.num_judged if keeps else 0  # more where an end cut the block
+        assert least <= len(outcome.divergences) <= (outcome.num_drafted if keeps else 0)
+        assert all(divergence > -1e-3 for divergence in outcome.divergences)
+        assert bool(outcome.match) >= (exit_layer == LOOKUP and outcome.num_drafted > 0)
+        if outcome.shadow is not None:
+            columns = {len(line) for line in (*outcome.shadow.hits, *outcome.shadow.confidences)}
+            assert outcome.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
+            assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
+            assert min(columns) >= min(outcome.num_accepted + 1, plan.shadow.max_columns)
+            self.shadows.append((row, outcome.shadow, plan.shadow.exact))
 
 
 class Always(Policy):
-    """A policy of one plan; lengths end where the row's room does."""
+    """A policy of one plan."""
 
-    def __init__(self, exit_layer, longest, min_confidence=0.0):
+    def __init__(self, exit_layer, longest, min_confidence=0.0, num_rounds=1):
         self.exit_layer, self.longest, self.min_confidence = exit_layer, longest, min_confidence
+        self.num_rounds = num_rounds
 
     def plan(self, rows):
-        lengths = tuple(min(self.longest, row.room - 1) for row in rows)
-        return Plan(self.exit_layer, lengths, self.min_confidence)
-
-    def observe(self, plan, outcomes, seconds):
-        pass
-
-
-class FromCorpus(Policy):
-    """Drafts what the row's guesses begin with, and writes down where those come from."""
-
-    reads_lookup = True
-
-    def __init__(self):
-        self.is_stored = []
-
-    def plan(self, rows):
-        chains = [row.guesses.chain(min(8, row.room - 1)) for row in rows]
-        self.is_stored += [row.guesses.is_stored for row in rows]
-        trees = tuple(TokenTree(tuple(chain), tuple(range(len(chain)))) for chain in chains)
-        return Plan(LOOKUP, tuple(map(len, chains)), trees=trees)
-
-    def observe(self, plan, outcomes, seconds):
-        pass
+        lengths = (self.longest,) * len(rows)
+        return Plan(self.exit_layer, lengths, self.min_confidence, num_rounds=self.num_rounds)
 
 
 # ------------------------------------------------------------------------------------------------------------- judges
@@ -236,7 +226,7 @@ def drain(engine, audit=None, before=(), most_steps=2000):
     rounds = list(before)
     while engine.has_work:
         assert len(rounds) < most_steps, "the engine makes no progress"
-        rounds.append(engine.step())
+        rounds += engine.step()
         audit_pages(engine)
         if audit is not None:
             audit(engine)

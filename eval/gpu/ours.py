@@ -72,15 +72,15 @@ def rate_of(engine: Engine, warm: float, window: float) -> Rate:
     with quiet():
         start, begun, num_rounds = perf_counter(), None, 0
         while len(engine.rows) == engine.max_batch_size:
-            round_ = engine.step()
+            rounds = engine.step()
             synchronize(where)
-            now, num_rounds = perf_counter(), num_rounds + 1
+            now, num_rounds = perf_counter(), num_rounds + len(rounds)
             used = room - min((row.room for row in engine.rows), default=0)
             if begun is None:
                 if (now - start >= warm and num_rounds >= WARM_ROUNDS) or used >= WARM_SHARE * room:
                     begun = now
                 continue
-            done.append((now, round_))
+            done += [(now, round_) for round_ in rounds]
             if now - begun >= window:
                 break
     if begun is None or not done:
@@ -97,7 +97,7 @@ def _summed(begun: float, done: Sequence[tuple[float, Round]]) -> Rate:
         last = part[-1][0]
     rows = [row for _, r in done for row in r.rows]
     judged = sum(min(row.num_accepted + 1, len(row.drafted)) for row in rows)
-    exits = Counter("plain" if r.plan.exit_layer is None else str(r.plan.exit_layer) for _, r in done if r.plan)
+    exits = Counter("plain" if r.exit_layer is None else str(r.exit_layer) for _, r in done if r.plan)
     seconds = done[-1][0] - begun
     return Rate(
         sum(len(row.tokens) for row in rows) / seconds,
@@ -135,11 +135,12 @@ def busy_seconds(engine: Engine, rounds: int = 12) -> float:
 
     for _ in range(3):
         engine.step()
+    done = 0
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        for _ in range(rounds):
-            engine.step()
+        while done < rounds:
+            done += len(engine.step())
         synchronize(engine.stack.device)
     # Launches on the host carry their kernels' time as well: kernels alone are counted.
     events = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
     events = [event for event in events if not getattr(event, "is_user_annotation", False)]
-    return sum(event.self_device_time_total for event in events) / 1e6 / rounds
+    return sum(event.self_device_time_total for event in events) / 1e6 / done

@@ -118,7 +118,7 @@ def layer_passes(round_: Round, num_layers: int) -> int:
     """Layers that run one after another in a round of one row: all of them once, and the early ones again per draft."""
     if round_.plan is None:
         return 0
-    exit_layer = round_.plan.exit_layer or 0
+    exit_layer = round_.exit_layer or 0
     return num_layers + exit_layer * len(round_.rows[0].drafted)
 
 
@@ -127,7 +127,7 @@ def shared(stamped: list[float], rounds: Sequence[Round]) -> list[float]:
     shared, at = list(stamped), 0
     while at < len(rounds):
         end = at + 1
-        while end < len(rounds) and rounds[end].is_ahead:
+        while end < len(rounds) and rounds[end].index:
             end += 1
         own = [round_.seconds.total for round_ in rounds[at:end]]
         if at and sum(own) > 0:  # the first of all has read the prompt, and comes alone
@@ -140,7 +140,7 @@ def shared(stamped: list[float], rounds: Sequence[Round]) -> list[float]:
 def _record(round_: Round) -> dict[str, Any]:
     row = round_.rows[0] if round_.rows else None
     return {
-        "exit_layer": round_.plan.exit_layer if round_.plan else None,
+        "exit_layer": round_.exit_layer,
         "num_drafted": len(row.drafted) if row else 0,
         "num_accepted": row.num_accepted if row else 0,
         "num_tokens": len(row.tokens) if row else 0,

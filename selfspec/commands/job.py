@@ -117,7 +117,7 @@ def consume(rounds: Iterator[Round], show: Callable[[Round], None]) -> Run:
         for stage in STAGES:
             stages[stage] += getattr(round_.seconds, stage)
         if round_.plan is not None:
-            exits[inf if round_.plan.exit_layer is None else round_.plan.exit_layer] += 1
+            exits[inf if round_.exit_layer is None else round_.exit_layer] += 1
     names = {inf: "plain", LOOKUP: "lookup"}
     plans = {names.get(exit_layer, str(exit_layer)): count for exit_layer, count in sorted(exits.items())}
     return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages), plans)

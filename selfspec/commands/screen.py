@@ -69,7 +69,7 @@ class Screen:
         """One round; its text is shown at once, or kept for the end."""
         if self._options.show_plan and round_.plan is not None:
             self._num_rounds += 1
-            self._talk.print(show.plan_line(self._num_rounds, round_.plan, round_.rows), soft_wrap=True)
+            self._talk.print(show.plan_line(self._num_rounds, round_), soft_wrap=True)
         if self._options.prompts is None:
             for row in round_.rows:
                 self._show_text(row)

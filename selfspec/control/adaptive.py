@@ -5,9 +5,9 @@ costs with the head in it and goodput as the aim (SmartSpec, arXiv 2406.14066; S
 calibrated into probability (SpecDec++, arXiv 2405.19715), a batch whose slow rows do not hold up the others (DSDE,
 arXiv 2509.01083), and lookup in the row's own text (prompt lookup decoding) by how often it was right.
 
-Every few rounds it decides how layers draft (`planner`) and how many tokens are looked up after which match
-(`ngram_planner`). In between, a round's plan follows from the rows' matches alone. `schedule` says when to decide and
-when to probe layers that do not draft; `correction` sets forecasts right by the clock and by what came.
+Every few rounds it decides how layers draft (`planner`) and how many tokens are drafted by lookup after which match
+(`ngram_planner`): a plan is a program for all rounds until it decides again. `schedule` says when to decide and when to
+probe layers that do not draft; `correction` sets forecasts right by the clock and by what came.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from selfspec.control.agreement import Agreement
 from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
 from selfspec.control.costs import Costs
 from selfspec.control.fading import Passed
-from selfspec.control.laps import Seconds
-from selfspec.control.ngram_planner import LONG, grown, table
+from selfspec.control.ngram_planner import table
 from selfspec.control.ngram_stats import MOST_FOUND, NgramStats
 from selfspec.control.parts import Parts, Vocabulary
 from selfspec.control.pieces import MOST
@@ -28,15 +27,15 @@ from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,
     SEED_POSITIONS,
-    Lookups,
+    LookupTable,
     Plan,
     Policy,
-    Steady,
-    TokenTree,
+    ShadowPlan,
     confidence_bins,
+    match_bin,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
-from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
 from selfspec.control.schedule import Schedule
 from selfspec.control.second_choices import SecondRates
 from selfspec.control.tracker import Tracker
@@ -77,7 +76,7 @@ class Adaptive(Policy):
         self._passed = Passed()
         self._agreement = Agreement(costs.num_layers, self._passed, known.get("agreement"))
         self._seconds = SecondRates(costs.num_layers) if "tree" in drafts else None
-        self._own, self._stored = NgramStats(self._passed), NgramStats(self._passed)
+        self._ngrams = NgramStats(self._passed)
         self._correction = Correction(_told_by(costs), known.get("correction"))
         self._trusts = Trust(self._passed), Trust(self._passed)  # in forecasts of drafts by layers, and by lookup
         self._has_prior = any(self.tracker.num_lasting(layer) >= KNOWN for layer in self._layers)
@@ -88,18 +87,10 @@ class Adaptive(Policy):
         self._worth: Worth | None = None
         self._worth_for = (0, 0)
         self.decision = Decision()
-        self._lookups: Lookups | None = None
-        self._has_corpus = False  # whether rows have one to look in
-        self._rows: list[tuple[int, int]] = []  # of the last decision, see `RowState.whole`
+        self._lookups: LookupTable | None = None
+        self._rows: list[tuple[int, int]] = []  # of the last decision, see `RowState.identity`
         self._processes = False  # whether any of them has processors
-        self._usual = Plan(None, (0,), speedup=1.0)  # of rounds that lookup does not draft
-        self._plan: Plan | None = None
-        self._in_block = False  # whether that is one of a comparison's plain rounds
-        self._forecast = 0.0  # tokens per row of the round that was planned last, where lookup drafts
-        self._grown: tuple[int, ...] = ()  # see `ngram_planner.grown`
-        self._streak, self._is_grown = 0, False  # right drafts in a row; whether the last plan's is longer for that
-        self._was_long = False  # whether it follows a long match
-        self._held: Sequence[int] = (0,)
+        self._held: Sequence[int] = (0,)  # tokens of every row
         self._round = 0
 
     # ------------------------------------------------------------------------------------------ what it is told once
@@ -128,8 +119,7 @@ class Adaptive(Policy):
     def forget_rows(self) -> None:
         """All rows are gone, and the next ones may have their numbers."""
         self._rows = []
-        self._own.keep_rows(())
-        self._stored.keep_rows(())
+        self._ngrams.keep_rows(())
 
     def state(self) -> dict[str, Any]:
         """What it has seen, in plain numbers, for a later one of the same model to start from."""
@@ -137,34 +127,6 @@ class Adaptive(Policy):
         return self.tracker.state() | told
 
     # ---------------------------------------------------------------------------------------------- what it asks for
-
-    @property
-    def reads_lookup(self) -> bool:
-        """Whether rows may draft by lookup."""
-        return self._looks_up
-
-    @property
-    def hears_lookup(self) -> bool:
-        """Whether it is told what lookups would have come to: where they come from a corpus, which keeps no tally."""
-        return self._has_corpus
-
-    @property
-    def steady(self) -> Steady:
-        """How many of the next rounds follow from the rows' matches and from what was decided."""
-        if self._plan is None or self._has_corpus or self._plan.shadow is not None:
-            return Steady()
-        if self._in_block:  # what follows the last of these is not plain
-            return Steady(self._schedule.block)
-        rounds = self._schedule.rounds_until_due
-        before_probe = min(rounds, self._schedule.rounds_before_probe) if self._layers else rounds
-        if len(self._rows) == 1:
-            lengths = (0,) if self._lookups is None else self._lookups.lengths[0]
-            if before_probe or self._lookups is None:
-                rounds = before_probe
-            else:  # a probe waits for a round that lookup does not draft
-                lengths = tuple([n or -1 for n in lengths])
-            return Steady(rounds, lengths=lengths, usual=self._usual, grown=self._grown, streak=self._streak)
-        return Steady(before_probe, usual=self._usual, lookups=self._lookups)
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
         """Layers at which the end of a prompt is probed while it is read: where nothing is known of them yet."""
@@ -185,80 +147,46 @@ class Adaptive(Policy):
     # ------------------------------------------------------------------------------------------------------- planning
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._round += 1
         self._held = [row.content_length for row in rows]
-        self._in_block = self._schedule.block > 0
-        is_due = self._schedule.begin_round()
-        processes = any(row.has_processors for row in rows)
-        if is_due or processes != self._processes or [row.whole for row in rows] != self._rows:
+        processes, schedule = any(row.has_processors for row in rows), self._schedule
+        if schedule.is_due or processes != self._processes or [row.identity for row in rows] != self._rows:
             self._processes = processes
             self._decide(rows)
-            self._in_block = self._schedule.block > 0
-        lengths = tuple([min(self._most, self.decision.most, row.room - 1) for row in rows])
-        self._usual = self._by_layers(lengths, None) if any(lengths) else _plain(len(rows))
-        self._plan = _plain(len(rows)) if self._in_block else self._by_lookup(rows) or self._without_lookup(lengths)
-        return self._plan
+        count, num_rounds = len(rows), schedule.num_rounds
+        if schedule.block:
+            return Plan(None, (0,) * count, num_rounds=schedule.block, speedup=1.0)
+        shadow = self._probe(count) if schedule.probe_is_due else None
+        if shadow is None and self._layers:
+            num_rounds = min(num_rounds, schedule.rounds_before_probe)
+        return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow)
 
-    def _by_layers(self, lengths: tuple[int, ...], shadow: Any) -> Plan:
-        if self.decision.exit_layer is None:
-            return _plain(len(lengths), shadow)
-        if shadow is None and self._usual.draft_lengths == lengths and self._usual.stop is self.decision.stop:
-            return self._usual
-        return self.decision.plan(lengths, shadow)
-
-    def _without_lookup(self, lengths: tuple[int, ...]) -> Plan:
-        if not self._layers or not self._schedule.probe_is_due or self._worth is None or not any(lengths):
-            return self._usual
-        slower = self._correction.ratio(BY_EXIT, len(lengths))
+    def _probe(self, num_rows: int) -> ShadowPlan | None:
+        """The layers to look at that do not draft but could be worth it."""
+        if not self._layers or self._worth is None:
+            return None
+        slower = self._correction.ratio(BY_EXIT, num_rows)
         layers = could_pay(self._worth, self._layers, max(HANDICAP, self.decision.speedup), slower)
         layers = tuple([layer for layer in layers if layer != self.decision.exit_layer])
-        shadow = self._schedule.probe(layers, len(lengths), 1 + self.decision.length)
-        return self._usual if shadow is None else self._by_layers(lengths, shadow)
-
-    def _by_lookup(self, rows: Sequence[RowState]) -> Plan | None:
-        lookups = self._lookups
-        if lookups is None:
-            return None
-        matches = [row.match for row in rows]
-        self._was_long = len(rows) == 1 and matches[0] >= LONG
-        lengths = lookups.drafted(matches, [row.room - 1 for row in rows])
-        if lengths is None:
-            return None
-        self._is_grown = self._was_long and self._streak > 0 and bool(self._grown)
-        if self._is_grown:
-            longer = self._grown[min(self._streak, len(self._grown)) - 1]
-            lengths = (min(longer, rows[0].room - 1),)
-        gained = zip(lookups.gains, matches, lengths, strict=True)
-        self._forecast = 1 + sum([gains[min(match, LONG)] for gains, match, n in gained if n]) / len(rows)
-        if not self._has_corpus:
-            return Plan(LOOKUP, lengths)
-        trees = [_chain(row, n) if n else None for row, n in zip(rows, lengths, strict=True)]
-        return Plan(LOOKUP, tuple([0 if tree is None else len(tree.tokens) for tree in trees]), trees=tuple(trees))
+        return self._schedule.probe(layers, num_rows, 1 + self.decision.length)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
-        """How layers draft, and what is looked up after which match."""
-        before, whole = self.decision, [row.whole for row in rows]
-        count, is_other = len(rows), whole != self._rows
+        """How layers draft, and how much is drafted by lookup after which match."""
+        before, identities, count = self.decision, [row.identity for row in rows], len(rows)
+        is_other, self._rows = identities != self._rows, identities
         worth = self._worth_of(count, self.costs.context_of(self._held))
         worth.price(1.0, lookups=self._correction.ratio(BY_LOOKUP, count))
-        self._rows = whole
         if self._layers:
             self.decision = decide(before, worth, self._parts.now(self._processes), self._layers, self._evidence(count))
         else:
             self.decision = Decision(count / worth.plain_seconds)
         self._lookups = self._table(rows, worth) if self._looks_up else None
-        self._grown = (
-            () if self._lookups is None or count > 1 else grown(self._lookups.lengths[0][-1], self._most_found)
-        )
-        self._streak = 0 if is_other else self._streak
         round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or worth.plain_seconds
         exit_layer = self.decision.exit_layer
         is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= KNOWN
         self._schedule.decided(round_seconds, is_other, is_known)
-        drafts = self.decision.exit_layer is not None or self._lookups is not None
-        kind = kind_of(self.decision.plan((), None)) if self.decision.exit_layer is not None else BY_LOOKUP
+        kind = BY_LOOKUP if exit_layer is None else kind_of(exit_layer, self.decision.part.bits)
         apart = self._schedule.rounds_apart(max(1.0, self.decision.speedup))
-        if drafts and self._correction.wants_plain(kind, apart):
+        if (exit_layer is not None or self._lookups is not None) and self._correction.wants_plain(kind, apart):
             self._schedule.compare()
 
     def _evidence(self, num_rows: int) -> Evidence:
@@ -268,20 +196,13 @@ class Adaptive(Policy):
         agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
         return Evidence(right, share, seen, agreement, self._trusts[0].ratio, slower, margin, self._seconds)
 
-    def _table(self, rows: Sequence[RowState], worth: Worth) -> Lookups | None:
-        ids = [row.request_id for row in rows]
+    def _table(self, rows: Sequence[RowState], worth: Worth) -> LookupTable | None:
         rates = []
-        self._has_corpus = False
         for row in rows:
-            guesses, stats = row.guesses, self._own
-            if guesses is not None and guesses.is_own:
-                stats.take(guesses.take_tally(), row.request_id)
-            elif guesses is not None:
-                self._has_corpus = True
-                stats = self._stored if guesses.is_stored else self._own
-            rates.append(stats.rates(row.request_id))
-        self._own.keep_rows(ids)
-        self._stored.keep_rows(ids)
+            if row.lookup is not None:
+                self._ngrams.take(row.lookup.take_tally(), row.request_id)
+            rates.append(self._ngrams.rates(row.request_id))
+        self._ngrams.keep_rows([row.request_id for row in rows])
         return table(rates, worth, self.decision.usual, self._trusts[1].ratio, self._most_found)
 
     def _worth_of(self, num_rows: int, context: float) -> Worth:
@@ -295,39 +216,52 @@ class Adaptive(Policy):
 
     # ------------------------------------------------------------------------------------------------------- learning
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        rows = {identity[0]: line for line, identity in enumerate(self._rows)}
+        for round_ in rounds:
+            self._round += 1
+            self._observe(plan, round_, rows)
+
+    def _observe(self, plan: Plan, round_: RoundOutcome, lines: dict[int, int]) -> None:
+        """One round.
+
+        Args:
+            lines: of every row, where it stands in the lookup table.
+        """
+        outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         count = max(1, len(outcomes))
         emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
         self._passed.tokens += emitted
         self.tracker.pass_time(emitted)
         if self._seconds is not None:
             self._seconds.pass_time(emitted)
-        is_right = self._was_long and plan.exit_layer == LOOKUP and emitted > outcomes[0].num_drafted > 0
-        self._streak = self._streak + 1 if is_right else 0
-        if plan.exit_layer == LOOKUP:
-            if not self._is_grown:
-                self._trusts[1].add(emitted, self._forecast)
-        elif plan.exit_layer is not None:
-            self._learn_draft(plan, plan.exit_layer, outcomes, emitted)
+        if exit_layer == LOOKUP and plan.lookups is not None:
+            gains = [plan.lookups.gains[lines[o.request_id]][match_bin(o.match)] for o in outcomes if o.match]
+            self._trusts[1].add(emitted, 1 + sum(gains) / count)
+        elif exit_layer:
+            self._learn_draft(plan, exit_layer, outcomes, emitted)
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
-            if outcome.looked is not None and outcome.looked.match:
-                stats = self._stored if outcome.looked.is_stored else self._own
-                stats.add(outcome.looked, outcome.request_id)
+            if outcome.is_stored:
+                self._ngrams.add(outcome.match, outcome.num_drafted, outcome.num_accepted, outcome.request_id)
+        is_compared, is_probe = self._schedule.block > 0, any(o.shadow is not None for o in outcomes)
         forwards = seconds.draft + seconds.verify + seconds.head
-        self._schedule.pass_round(forwards, None if plan.shadow is None else seconds.shadow)
+        self._schedule.pass_round(forwards, seconds.shadow if is_probe else None)
         self._correction.pass_round()
-        if (plan.shadow is None and self._round % LOOK_EVERY == 0) or self._schedule.block:
-            self._look_at_clock(plan, outcomes, seconds)
+        if is_compared or (not is_probe and self._round % LOOK_EVERY == 0):
+            self._look_at_clock(plan, round_)
+        self._held = [held + round(emitted) for held in self._held]
 
-    def _look_at_clock(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+    def _look_at_clock(self, plan: Plan, round_: RoundOutcome) -> None:
+        outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         drafted, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
         context, share = self.costs.context_of(self._held), self._parts.share(plan.draft_vocab)
         copies = plan.draft_bits is not None
-        expected = self.costs.stages(plan.exit_layer, drafted, context, beside if any(beside) else [], share, copies)
+        expected = self.costs.stages(exit_layer, drafted, context, beside if any(beside) else [], share, copies)
         took = seconds.draft + seconds.verify + seconds.head + seconds.pick
-        self._correction.look(plan, sum(expected.values()) - expected["rest"], took)
+        kind = kind_of(exit_layer, plan.draft_bits)
+        self._correction.look(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)
 
     def _learn_draft(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome], emitted: float) -> None:
         """Every drafted token that was judged is a hit of the layer or a miss."""
@@ -352,17 +286,6 @@ class Adaptive(Policy):
                 return
         for right, confidences in judged:
             self.tracker.add_draft(exit_layer, right, confidences)
-
-
-def _plain(num_rows: int, shadow: Any = None) -> Plan:
-    return Plan(None, (0,) * num_rows, shadow=shadow, speedup=1.0)
-
-
-def _chain(row: RowState, most: int) -> TokenTree | None:
-    """What a row's guesses continue it with."""
-    assert row.guesses is not None
-    tokens = tuple(row.guesses.chain(most))
-    return TokenTree(tokens, tuple(range(len(tokens)))) if tokens else None
 
 
 def _told_by(costs: Costs) -> list[float]:

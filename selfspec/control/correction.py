@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from selfspec.control.fading import Fading, Passed
-from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.plan import LOOKUP
 
 PLAIN, BY_EXIT, BY_COPIES, BY_LOOKUP = range(4)
 READINGS, LEAST = 9, 3  # of a kind of round that are kept, and that a ratio needs
@@ -23,12 +23,13 @@ FORGET = 1024.0  # rounds after which a ratio that nothing confirms counts half
 BELIEVED, HALF_LIFE = 20.0, 60.0  # tokens that a forecast is believed for, and after which what came counts half
 
 
-def kind_of(plan: Plan) -> int:
-    if plan.exit_layer is None:
+def kind_of(exit_layer: int | None, draft_bits: int | None) -> int:
+    """Who drafts."""
+    if exit_layer is None:
         return PLAIN
-    if plan.exit_layer == LOOKUP:
+    if exit_layer == LOOKUP:
         return BY_LOOKUP
-    return BY_EXIT if plan.draft_bits is None else BY_COPIES
+    return BY_EXIT if draft_bits is None else BY_COPIES
 
 
 class Correction:
@@ -49,11 +50,11 @@ class Correction:
     def pass_round(self) -> None:
         self._round += 1
 
-    def look(self, plan: Plan, expected: float, took: float) -> None:
+    def look(self, kind: int, num_rows: int, expected: float, took: float) -> None:
         """Hold a round's seconds against those of the table."""
         if not (expected > 0 and took > 0):
             return
-        size, kind = len(plan.draft_lengths).bit_length(), kind_of(plan)
+        size = num_rows.bit_length()
         readings = self._readings.setdefault((kind, size), deque(maxlen=READINGS))
         readings.append((self._round, math.log(took / expected)))
         if kind == PLAIN:

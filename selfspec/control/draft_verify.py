@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RoundOutcome, RowState
 
 
 @dataclass(slots=True)
@@ -41,8 +40,8 @@ class DraftVerify(Policy):
         threshold = sum(row.threshold for row in self._rows.values()) / len(self._rows)
         return Plan(self.exit_layer, lengths, threshold)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for outcome in (row for round_ in rounds for row in round_.rows):
             row = self._rows.get(outcome.request_id)
             if row is not None and outcome.num_drafted:
                 self._learn(row, outcome.num_accepted / outcome.num_drafted)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RoundOutcome, RowState
 
 DELTA = 0.85  # weight of a token's divergence against that of the token after it
 SHORT, LONG = 10, 30  # tokens in the two windows
@@ -54,8 +53,8 @@ class DSDE(Policy):
         lengths = tuple(min(ceil(sl), cap, row.room - 1) for sl, row in zip(predicted, rows, strict=True))
         return Plan(self.exit_layer if any(lengths) else None, lengths, keep_divergence=any(lengths))
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for outcome in (row for round_ in rounds for row in round_.rows):
             row = self._rows.get(outcome.request_id)
             divergences = [max(0.0, min(d, LARGEST)) for d in outcome.divergences if d == d]  # without NaN
             if row is None or not divergences:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy, ShadowPlan
-from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.rows import RoundOutcome, RowState, Shadow
 
 OMEGA = 0.95  # what a round leaves of the older counts
 MOST = 18  # drafted tokens
@@ -57,13 +56,13 @@ class DynamicExit(Policy):
         shadow = ShadowPlan(others, tuple(range(len(rows))), MOST + 1, self.exact) if others else None
         return Plan(exit_layer, lengths, threshold, keep_confidence=True, shadow=shadow)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for outcome in (row for round_ in rounds for row in round_.rows):
             counts = self._rows.get(outcome.request_id)
             if counts is None:
                 continue
             counts *= OMEGA
-            if plan.exit_layer is not None:
+            if plan.exit_layer is not None and outcome.num_judged:
                 # The draft is the exit layer's own picks. After it the layer picked nothing, so where all was accepted
                 # it has no datum at the target's own token, unlike the other layers.
                 hits = tuple(i < outcome.num_accepted for i in range(outcome.num_judged))

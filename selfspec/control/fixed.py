@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan, Policy, Steady
-from selfspec.control.rows import RowOutcome, RowState
-
-ALWAYS = Steady(1 << 30)
+from selfspec.control.plan import FOR_EVER, Plan, Policy
+from selfspec.control.rows import RowState
 
 
 @dataclass(frozen=True, slots=True)
 class Plain(Policy):
     """Every token by the whole model."""
 
-    steady: ClassVar[Steady] = ALWAYS
-
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        return Plan(None, (0,) * len(rows))
-
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        pass
+        return Plan(None, (0,) * len(rows), num_rounds=FOR_EVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +30,13 @@ class Fixed(Policy):
     min_confidence: float = 0.0
     draft_vocab: int | None = None
     draft_bits: int | None = None
-    steady: ClassVar[Steady] = ALWAYS
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)
-        exit_layer = self.exit_layer if any(lengths) else None
-        return Plan(exit_layer, lengths, self.min_confidence, draft_vocab=self.draft_vocab, draft_bits=self.draft_bits)
-
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        pass
+        return Plan(
+            self.exit_layer,
+            (self.num_draft_tokens,) * len(rows),
+            self.min_confidence,
+            draft_vocab=self.draft_vocab,
+            draft_bits=self.draft_bits,
+            num_rounds=FOR_EVER,
+        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RoundOutcome, RowState
 
 
 @dataclass(slots=True)
@@ -29,8 +28,8 @@ class FiniteState(Policy):
         lengths = tuple(min(self._lengths[row.request_id], row.room - 1) for row in rows)
         return Plan(self.exit_layer if any(lengths) else None, lengths)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for outcome in (row for round_ in rounds for row in round_.rows):
             length = self._lengths.get(outcome.request_id)
             if length is not None and outcome.num_drafted:
                 length += 1 if outcome.num_accepted >= outcome.num_drafted else -1

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RoundOutcome, RowState
 
 ETA = 0.3  # weight of the newest round
 DELTA = 2  # tokens added when all of a draft was accepted
@@ -41,8 +40,8 @@ class GammaTune(Policy):
         lengths = tuple(min(self._rows[row.request_id].length, row.room - 1) for row in rows)
         return Plan(self.exit_layer, lengths, self.min_confidence) if any(lengths) else Plan(None, lengths)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for outcome in (row for round_ in rounds for row in round_.rows):
             row = self._rows.get(outcome.request_id)
             if row is None or not outcome.num_drafted:
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -19,7 +18,6 @@ class Seconds:
     shadow: float = 0.0  # what other layers would have picked
     control: float = 0.0  # plans and statistics
     rest: float = 0.0  # acceptance, stops, text; what is spent around a round in one compiled call
-    decided: float = 0.0  # of control, what the policy took, once it was told of the round
     _last: float = field(default_factory=perf_counter, repr=False)
 
     def lap(self, stage: str) -> None:
@@ -28,21 +26,9 @@ class Seconds:
         self.add(stage, now - self._last)
         self._last = now
 
-    def laps(self, parts: Sequence[tuple[str, float]], elsewhere: float = 0.0) -> None:
-        """It went to these, one after another; what they leave of it, and what went elsewhere, to the first."""
-        now = self.now()
-        left = now - self._last - elsewhere - sum([seconds for _, seconds in parts])
-        for stage, seconds in parts:
-            self.add(stage, seconds + left)
-            left = 0.0
-        self._last = now
-
-    def add_stages(self, draft: float, verify: float, head: float, pick: float) -> None:
-        """So much more of these."""
-        self.draft += draft
-        self.verify += verify
-        self.head += head
-        self.pick += pick
+    def restart(self) -> None:
+        """What passed since the last lap is in another stage already."""
+        self._last = self.now()
 
     def add(self, stage: str, seconds: float) -> None:
         setattr(self, stage, getattr(self, stage) + seconds)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.rows import RoundOutcome, RowState, Shadow
 
 
 class Led(Policy):
@@ -24,21 +23,12 @@ class Led(Policy):
     def __init__(self, inner: Policy, leads: bool, agreed: Callable[[Any], Any]) -> None:
         self.inner, self._leads, self._agreed = inner, leads, agreed
 
-    @property
-    def reads_lookup(self) -> bool:
-        """What a row's text offers is told to the leading rank alone."""
-        return self._leads and self.inner.reads_lookup
-
-    @property
-    def hears_lookup(self) -> bool:
-        return self._leads and self.inner.hears_lookup
-
     def plan(self, rows: Sequence[RowState]) -> Plan:
         return self._led(lambda: self.inner.plan(rows))
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
         if self._leads:
-            self.inner.observe(plan, outcomes, seconds)
+            self.inner.observe(plan, rounds)
 
     def seed_layers(self, row: RowState) -> Sequence[int]:
         return self._led(lambda: tuple(self.inner.seed_layers(row)))

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.plan import FOR_EVER, LOOKUP, Plan, Policy
+from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.control.smartspec import SmartSpec
 
 
@@ -21,11 +20,7 @@ class PromptLookup(Policy):
     num_draft_tokens: int = 10  # the author's
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        lengths = tuple(min(self.num_draft_tokens, row.room - 1) for row in rows)
-        return Plan(LOOKUP if any(lengths) else None, lengths)
-
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        pass
+        return Plan(LOOKUP, (self.num_draft_tokens,) * len(rows), num_rounds=FOR_EVER)
 
 
 @dataclass(slots=True)
@@ -38,10 +33,13 @@ class SmartSpecLookup(SmartSpec):
     exit_layer: int = field(default=LOOKUP, init=False)
     _matched: float = field(default=1.0, init=False)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        SmartSpec.observe(self, plan, outcomes, seconds)
-        for outcome, length in zip(outcomes, plan.draft_lengths, strict=True):
-            if plan.exit_layer == LOOKUP and length:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        SmartSpec.observe(self, plan, rounds)
+        if plan.exit_layer != LOOKUP:
+            return
+        lengths = dict(zip(self._rows, plan.draft_lengths, strict=True))
+        for outcome in (row for round_ in rounds for row in round_.rows):
+            if lengths[outcome.request_id]:
                 self._matched += 0.05 * ((outcome.num_drafted > 0) - self._matched)
 
     def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:

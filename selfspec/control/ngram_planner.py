@@ -6,22 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST, bin_of
+from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST
 from selfspec.control.pieces import MOST_PACKED
-from selfspec.control.plan import Lookups
+from selfspec.control.plan import LookupTable, match_bin
 from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
 
-LONG = SHORTEST[-1]
 TYPICAL = 8  # drafted tokens per row around which one more token is priced
 # [bins, MOST_FOUND]: every further token of a draft follows a longer match.
-_BINS = np.array([[bin_of(match + at) for at in range(MOST_FOUND)] for match in SHORTEST])
-_BY_MATCH = [bin_of(match) for match in range(1, LONG + 1)]
+_BINS = np.array([[match_bin(match + at) for at in range(MOST_FOUND)] for match in SHORTEST])
 
 
 def table(
     rates: Sequence[Sequence[float]], worth: Worth, usual: float, trust: float, most: int = MOST_FOUND
-) -> Lookups | None:
+) -> LookupTable | None:
     """The drafts of all rows; None where no draft promises more than is usual.
 
     Args:
@@ -40,22 +38,7 @@ def table(
     )
     if not lengths.any():
         return None
-    lines = zip(lengths.tolist(), gains.tolist(), strict=True)
-    told = [((0, *[n[at] for at in _BY_MATCH]), (0.0, *[gain[at] for at in _BY_MATCH])) for n, gain in lines]
-    by_row, gained = zip(*told, strict=True)
-    return Lookups(by_row, gained, tuple(needs.tolist()))
-
-
-def grown(length: int, most: int = MOST_FOUND) -> tuple[int, ...]:
-    """Tokens after one, two, .. drafts in a row that were right as a whole after long matches; more are as the last.
-
-    Text that is copied goes on for long, and every draft that is too short costs a forward: each is twice as long.
-    """
-    lengths = list[int]()
-    while 0 < length < most:
-        length = min(2 * length, most)
-        lengths.append(length)
-    return tuple(lengths)
+    return LookupTable(tuple(map(tuple, lengths.tolist())), tuple(map(tuple, gains.tolist())), tuple(needs.tolist()))
 
 
 def _single(chances: Floats, seconds: Floats, needs: Floats, most: int) -> tuple[Floats, Floats]:

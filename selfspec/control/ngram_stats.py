@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from selfspec.control.fading import Fading, Passed
-from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS
-from selfspec.control.rows import Looked, Tally
+from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS, match_bin
+from selfspec.control.rows import Tally
 
 SHORTEST = (1, *MATCH_EDGES)  # match of every bin
-PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # by bin, before any token was seen
+PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.99, 0.99)  # by bin, before any token was seen
 PRIOR_WEIGHT = 8.0  # observations that the prior is worth beside those of all rows
 ROW_WEIGHT = 6.0  # and those of all rows beside a row's own
 HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # emitted tokens per row after which an observation counts half
@@ -64,11 +63,11 @@ class NgramStats(Fading):
             if seen:
                 self._count(own, at, share * right, share * seen)
 
-    def add(self, looked: Looked, request_id: int) -> None:
+    def add(self, match: int, num_drafted: int, num_right: int, request_id: int) -> None:
         """Count a draft's right tokens, and its first wrong one if it came to that; each follows a longer match."""
-        own, match = self._own(request_id), looked.match
-        for place in range(min(looked.num_right + 1, looked.num_compared, MOST_FOUND)):
-            self._count(own, bin_of(match + place), place < looked.num_right, 1.0)
+        own = self._own(request_id)
+        for place in range(min(num_right + 1, num_drafted)):
+            self._count(own, match_bin(match + place), place < num_right, 1.0)
 
     def _count(self, own: _Row, at: int, right: float, seen: float) -> None:
         self._hits[at] += self._weight * right
@@ -99,11 +98,6 @@ class NgramStats(Fading):
             (hits + ROW_WEIGHT * rate) / (seen + ROW_WEIGHT)
             for hits, seen, rate in zip(own.hits, own.seen, pooled, strict=True)
         ]
-
-
-def bin_of(match: int) -> int:
-    """The bin of a match of at least one token."""
-    return bisect_right(MATCH_EDGES, match)
 
 
 def _zeros() -> array[float]:

@@ -1,16 +1,16 @@
-"""`Plan`, what a policy decides for a round; and `Policy`, who decides."""
+"""`Plan`, a program of rounds for a batch; and `Policy`, the base class of those that make plans."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from selfspec.control.laps import Seconds
-from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.rows import RoundOutcome, RowState, Shadow
 
 if TYPE_CHECKING:
     from selfspec.control.parts import Vocabulary
@@ -19,12 +19,17 @@ CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.99
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
 FEW_BINNED = 24  # confidences: an array of fewer takes longer
-MATCH_EDGES = (2, 3, 4, 6, 9, 16, 32)
-"""Bounds between the bins of what lookup matched, in tokens: 1, 2, 3, 4-5, 6-8, 9-15, 16-31, 32 and more.
+MATCH_EDGES = (2, 3, 4, 6, 9, 16, 32, 64, 128)
+"""Bounds between the bins of match lengths, in tokens: 1, 2, 3, 4-5, 6-8, 9-15, 16-31, 32-63, 64-127, 128 and more.
 
-Compiled indices have a byte for each bin in a word, and the same bounds (`lookup.cpp`)."""
+The compiled index has the same bounds (`lookup.cpp`)."""
 NUM_MATCH_BINS = len(MATCH_EDGES) + 1
 SEED_POSITIONS = 16  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
+
+
+def match_bin(match: int) -> int:
+    """The bin of a match of at least one token."""
+    return bisect_right(MATCH_EDGES, match)
 
 
 def confidence_bin(confidence: float) -> int:
@@ -44,6 +49,7 @@ DRAFTS = ("exit", "copies", "lookup", "tree")
 lets copies of early layers in 4 bits draft in their place."""
 REMOVED_DRAFTS = ("recycle", "cascade")
 """Which there once were: naming one of these says so."""
+FOR_EVER = 1 << 30  # rounds of a plan that nothing changes but the end of a row
 LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
 
 
@@ -76,15 +82,8 @@ class SecondChoices(NamedTuple):
     enough: float = 0.0  # and none of a row where by all of them together that is exceeded by no more than this
 
 
-class TokenTree(NamedTuple):
-    """Tokens that may come next, and after those; node 0 is the row's last token, the first of `tokens` is node 1."""
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # of each of them: the node it goes on from, 0 or one before it
-
-
 class ShadowPlan(NamedTuple):
-    """At which layers, and for which rows, to see after the round what each layer would have picked."""
+    """At which layers, and for which rows, to see after a round what each layer would have picked."""
 
     layers: tuple[int, ...]  # ascending, none of them the exit layer (whose picks are the draft)
     rows: tuple[int, ...]  # indices into the round's rows
@@ -92,29 +91,77 @@ class ShadowPlan(NamedTuple):
     exact: bool = False  # over the whole vocabulary, instead of the target's likeliest tokens and a sample
 
 
+class LookupTable(NamedTuple):
+    """Draft lengths by match length. In a round, every row with a match drafts by lookup, or none does.
+
+    A match is how many of a row's last tokens are found earlier, in its own text or in a corpus.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Of every row, by bin of its match (`match_bin`): tokens to draft. Without a match none are drafted."""
+    gains: tuple[tuple[float, ...], ...]
+    """The same: how many of those are likely to be accepted."""
+    needs: tuple[float, ...]
+    """By drafted tokens of all rows, more as the last: how many must be likely to be accepted."""
+
+    def drafted(self, matches: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+        """Tokens that every row drafts; None where no row drafts by lookup.
+
+        Args:
+            matches: of every row.
+            rooms: the most tokens that each may draft.
+        """
+        drafted, gain = [], 0.0
+        for lengths, gains, match, room in zip(self.lengths, self.gains, matches, rooms, strict=True):
+            length = min(lengths[at := match_bin(match)], room) if match else 0
+            if length > 0:
+                gain += gains[at]
+            drafted.append(max(0, length))
+        total = sum(drafted)
+        return tuple(drafted) if total and gain >= self.needs[min(total, len(self.needs) - 1)] else None
+
+
+@lru_cache(maxsize=64)
+def always(draft_lengths: tuple[int, ...]) -> LookupTable:
+    """Every row drafts so many tokens after any match."""
+    bins, none = NUM_MATCH_BINS, ((0.0,) * NUM_MATCH_BINS,) * len(draft_lengths)
+    return LookupTable(tuple([(length,) * bins for length in draft_lengths]), none, (0.0,))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round: where to leave early and how far each row guesses. `exit_layer` None is plain decoding.
+    """A program: up to `num_rounds` rounds of a batch, each with one draft and one verification.
 
-    Exit layer 0 (`LOOKUP`) drafts what followed the last time that the row's text ended as it does now, and nothing
-    where it never did, or else the trees that the plan brings along; such drafts have no confidences, so that no stop
-    ends them, and no divergences.
+    A program ends early where a row ends or its deadline has come, and after the round that looked at layers, where a
+    `shadow` asks for that. At least one round runs.
 
     Both stops end a row's draft after a token and never withdraw it, which would bias sampled output.
+
+    Args:
+        exit_layer: layers that draft; None: none does, which is plain decoding; 0 (`LOOKUP`): rows draft what followed
+            the last time that their text ended as it does now, and all layers verify.
+        draft_lengths: most tokens to draft, per row; cut to what the row may still emit.
     """
 
     exit_layer: int | None
-    draft_lengths: tuple[int, ...]  # per row, each below the row's room
+    draft_lengths: tuple[int, ...]
     min_confidence: float = 0.0  # a row stops after a token less probable than this under the draft; not beside `stop`
     stop: SurvivalStop | None = None
     keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
     keep_divergence: bool = False  # report how far the draft's distributions are from the target's
-    shadow: ShadowPlan | None = None
+    shadow: ShadowPlan | None = None  # of the first round that is not drafted by lookup
     second_choices: SecondChoices | None = None  # drafted beside the exit's own
-    trees: tuple[TokenTree | None, ...] | None = None  # per row, of `draft_lengths` tokens; only where no layer drafts
     draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
     draft_bits: int | None = None  # 4: draft by copies of the layers in 4 bits, if there are any; all layers judge
+    lookups: LookupTable | None = None  # rounds in which this says so are drafted by lookup instead
+    num_rounds: int = 1
+    deadline: float | None = None  # seconds after which no further round begins; None: the engine's
     speedup: float | None = None  # what the policy expects over plain decoding; for people
+
+    @property
+    def table(self) -> LookupTable | None:
+        """When rows draft by lookup, and how much."""
+        return always(self.draft_lengths) if self.exit_layer == LOOKUP else self.lookups
 
     @property
     def reads_confidence(self) -> bool:
@@ -123,105 +170,16 @@ class Plan:
         )
         return wants and self.exit_layer != LOOKUP
 
-    @property
-    def asks_for_more(self) -> bool:
-        """Whether for more than tokens and their confidences."""
-        return self.shadow is not None or self.keep_divergence
-
-
-class Lookups(NamedTuple):
-    """What the rows of a batch draft by lookup: in a round, each of them, or none where that promises too little."""
-
-    lengths: tuple[tuple[int, ...], ...]
-    """Of every row, by its match, longer ones as the last: tokens; without a match none, whatever is said."""
-    gains: tuple[tuple[float, ...], ...]
-    """The same: how many of those are likely to be right."""
-    needs: tuple[float, ...]
-    """By drafted tokens of all rows, more as the last: how many must be likely to be right."""
-
-    def drafted(self, matches: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
-        """Tokens that every row drafts; None where lookup drafts nothing.
-
-        Args:
-            matches: of every row.
-            rooms: the most tokens that each may draft.
-        """
-        drafted, gain = [], 0.0
-        for lengths, gains, match, room in zip(self.lengths, self.gains, matches, rooms, strict=True):
-            at = min(match, len(lengths) - 1)
-            length = min(lengths[at], room) if match else 0
-            if length > 0:
-                gain += gains[at]
-            drafted.append(max(0, length))
-        total = sum(drafted)
-        return tuple(drafted) if total and gain >= self.needs[min(total, len(self.needs) - 1)] else None
-
-
-class Steady(NamedTuple):
-    """How many rounds after the one that was planned last are likely to have the same plan, but for two things: drafts
-    are no longer than rows have room for, as long as one has room for any; and lookup may draft some of the rounds."""
-
-    num_rounds: int = 0
-    lengths: tuple[int, ...] = (0,)
-    """Of a policy that reads lookups, by the rows' matches, longer ones as the last: tokens that a single row drafts by
-    lookup; 0: the plan is the same; less: the policy has to be asked."""
-    branches: tuple[bool, ...] = ()
-    """The same: whether it has to be asked where other tokens followed shorter matches, too."""
-    usual: Plan | None = None
-    """After a round that lookup drafts: the plan of the others; None: that is not known."""
-    grown: tuple[int, ...] = ()
-    """What takes the place of the last of `lengths` after so many rounds in a row that lookup drafted after as long a
-    match, and that were right as a whole: one, two, ..; more are as the last. Empty: that changes nothing."""
-    streak: int = 0
-    """How many of those the round that was planned last comes after."""
-    most_surprises: int = 1 << 30
-    """Of a single row: the policy has to be asked once so many tokens in `RowState.guessed` came after matches that
-    have no length in `lengths`, each draft by lookup meanwhile counted as one of them unless it was right as a whole
-    after a match as long as the last of these."""
-    kept: int = 0
-    """But not before so many rounds."""
-    lookups: Lookups | None = None
-    """Of a batch: what its rows draft by lookup, whatever `lengths` says; None: that says it."""
-    longer: int = 0
-    """Each of `num_rounds` that is drafted by lookup lets one more follow, up to so many."""
-
-    def surprises(self, guessed: Sequence[int]) -> int:
-        """How many of them `RowState.guessed` tells of."""
-        return sum([count for count, counts in zip(guessed, self.watched, strict=False) if counts])
-
-    @property
-    def watched(self) -> tuple[bool, ...]:
-        """Of every bin of matches, whether `most_surprises` counts tokens after such: those with length 0."""
-        last = len(self.lengths) - 1
-        return tuple([self.lengths[min(first, last)] == 0 for first in (1, *MATCH_EDGES)])
-
 
 class Policy:
-    """Chooses plans, which change speed and never tokens. A subclass needs `plan` and `observe` alone."""
+    """Makes plans, which change speed and never tokens. A subclass needs `plan` alone."""
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        """What the next round of these rows does."""
+        """What to run for these rows next, and for how many rounds."""
         raise NotImplementedError
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        """What came of it, row by row, and what its stages took."""
-        raise NotImplementedError
-
-    @property
-    def reads_lookup(self) -> bool:
-        """Whether rows come with what lookup finds (`RowState.guesses`), which takes an index of every row."""
-        return False
-
-    @property
-    def hears_lookup(self) -> bool:
-        """Whether it is told what lookup would have come to (`RowOutcome.looked`); asked once it has planned."""
-        return self.reads_lookup
-
-    @property
-    def steady(self) -> Steady:
-        """How many rounds after the one that was planned last it will plan alike: they may be decoded before it is
-        asked about them, and hold if it plans them so."""
-        return Steady()
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        """What came of a plan: all its rounds, in order."""
 
     def seed_layers(self, row: RowState) -> Sequence[int]:
         """Layers at which the last `SEED_POSITIONS` of a prompt are looked at while it is read."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from selfspec.control.parts import WHOLE, Part
 from selfspec.control.pieces import MOST
-from selfspec.control.plan import Plan, SecondChoices, ShadowPlan, SurvivalStop
+from selfspec.control.plan import LookupTable, Plan, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.control.second_choices import SecondRates
 from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
@@ -54,18 +54,22 @@ class Decision(NamedTuple):
     second_choices: SecondChoices | None = None
     most: int = MOST  # tokens drafted per row
 
-    def plan(self, draft_lengths: tuple[int, ...], shadow: ShadowPlan | None) -> Plan:
-        """A round of rows that draft so many tokens each, at most."""
+    def plan(
+        self, num_rows: int, num_rounds: int, most: int, lookups: LookupTable | None, shadow: ShadowPlan | None
+    ) -> Plan:
+        """Rounds of rows that draft at most so many tokens each, by layers or as the table says by lookup."""
         return Plan(
             self.exit_layer,
-            draft_lengths,
+            (0 if self.exit_layer is None else min(most, self.most),) * num_rows,
+            lookups=lookups,
+            num_rounds=num_rounds,
             stop=self.stop,
-            keep_confidence=True,
+            keep_confidence=self.exit_layer is not None,
             shadow=shadow,
             second_choices=self.second_choices,
             draft_vocab=self.part.size,
             draft_bits=self.part.bits,
-            speedup=self.speedup,
+            speedup=1.0 if self.exit_layer is None else self.speedup,
         )
 
 

@@ -15,11 +15,7 @@ OWED = (0.1, 1.0)  # full probes to be earned before the first: where nothing is
 FORGIVEN = 10.0  # full probes that may be owed at most
 COLUMNS, ROWS = 20, 4  # judged positions probed per row, and most rows probed in a round
 FOLLOW = 0.1  # how fast the seconds of a round are followed
-BLOCK, BLOCK_SHARE, LEAST_APART = (
-    4,
-    0.005,
-    192,
-)  # plain rounds of a comparison; its share of the time; rounds between two
+BLOCK, BLOCK_SHARE, LEAST_APART = 4, 0.005, 192  # plain rounds of a comparison; its share; rounds between two
 
 
 class Schedule:
@@ -43,14 +39,10 @@ class Schedule:
         """In the next round."""
         self._until = 0
 
-    def begin_round(self) -> bool:
-        """A round begins; whether something is to be decided in it."""
-        if self.block:
-            self.block -= 1
-            return False
-        self._until -= 1
-        self._probe_in -= 1
-        return self._until < 0
+    @property
+    def is_due(self) -> bool:
+        """Whether something is to be decided now."""
+        return self._until <= 0 and not self.block
 
     def decided(self, round_seconds: float, are_others: bool, is_known: bool) -> None:
         """Something was decided.
@@ -88,14 +80,14 @@ class Schedule:
         self._probe_in = max(1, math.ceil(-self._credit / paid)) if self._credit < 0 < paid else max(0, self._probe_in)
 
     @property
-    def rounds_until_due(self) -> int:
-        """Rounds after this one before anything is decided."""
-        return max(0, self._until)
+    def num_rounds(self) -> int:
+        """Rounds before anything is decided."""
+        return max(1, self._until)
 
     @property
     def rounds_before_probe(self) -> int:
-        """Rounds after this one before layers are probed, if it comes to that."""
-        return max(0, self._probe_in - 1)
+        """Rounds before layers are probed, if it comes to that."""
+        return max(1, self._probe_in)
 
     def probe(self, layers: tuple[int, ...], num_rows: int, emitted: float) -> ShadowPlan | None:
         """At these layers, at a few rows in turn, of about `emitted` tokens each; None where nothing is to be seen."""
@@ -117,6 +109,11 @@ class Schedule:
 
     def pass_round(self, forwards: float, probing: float | None) -> None:
         """A round took so many seconds for its forwards, and for probing layers, if it did."""
+        if self.block:
+            self.block -= 1
+        else:
+            self._until -= 1
+            self._probe_in -= 1
         self._took += (FOLLOW if self._took else 1.0) * (max(0.0, forwards) - self._took)
         self._credit = min(self._credit + PROBE_SHARE * max(0.0, forwards), self._full)
         if probing is not None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RoundOutcome, RowState
 
 HANDICAP = 1.1  # drafting must promise this much more than plain decoding
 INTERVAL = 20  # rounds between decisions
@@ -61,8 +60,8 @@ class SmartSpec(Policy):
         lengths = tuple(min(v, row.room - 1) for v, row in zip(self._share(rows), rows, strict=True))
         return Plan(self.exit_layer if any(lengths) else None, lengths)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for outcome in (row for round_ in rounds for row in round_.rows):
             row = self._rows.get(outcome.request_id)
             if row is None or not outcome.num_judged:
                 continue

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RowState
 
 SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s: SCALE * s ** POWER, the paper's fit on its own models
 
@@ -31,9 +30,6 @@ class Synergy(Policy):
         length = self.length(len(rows)) if rows else 0
         lengths = tuple(min(length, row.room - 1) for row in rows)
         return Plan(self.exit_layer if any(lengths) else None, lengths)
-
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        pass
 
     def length(self, batch_size: int) -> int:
         """Tokens that each row of such a batch drafts."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy, ShadowPlan
-from selfspec.control.rows import RowOutcome, RowState
+from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.control.tracker import Tracker
 
 
@@ -24,8 +23,9 @@ class Watch(Policy):
         lengths, shadow = (0,) * len(rows), ShadowPlan(self._layers, tuple(range(len(rows))), 1)
         return Plan(None, lengths, shadow=shadow if self._layers else None)
 
-    def observe(self, plan: Plan, outcomes: Sequence[RowOutcome], seconds: Seconds) -> None:
-        for outcome in outcomes:
-            if outcome.shadow is not None:
-                self.tracker.add_shadow(outcome.shadow)
-        self.tracker.pass_time(1)
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for round_ in rounds:
+            for outcome in round_.rows:
+                if outcome.shadow is not None:
+                    self.tracker.add_shadow(outcome.shadow)
+            self.tracker.pass_time(1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from selfspec.control.costs import Costs
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.results import Round
 from selfspec.target.draft_head import Frequencies
 from selfspec.target.stack import Stack
 
@@ -58,9 +59,11 @@ class Around:
         for token in tokens:
             engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=count + 2)
         engine.step()
-        start = self._now()
-        rounds = [engine.step().seconds for _ in range(count)]
+        start, rounds = self._now(), list[Round]()
+        while len(rounds) < count:
+            rounds += engine.step()
         taken = self._now() - start
-        last = engine.step()  # in which the rows end; perhaps it was decoded in the same call as those before
-        forwards = [*rounds, last.seconds] if last.is_ahead else rounds
-        return max(0.0, taken - sum([one.verify + one.head + one.pick for one in forwards])) / count
+        for _ in engine.run():
+            pass  # until the rows end
+        forwards = [one.seconds.verify + one.seconds.head + one.seconds.pick for one in rounds]
+        return max(0.0, taken - sum(forwards)) / len(rounds)

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import CONFIDENCE_EDGES, Plan, SurvivalStop, confidence_bin
+from selfspec.control.plan import Plan, confidence_bin
 from selfspec.control.second_choices import likely_seconds
 from selfspec.decoding.pick import Sampling, Subset
-from selfspec.decoding.picker import Picker, told_of
+from selfspec.decoding.picker import Picker
 from selfspec.decoding.process import process
 from selfspec.decoding.row import Row
-from selfspec.drafting.exit import Branch, DraftRow
+from selfspec.drafting.exit import Branch
 from selfspec.kernels.compiled_pick import Picks
-from selfspec.target.cache import PagedCache, Span
-from selfspec.target.compiled import CompiledBody
-from selfspec.target.compiled_draft import Stops, Written, write
 from selfspec.target.stack import Stack
-
-STAGES = ("draft", "head", "pick")  # of every step of a draft
-
-
-@lru_cache(maxsize=64)
-def _stops(min_confidence: float, stop: SurvivalStop | None) -> Stops:
-    if stop is None:
-        return Stops(min_confidence)
-    return Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
-
-
-def stops_of(plan: Plan) -> Stops:
-    """Where a plan's rows end their drafts, as compiled functions are told; the same object of equal plans."""
-    stop = plan.stop
-    return _stops(plan.min_confidence, stop and SurvivalStop(tuple(stop.calibration), stop.least))
 
 
 class Chooser:
@@ -73,31 +54,6 @@ class Chooser:
                 self.logits[i].append(one)
         self._seconds.lap("pick")
         return picks, going
-
-    def at_once(
-        self, cache: PagedCache, rows: Sequence[DraftRow], last: Sequence[int], tapped: Sequence[int]
-    ) -> Written | None:
-        """Everything that the rows draft after their last tokens, in one compiled call; None where there is none.
-
-        Args:
-            tapped: layers below the exit to look in at.
-        """
-        plan, stack = self._plan, self._stack
-        if not self._picker.is_compiled or self._processes or plan.keep_divergence or not any(r.length for r in rows):
-            return None
-        assert plan.exit_layer is not None
-        rounded = plan.draft_bits is not None
-        head = stack.packed_head(plan.exit_layer, plan.draft_vocab, rounded)
-        if head is None or not isinstance(stack.lean, CompiledBody):
-            return None
-        spans, how = [Span(*row) for row in rows], told_of([row.request.sampling for row in self._rows])
-        asked = plan.reads_confidence, plan.second_choices is not None
-        written = write(
-            stack.lean, cache, spans, last, plan.exit_layer, head, how, stops_of(plan), *asked, tapped, rounded
-        )
-        self.confidences, self._others = written.sure, written.seconds
-        self._seconds.laps([part for step in written.taken for part in zip(STAGES, step, strict=True)])
-        return written
 
     def _picks(
         self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], tokens: Subset | None

@@ -1,35 +1,37 @@
-"""`Engine`: rows join and leave between rounds; `step` is prefill, plan, round, accept."""
+"""`Engine`: rows join and leave between programs; `step` is admit, prefill, plan, run, observe."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import LOOKUP, Plan, Policy, Steady
-from selfspec.control.rows import Looked, RowOutcome
+from selfspec.control.plan import Plan, Policy
+from selfspec.control.rows import RoundOutcome, RowOutcome
 from selfspec.decoding.afterwards import Teach
-from selfspec.decoding.ahead import Ahead
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.intake import Intake
 from selfspec.decoding.offers import Decodable, policy_for
 from selfspec.decoding.picker import Picker
-from selfspec.decoding.prefill import prefill
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import flag, is_number, whole
+from selfspec.executors.program import Executed
+from selfspec.executors.select import executors_for
 from selfspec.target.draft_head import Part
 from selfspec.target.refusals import refuse_autocast
 from selfspec.target.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
 CUDA_PAGE_SIZE = 64
+DEADLINE = 1 / 30  # seconds of a program that somebody watches: what is streamed still seems to flow
 
 
 class Learns(Protocol):
@@ -47,7 +49,7 @@ def page_size_of(stack: Stack) -> int:
 
 
 class Engine:
-    """Decodes requests in a running batch whose rows join and leave between rounds.
+    """Decodes requests in a running batch whose rows join and leave between programs.
 
     Args:
         target: what `selfspec.load` returns.
@@ -65,8 +67,8 @@ class Engine:
             lookup, texts of the corpus continue a row, too.
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.target.exact`.
-        burst: seconds of rounds that may be decoded in one compiled call, before the first of them is handed out;
-            default: a thirtieth.
+        burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
+            thirtieth.
 
     Raises:
         ValueError: an argument is out of range; a `DatastoreError` where the datastore holds tokens that the model does
@@ -122,8 +124,12 @@ class Engine:
         self._picker = Picker(self.stack)
         self._intake = Intake(target, self.stack, self.cache, datastore)
         self._cancelled: set[int] = set()
-        self._results: list[RowResult] = []  # not handed out yet; they outlive a step that raises
-        self._ahead = Ahead(burst)
+        # Not handed out yet; they outlive a step that raises:
+        self._results: list[RowResult] = []  # of a round that has not ended
+        self._rounds: list[Round] = []
+        self._deadline = DEADLINE if burst is None else burst
+        self._executors = executors_for(self.stack, self.cache, self._picker, None if learn is None else learn.take)
+        self._round_seconds = 0.0  # of the last round
 
     @property
     def policy(self) -> Policy:
@@ -136,7 +142,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.rows or self._intake or self._results)
+        return bool(self.rows or self._intake or self._results or self._rounds)
 
     def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
         """Queue a prompt; returns its request id. Options are those of `Target.generate`.
@@ -152,105 +158,109 @@ class Engine:
         if any(row.request_id == request_id for row in self.rows) or request_id in self._intake:
             self._cancelled.add(request_id)
 
-    def step(self) -> Round:
-        """Admit what fits, read at most `prefill_chunk` prompt tokens, and decode one round of the ready rows.
-
-        Where rounds were decoded in one call with an earlier one (see `decoding.ahead`), the next of them is handed out
-        instead, and nobody is admitted before they all are.
+    def step(self) -> list[Round]:
+        """Admit what fits, read at most `prefill_chunk` prompt tokens, and run one program of the ready rows.
 
         What a caller's processor, criterion or policy raises comes out here. No other row suffers: what it got is
         reported by the next step. A row whose own processor or criterion raised is cancelled.
+
+        Returns:
+            the program's rounds, at least one; of a step that decoded nothing, one without a plan.
         """
         refuse_autocast(self.stack.device)
-        seconds = Seconds()
+        clock = Seconds()
         if self._cancelled:
             self._drop_cancelled()
-        if not self._ahead:  # else rounds are there already, and nobody waits for them long
-            with torch.inference_mode():
-                self._admit()
-                self._prefill()
-            seconds.lap("prefill")
-        plan, is_ahead = self._decode(seconds)
-        seconds.add("control", self._ahead.lost())  # what was decoded for a plan that did not come
-        if self.learn is not None:
-            self.learn.after(sum(row.completion is not None for row in self._results), seconds.total)
-            seconds.lap("control")
-        results, self._results = self._results, []
-        return Round(results, plan, seconds, is_ahead)
-
-    def _decode(self, seconds: Seconds) -> tuple[Plan | None, bool]:
-        """One round; its plan, and whether it was there already."""
-        ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
-        if not ready:
-            return None, False
-        policy = self.policy
-        plan, hears_lookup = self._checked.plan(ready), policy.hears_lookup
-        seconds.lap("control")
-        outcomes: list[RowOutcome] = []
-        try:
-            part = self._part(plan, ready)
-            verdicts, is_ahead = self._verdicts(ready, plan, part, seconds)
-            left_out = [part is not None and _is_left_out(part, verdict) for verdict in verdicts]
-            looks: list[Looked | None] = [None] * len(ready)
-            if hears_lookup:
-                looks = [row.looked(v.block) for row, v in zip(ready, verdicts, strict=True)]
-            for row, verdict, looked, is_out in zip(ready, verdicts, looks, left_out, strict=True):
-                result = self._apply(row, verdict)
-                self._results.append(result)
-                outcome = verdict.outcome(row.request_id, result.num_accepted, looked)
-                is_out = is_out and outcome.num_accepted < outcome.num_drafted  # else its row ended before it
-                outcomes.append(outcome._replace(is_left_out=True) if is_out else outcome)
-        finally:
-            self._drop_ended(ready)
-        seconds.lap("rest")
-        policy.observe(plan, outcomes, seconds)
-        seconds.lap("control")
-        seconds.decided = seconds.control
-        return plan, is_ahead
-
-    def _verdicts(
-        self, rows: Sequence[Row], plan: Plan, part: Part | None, seconds: Seconds
-    ) -> tuple[list[Verdict], bool]:
-        """What a round comes to, and whether it was there already."""
-        waiting = self._ahead.take(rows, plan, part, seconds)
-        if waiting is not None:
-            return waiting, True
-        self._look_ahead(plan, rows)
-        teach = None if self.learn is None else self.learn.take
-        how = teach, self._picker, True, self._ahead
         with torch.inference_mode():
-            return decode_round(self.stack, self.cache, rows, plan, seconds, *how), False
+            self._admit()
+            self._executors[-1].prefill(self.rows, self.prefill_chunk, self.policy)
+        clock.lap("prefill")
+        ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
+        if ready:
+            self._run(ready, clock)
+        elif self._results or not self._rounds:
+            self._end_round(None, None, clock, 0)
+        rounds, self._rounds = self._rounds, []
+        if self.learn is not None:
+            clock.restart()
+            num_ended = sum(row.completion is not None for round_ in rounds for row in round_.rows)
+            self.learn.after(num_ended, sum(round_.seconds.total for round_ in rounds))
+            clock.lap("control")
+            rounds[-1].seconds.control += clock.control
+        return rounds
+
+    def _run(self, rows: Sequence[Row], clock: Seconds) -> None:
+        """A program of these rows: what to run, running it, and what came of it."""
+        plan = self._checked.plan(rows)
+        part, deadline = self._part(plan, rows), self._deadline_of(plan, rows)
+        plan, deadline = self._without_clock(plan, deadline)
+        clock.lap("control")
+        executor = next(one for one in self._executors if one.serves(rows, plan))
+        outcomes = []
+        try:
+            for executed in executor.run(rows, plan, deadline):
+                outcomes.append(self._take(rows, executed, part))
+                executed.seconds.prefill += clock.prefill
+                executed.seconds.control += clock.control
+                clock = Seconds()
+                self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
+        finally:
+            self._drop_ended(rows)
+        clock = Seconds()
+        self.policy.observe(plan, outcomes)
+        clock.lap("control")
+        self._rounds[-1].seconds.control += clock.control
+        self._round_seconds = outcomes[-1].seconds.total
+
+    def _deadline_of(self, plan: Plan, rows: Sequence[Row]) -> float:
+        """Seconds after which no further round begins."""
+        deadline = self._deadline if plan.deadline is None else plan.deadline
+        if any(row.request.stop or row.request.stopping_criteria for row in rows):
+            return min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
+        return deadline
+
+    def _without_clock(self, plan: Plan, deadline: float) -> tuple[Plan, float]:
+        """Of a model that is spread over several ranks, the rounds that fit into the deadline: clocks differ."""
+        if self.stack.ranks is None:
+            return plan, deadline
+        most = max(1, int(deadline / self._round_seconds)) if self._round_seconds else 1
+        return replace(plan, num_rounds=min(plan.num_rounds, self.stack.agreed(most))), math.inf
+
+    def _take(self, rows: Sequence[Row], executed: Executed, part: Part | None) -> RoundOutcome:
+        """Give rows the tokens of a round; rows that a stop string ended before get none of it."""
+        start = executed.seconds.now()
+        outcomes = list[RowOutcome]()
+        for row, verdict in zip(rows, executed.verdicts, strict=True):
+            if row.finish_reason is not None:
+                continue
+            is_left_out = part is not None and bool(executed.exit_layer) and _is_left_out(part, verdict)
+            result = self._apply(row, verdict)
+            self._results.append(result)
+            outcomes.append(verdict.outcome(row.request_id, result.num_accepted, is_left_out))
+        executed.seconds.rest += executed.seconds.now() - start
+        return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
+
+    def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: Seconds, index: int) -> None:
+        self._rounds.append(Round(self._results, plan, seconds, exit_layer, index))
+        self._results = []
 
     def _drop_ended(self, rows: Sequence[Row]) -> None:
-        """Rows that ended in a round, or whose own code raised in it, leave."""
+        """Rows that ended in a program, or whose own code raised in it, leave."""
         for row in rows:
             if row.has_raised:
                 self._cancel(row)
-        if any(row.finish_reason is not None for row in rows):
-            self.rows = [row for row in self.rows if row.finish_reason is None]
-            self._ahead.forget()
+        self.rows = [row for row in self.rows if row.finish_reason is None]
 
     def run(self) -> Iterator[Round]:
         """Rounds until nothing is left to do."""
         while self.has_work:
-            yield self.step()
+            yield from self.step()
 
     def _admit(self) -> None:
         for row in self._intake.admitted(self.max_batch_size - len(self.rows)):
             self.frequencies.add(row.request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
             self.rows.append(row)
-
-    def _prefill(self) -> None:
-        prefill(self.stack, self.cache, self._picker, self.rows, self.prefill_chunk, self.policy)
-
-    def _look_ahead(self, plan: Plan, rows: Sequence[Row]) -> None:
-        """How far rounds may be decoded together with one of this plan."""
-        steady = self._checked.steady(plan) if len(rows) == len(self.rows) else Steady()
-        usual = steady.usual if plan.exit_layer == LOOKUP else plan
-        if usual is None:
-            steady, usual = Steady(), plan
-        self._ahead.allow(steady, usual, self._part(usual, rows), self._checked.reads_lookup)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
@@ -293,7 +303,6 @@ class Engine:
             self._cancel(row)
         self.rows = [row for row in self.rows if row.finish_reason is None]
         self._cancelled.clear()
-        self._ahead.forget()
 
     def _cancel(self, row: Row) -> None:
         row.finish_reason = "cancelled"

@@ -13,7 +13,7 @@ import torch
 
 from selfspec.control.costs import Costs
 from selfspec.control.measured import CONTEXT
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices, TokenTree
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
 from selfspec.decoding.around import Around
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.readings import Readings, low
@@ -178,7 +178,7 @@ class _Clock:
     @property
     def has_calls(self) -> bool:
         """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
-        return self.picker.rounds is not None and self.is_fast and self.engines.fits
+        return self.timed.in_calls and self.is_fast and self.engines.fits
 
     def read(self, rows: int, context: int) -> None:
         """Bring all that rows hold into the caches, where decoding finds it: a call is too short for that."""
@@ -188,7 +188,7 @@ class _Clock:
         """A plain round, kept as `piece` of such a size, in which every second row holds `uneven` tokens more."""
         single, *warm = self.laps(rows, Plan(None, (0,) * rows), context, uneven)
         (around, *_), (layers, *_) = single["rest"], single["verify"]
-        if self.picker.rounds is None:
+        if not self.timed.in_calls:
             layers += around  # which other rounds spend beside layers, too
         elif not self.has_calls:
             self.keep("rest", rows, 1, around)
@@ -247,8 +247,7 @@ class _Clock:
     def ragged(self, rows: int) -> None:
         """A verification of all layers in which few rows have many tokens, and the others one."""
         lengths = [0 if i % RAGGED_EVERY else RAGGED_WIDTH - 1 for i in range(rows)]
-        trees = tuple(TokenTree((0,) * n, tuple(range(n))) if n else None for n in lengths)
-        [laps] = self.laps(rows, Plan(LOOKUP, tuple(lengths), trees=trees))
+        [laps] = self.laps(rows, Plan(LOOKUP, tuple(lengths)))
         self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
 
     def laps(

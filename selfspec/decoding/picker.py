@@ -12,8 +12,6 @@ from torch import Tensor
 from selfspec.decoding.pick import Sampling, Subset, among, pick, pick_surely, scored, second_choices, surely
 from selfspec.kernels.compiled_pick import Picks, compiled_pick, told
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.compiled import CompiledBody
-from selfspec.target.compiled_round import Rounds
 from selfspec.target.stack import Stack
 
 _log = logging.getLogger("selfspec")
@@ -29,9 +27,6 @@ class Picker:
     def __init__(self, stack: Stack) -> None:
         self.is_compiled = stack.engine == "compiled" and _agrees()
         self._noise = NoiseAhead()
-        is_body = self.is_compiled and stack.runner is None
-        self.rounds = Rounds(stack.lean) if is_body and isinstance(stack.lean, CompiledBody) else None
-        """Whole rounds that pick alike, in one compiled call; None where that is not to be had."""
 
     def __call__(
         self,

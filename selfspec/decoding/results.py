@@ -31,6 +31,7 @@ class Round(NamedTuple):
     """One round of the engine; rows that only prefilled are not in it."""
 
     rows: list[RowResult]
-    plan: Plan | None  # None when no row was ready to decode
+    plan: Plan | None  # of the program that it is a round of; None when no row was ready to decode
     seconds: Seconds
-    is_ahead: bool = False  # whether it was decoded in one call with the one before
+    exit_layer: int | None = None  # what drafted in it: a layer, 0 for lookup, or None
+    index: int = 0  # its place in its program

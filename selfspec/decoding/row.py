@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from selfspec.control.rows import Looked, RowState
+from selfspec.control.rows import RowState
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
@@ -34,7 +34,7 @@ class Row:
     datastore: Datastore | None = None
     num_prompt_tokens: int = 0
     limit: int = 0  # tokens its content may come to
-    _guesser: Guesser | None = None
+    _lookup: Guesser | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt)
@@ -49,38 +49,18 @@ class Row:
         return self.limit - len(self.content)
 
     @property
-    def match(self) -> int:
-        """How many of its last tokens are found earlier in its own text; 0 where nobody has asked for guesses yet."""
-        return self._guesser.lookup.match if self._guesser is not None and self._guesser.is_read else 0
-
-    @property
-    def guessed(self) -> Sequence[int]:
-        """See `RowState`; empty where nobody has asked for guesses yet."""
-        return self._guesser.lookup.guessed if self._guesser is not None and self._guesser.is_read else ()
-
-    @property
     def state(self) -> RowState:
-        return self.told(False)
-
-    def told(self, reads_lookup: bool) -> RowState:
-        """Its state, with what is free to guess of how it goes on where the policy reads that."""
-        length, guesses = len(self.content), self.guesser if reads_lookup else None
-        processes, is_sampled = bool(self.request.logits_processor), self.request.sampling.temperature > 0
-        return RowState(self.request_id, length, self.limit - length, guesses, processes, is_sampled)
+        """What a policy may know of it."""
+        length, processes = len(self.content), bool(self.request.logits_processor)
+        is_sampled = self.request.sampling.temperature > 0
+        return RowState(self.request_id, length, self.limit - length, self.lookup, processes, is_sampled)
 
     @property
-    def guesser(self) -> Guesser:
-        """What is free to guess of how it goes on; its index is made when first asked for."""
-        if self._guesser is None:
-            self._guesser = Guesser(self.content, self.datastore)
-        return self._guesser
-
-    def looked(self, block: list[int]) -> Looked | None:
-        """What free guesses would have come to, before `block` is kept; None where nobody asked for them yet."""
-        if not self.guesser.is_read:
-            return None
-        match, is_stored, num_right = self.guesser.look(block)
-        return Looked(match, len(block), num_right, is_stored)
+    def lookup(self) -> Guesser:
+        """What its text and a corpus offer for drafts; an index is made when it is first asked for a match."""
+        if self._lookup is None:
+            self._lookup = Guesser(self.content, self.datastore)
+        return self._lookup
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

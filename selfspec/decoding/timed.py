@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
 
 import torch
 
 from selfspec.control.laps import Seconds
-from selfspec.control.plan import Plan, Steady
-from selfspec.decoding.ahead import Ahead, Coming
+from selfspec.control.plan import LOOKUP, Plan
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.request import Request
-from selfspec.decoding.rounds import decode_round
 from selfspec.decoding.row import Row
+from selfspec.drafting.lookup import Guess
+from selfspec.executors.program import Executed, RoundDraft
+from selfspec.executors.select import executors_for
 from selfspec.target.cache import PagedCache
 from selfspec.target.stack import Stack
 
@@ -64,6 +66,10 @@ class TimedRounds:
         self._room = room + 8 * FURTHER + 4 * RAGGED
         self._cache, self._pages = _rows(stack, num_rows, self._room)
         self._far = _rows(stack, 1, far_room + 8 * FURTHER)
+        self._executors = [
+            executors_for(stack, cache, self.picker, new_seconds=lambda: _Laps(self.now))
+            for cache in (self._cache, self._far[0])
+        ]
         self._grown: dict[tuple[int, int, Plan], int] = {}
         self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
 
@@ -90,17 +96,26 @@ class TimedRounds:
             away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)
             content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
             rows.append(Row(i, Request([0]), stopper, pages[i], content))
-        laps, ahead = _Laps(self.now), Ahead(burst=1.0)
-        ahead.allow(Steady(further), plan, None, False)
-        waits = ahead if further else None
-        verdicts = decode_round(self._stack, cache, rows, plan, laps, picker=self.picker, ahead=waits)
-        coming = [one for one in ahead.coming if _is_whole(one, plan)]
+        executor = next(one for one in self._executors[is_far] if one.serves(rows, plan))
+        if plan.exit_layer == LOOKUP:
+            guesses = [Guess([0] * length, length) for length in plan.draft_lengths]
+            rounds = [executor.round(rows, RoundDraft(plan, guesses))]
+        elif further:
+            rounds = [*executor.run(rows, replace(plan, num_rounds=1 + further), 1.0)]
+        else:
+            rounds = [executor.round(rows, RoundDraft(plan))]
+        coming = [one for one in rounds[1:] if _is_whole(one, plan)]
         half = len(coming) // 2
         if coming:
-            before = [verdicts, *[one.verdicts for one in coming[: half + (len(coming) - half) // 2]]]
-            emitted = sum([len(verdict.block) for each in before for verdict in each])
+            before = [rounds[0], *coming[: half + (len(coming) - half) // 2]]
+            emitted = sum([len(verdict.block) for each in before for verdict in each.verdicts])
             self._grown[num_rows, context, plan] = min(context, emitted // num_rows)
-        return [laps.taken, *[_by_stage(one) for one in coming[half:]]]
+        return [cast(_Laps, one.seconds).taken for one in (rounds[0], *coming[half:])]
+
+    @property
+    def in_calls(self) -> bool:
+        """Whether many rounds come in one call."""
+        return self._stack.engine == "compiled" and self.picker.is_compiled and self._stack.runner is None
 
     def given(self, num_tokens: int, start: int) -> torch.Tensor:
         """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""
@@ -122,17 +137,10 @@ class TimedRounds:
         return perf_counter()
 
 
-def _is_whole(round_: Coming, plan: Plan) -> bool:
+def _is_whole(round_: Executed, plan: Plan) -> bool:
     """Whether rows had room for all that they were to draft."""
     drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
     return drafted == list(plan.draft_lengths)
-
-
-def _by_stage(round_: Coming) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {}
-    for stage, seconds in round_.parts:
-        taken.setdefault(stage, []).append(seconds)
-    return taken
 
 
 def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from selfspec.control.rows import Looked, RowOutcome, Shadow
+from selfspec.control.rows import RowOutcome, Shadow
+from selfspec.decoding.row import Row
 from selfspec.target.cache import Tree
 
 
@@ -24,6 +25,8 @@ class Verdict(NamedTuple):
     confidences: tuple[float, ...] = ()  # of the drafted tokens
     divergences: tuple[float, ...] = ()  # at the judged drafted tokens
     shadow: Shadow | None = None
+    match: int = 0  # of a draft by lookup: tokens of the match that it follows
+    is_stored: bool = False  # whether that draft came from a corpus
 
     @property
     def accepted(self) -> int:
@@ -46,10 +49,12 @@ class Verdict(NamedTuple):
                 nodes.append(node)
         return [self.drafted[node - 1] for node in nodes[1:]]
 
-    def outcome(self, request_id: int, num_kept: int, looked: Looked | None = None) -> RowOutcome:
-        """What the policy is told, of a row that kept `num_kept` of its drafted tokens."""
-        if self.tree is not None and self.chain == 0:  # a tree that no layer drafted
-            return RowOutcome(request_id, len(self.drafted), num_kept, shadow=self.shadow, looked=looked)
+    def outcome(self, request_id: int, num_kept: int, is_left_out: bool = False) -> RowOutcome:
+        """What the policy is told, of a row that kept `num_kept` of its drafted tokens.
+
+        Args:
+            is_left_out: whether its draft was refused for a token that it could not pick.
+        """
         length = self.chain if self.tree is not None else len(self.drafted)
         right = min(self.num_right, num_kept)
         drafted = right if num_kept < self.accepted else length  # beyond the row's end nothing was judged
@@ -60,9 +65,11 @@ class Verdict(NamedTuple):
             self.confidences[:drafted],
             self.divergences[:drafted],
             self.shadow,
-            looked,
             self._second(right) if right < drafted else None,
             0 if self.tree is None else len(self.drafted) - length,
+            is_left_out and right < drafted,  # else its row ended before it
+            self.match,
+            self.is_stored,
         )
 
     def _second(self, right: int) -> bool | None:
@@ -86,3 +93,21 @@ def walk(tree: Tree, guesses: Sequence[int], picks: Sequence[int]) -> list[int]:
     while (child := children.get((path[-1], picks[path[-1]]))) is not None:
         path.append(child)
     return path
+
+
+def drawable(row: Row, path: Sequence[int], drawn: Sequence[int]) -> Sequence[int]:
+    """The path as far as sampling can draw a token at its nodes; the row may end before it comes to the next one.
+
+    Args:
+        drawn: per node, 0 where it cannot.
+
+    Raises:
+        ValueError: not even at the first, as `generate` raises then; it is the row's own fault.
+    """
+    if drawn[path[0]]:
+        return path[: next((i for i, node in enumerate(path) if not drawn[node]), len(path))]
+    with row.blamed():
+        raise ValueError(
+            f"no token can be sampled at position {len(row.content)}, where all logits are -inf or one of them is no "
+            "number; let logits_processor leave a token"
+        )

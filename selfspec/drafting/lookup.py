@@ -16,9 +16,9 @@ import torch
 from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS
 from selfspec.control.rows import Tally
 from selfspec.drafting.exit import Draft
-from selfspec.target.cache import Tree, tensor_of
+from selfspec.target.cache import tensor_of
 
-MOST_MATCHED = 32  # longest match told from longer ones
+MOST_MATCHED = 128  # longest match told from longer ones
 _NO_KEY, _MIX = -1, 0x9E3779B1
 _BEGINNING = -1  # the token before the first: like no other
 
@@ -28,6 +28,7 @@ class Guess(NamedTuple):
 
     tokens: list[int]
     match: int
+    is_stored: bool = False  # whether they come from a corpus
 
 
 def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
@@ -40,34 +41,13 @@ def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
     return count
 
 
-def draft_by_lookup(lookups: Sequence[Lookup], lengths: Sequence[int], device: torch.device) -> Draft:
-    """Draft at most `lengths[i]` tokens for row i, whose index is `lookups[i]`; its last token goes before them.
+def given_draft(last: Sequence[int], given: Sequence[Sequence[int]], device: torch.device) -> Draft:
+    """The given tokens after each row's last one.
 
     The draft's `hidden` are the tokens themselves: the whole model verifies them, from its embedding on.
     """
-    fed: list[int] = []
-    drafted = []
-    for lookup, length in zip(lookups, lengths, strict=True):
-        guess = lookup.draft(length).tokens
-        fed += [lookup.last, *guess]
-        drafted.append(len(guess))
-    tokens = tensor_of(fed, device)
-    return Draft(tokens, tokens, drafted)
-
-
-def draft_trees(
-    last: Sequence[int], given: Sequence[tuple[Sequence[int], Sequence[int]] | None], device: torch.device
-) -> Draft:
-    """Draft given (tokens, the node each goes on from) after each row's last token; the whole model verifies them."""
-    fed: list[int] = []
-    trees: list[Tree | None] = []
-    for token, (tokens, parents) in zip(last, (one or ((), ()) for one in given), strict=True):
-        fed += [token, *tokens]
-        is_chain = all(parent == node for node, parent in enumerate(parents))
-        trees.append(None if is_chain else Tree((-1, *parents)))
-    packed = tensor_of(fed, device)
-    lengths = [0 if one is None else len(one[0]) for one in given]
-    return Draft(packed, packed, lengths, trees=trees if any(trees) else None)
+    tokens = tensor_of([one for token, own in zip(last, given, strict=True) for one in (token, *own)], device)
+    return Draft(tokens, tokens, [len(own) for own in given])
 
 
 class Lookup:
@@ -90,7 +70,6 @@ class Lookup:
         self._content = content
         self._read = 0  # tokens in the index
         self._match, self._place = 0, -1  # of the last of them
-        self._shorter: list[int] = []  # where shorter matches of it occurred last, the shortest first
         self._seen, self._right, self._tallied = [0] * NUM_MATCH_BINS, [0] * NUM_MATCH_BINS, 0  # see `take_tally`
         self._make()
 
@@ -122,13 +101,6 @@ class Lookup:
             self._catch_up()
         return self._match
 
-    @property
-    def guessed(self) -> Sequence[int]:
-        """Tokens that came as it would have guessed since the last `take_tally`, by bin of the match before them."""
-        if self._read < len(self._content):
-            self._catch_up()
-        return self._right
-
     def take_tally(self) -> Tally:
         """What it would have guessed, a token at a time, beside what came since this was last asked."""
         if self._read < len(self._content):
@@ -152,17 +124,6 @@ class Lookup:
             return Guess(list(content[start : start + num_tokens]), self._match)
         return Guess([content[start + i % period] for i in range(num_tokens)], self._match)
 
-    def alternatives(self) -> list[int]:
-        """What followed the last time that shorter ends of the text occurred, after the longer ones; each once."""
-        if self._read < len(self._content):
-            self._catch_up()
-        if not self._shorter:
-            return []
-        content = self._content
-        places = [place + 1 for place in reversed(self._shorter) if place + 1 < self._read]
-        first = content[self._place + 1] if self._match and self._place + 1 < self._read else None
-        return [token for token in dict.fromkeys(content[place] for place in places) if token != first]
-
     def _catch_up(self) -> None:
         while self._read < len(self._content):
             if 4 * (self._count + 2) > 3 * len(self._keys):
@@ -178,7 +139,6 @@ class Lookup:
             self._seen[at] += 1
             self._right[at] += content[self._place + 1] == content[position]
         node, depth, place, size = 0, 0, -1, len(keys)
-        shorter = []
         while True:
             key = node << 32 | content[position - depth] + 1
             slot = key * _MIX % size  # as in `_slot`: this is where the time goes
@@ -201,10 +161,9 @@ class Lookup:
             if child < 0:
                 nodes[slot] = ~position
                 break
-            shorter.append(latest[child])
             latest[child] = position
             node = child
-        self._match, self._place, self._shorter = depth, place, shorter
+        self._match, self._place = depth, place
 
     def _split(self, position: int, place: int, depth: int, child: int) -> int:
         """A new inner node, above `child` and a leaf at `position`, whose contexts differ after `depth` tokens."""

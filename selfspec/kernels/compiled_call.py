@@ -67,7 +67,7 @@ class Drafting(Structure):
         *_all("how names cos sin embedding norm", c_void_p),
         *_all("eps", c_float),
         *_all("stop", Stop),
-        *_all("counts tokens seconds sure hidden taps taken waits", c_void_p),
+        *_all("counts tokens seconds sure hidden taken waits", c_void_p),
         *_all("num_kept", c_int64),
     )
 
@@ -96,15 +96,14 @@ class Judging(Structure):
     )
 
 
-class Ahead(Structure):
+class Program(Structure):
     _fields_ = (
-        *_all("rounds longer", c_int64),
+        *_all("rounds", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices lengths branches gains needs grown found given", c_void_p),
-        *_all(
-            "num_lengths num_grown num_needs found_size most_surprises kept watched match streak done",
-            c_int64,
-        ),
+        *_all("rooms ends stops indices lengths gains needs", c_void_p),
+        *_all("num_needs", c_int64),
+        *_all("given matches", c_void_p),
+        *_all("done", c_int64),
     )
 
 
@@ -132,14 +131,13 @@ def functions() -> ctypes.CDLL:
         "selfspec_fits_half": ([p, n], n),
         "selfspec_checksums": ([p, p, n, p, n], None),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
-        "selfspec_draft_floats": ([p, p, n, p, n, n], n),
-        "selfspec_draft": ([p, p, n, p, p, n, p, n], None),
-        "selfspec_rounds": ([p, p, p, p], n),
+        "selfspec_program": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
         "selfspec_index_free": ([p], None),
         "selfspec_index_bytes": ([p], n),
-        "selfspec_index_draft": ([p, n, p], None),
-        "selfspec_index_add": ([p, p, n, p], n),
+        "selfspec_index_add": ([p, p, n], ctypes.c_bool),
+        "selfspec_index_state": ([p, p], n),
+        "selfspec_index_tally": ([p, p], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_shadow_words": ([p], n),
         "selfspec_shadow": ([p, p, n], None),

@@ -1,4 +1,4 @@
-"""Whole rounds in one call of the compiled body: drafts, their verification, and the target's picks.
+"""Rounds in one call of the compiled body: drafts, their verification, and the target's picks.
 
 Python between the parts of a round runs on cold caches, through which weights have just been streamed: that took as
 long as a quarter of a small model's round. Between two rounds it does so, too, unless they are done in one call.
@@ -13,12 +13,37 @@ from weakref import WeakKeyDictionary
 from selfspec.kernels import compiled_call as c
 from selfspec.target.cache import PagedCache, Span
 from selfspec.target.compiled import FEW, CompiledBody
-from selfspec.target.round_room import Done, Drafter, Further, Given, Seen
-from selfspec.target.spare_rooms import Spare
+from selfspec.target.round_room import Buffers, Done, Drafter, Further, Seen
 
 STEP = 8  # drafted tokens: buffers are made for so many, or for a power of two
 MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
 ROUNDS_OF_ROWS = 1024  # rounds times rows that take little memory
+MOST_SPARE_BYTES, MOST_KEPT_BYTES = 1 << 25, 1 << 22  # of the buffers that a model keeps, and of each
+
+
+class Spare:
+    """Buffers of a model that are in nobody's use: new memory takes as long as a token of a small one. Engines of a
+    model may run in several threads, each with buffers that are its own until it gives them back."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[tuple[int, int, int], list[Buffers]] = {}
+
+    def take(self, body: CompiledBody, size: tuple[int, int, int]) -> Buffers:
+        """Some of such a size, see `Buffers`."""
+        try:
+            return self._by_size[size].pop()
+        except (KeyError, IndexError):
+            return Buffers(body, *size)
+
+    def give_back(self, buffers: Buffers) -> None:
+        if buffers.num_bytes > MOST_KEPT_BYTES:
+            return
+        kept = self._by_size
+        total = buffers.num_bytes + sum([one.num_bytes for spares in list(kept.values()) for one in list(spares)])
+        if total > MOST_SPARE_BYTES:
+            first = next((size for size, spares in list(kept.items()) if spares), buffers.size)
+            kept.pop(first, None)  # of the size that came first
+        kept.setdefault(buffers.size, []).append(buffers)
 
 
 _spare: WeakKeyDictionary[CompiledBody, Spare] = WeakKeyDictionary()
@@ -29,11 +54,11 @@ def most_rounds(count: int) -> int:
     return min(MOST_ROUNDS, max(MANY_ROUNDS, ROUNDS_OF_ROWS // count))
 
 
-class Rounds:
+class CompiledRounds:
     """Rounds of the rows of one engine. What they are told and tell lies where it lay in earlier ones of the model."""
 
     def __init__(self, body: CompiledBody) -> None:
-        self._body, self._lib = body, c.functions()
+        self.body, self._lib = body, c.functions()
         self._spare = _spare.setdefault(body, Spare())
 
     def run(
@@ -44,8 +69,8 @@ class Rounds:
         how: bytes,
         rooms: Sequence[int],
         drafter: Drafter | None,
-        given: Sequence[Given | None] = (),
-        further: Further | None = None,
+        further: Further,
+        given: Sequence[Sequence[int]] | None = None,
         seen: Seen | None = None,
     ) -> list[Done]:
         """Draft and verify for every row; keys and values are written from its last token on, and stand in its order.
@@ -56,33 +81,32 @@ class Rounds:
             how: what `kernels.compiled_pick.told` says of every row.
             rooms: the most tokens that each row may draft, with those beside.
             drafter: None where no layer drafts.
-            given: every row's draft in the first round, where no layer makes it.
-            further: how far rounds go on, at most `most_rounds` of them; None: there is one.
+            further: how far rounds go on, at most `most_rounds` of them.
+            given: every row's draft in the only round, where no layer makes it.
             seen: where to leave what layers are looked at by, of a single round; all of them then read all of it.
 
         Raises:
             MemoryError: there is too little of it.
         """
-        body, lengths = self._body, [row.length for row in rows]
+        body, lengths, num_rounds = self.body, [row.length for row in rows], further.num_rounds
         beside = None if drafter is None else drafter.beside
         more = 0 if beside is None else beside.most
-        drafts = [0 if one is None else len(one.tokens) for one in given] or lengths
-        most = max(*drafts, max(lengths) + more, 0 if further is None else further.most_looked_up)
+        drafts = lengths if given is None else [len(tokens) for tokens in given]
+        most = max(*drafts, max(lengths) + more, min(further.most_looked_up, max(rooms)), 1)
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more
-        if further is not None:  # rows fill their rooms at most
+        if num_rounds > 1 or further.table is not None:  # rows fill their rooms at most
             filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
-            longest = max(longest, min(longest + (further.most_rounds - 1) * (most + 1), filled))
+            longest = max(longest, min(longest + num_rounds * (most + 1), filled))
         model, layers = body.structs(cache)
-        num_rounds = 1 if further is None else most_rounds(len(rows))
-        room = self._spare.take(body, (len(rows), max(STEP, 1 << (most - 1).bit_length()), num_rounds))
-        drafting, judging = room.drafting, room.judging
-        room.tell(rows, lengths, last, how, rooms)
-        for row, one in enumerate(given):
-            if one is not None:
-                room.give(row, one)
+        held = 1 if num_rounds == 1 else most_rounds(len(rows))
+        buffers = self._spare.take(body, (len(rows), max(STEP, 1 << (most - 1).bit_length()), held))
+        drafting, judging = buffers.drafting, buffers.judging
+        buffers.tell(rows, lengths, last, how, rooms)
+        for row, tokens in enumerate(given or ()):
+            buffers.give(row, tokens)
         tables = body.tables(longest)
-        if tables is not room.tables:
-            room.tables = tables
+        if tables is not buffers.tables:
+            buffers.tables = tables
             drafting.cos, drafting.sin = tables[0].data_ptr(), tables[1].data_ptr()
         drafting.embedding = body.embedding.data_ptr()
         head = body.packed_head.struct  # of which a `refresh` meanwhile may make another
@@ -95,13 +119,15 @@ class Rounds:
             judging.drafters, judging.are_copies = ctypes.addressof(drafters), rounded
             draft_head = drafter.head[0].struct
             judging.draft_head = ctypes.addressof(draft_head)
-            room.draft_by(drafter)
-        room.look(seen)
-        room.go_on(further, drafter is None or bool(given))
-        has_failed = self._lib.selfspec_rounds(ctypes.byref(model), *room.places)
-        done = [] if has_failed else room.done(drafter, further)
-        self._spare.give_back(room)
+            buffers.draft_by(drafter)
+        buffers.look(seen)
+        buffers.go_on(further, drafter is None)
+        has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.places)
+        done = [] if has_failed else buffers.done(drafter)
+        self._spare.give_back(buffers)
         if has_failed:
-            tokens = sum(drafts) + len(rows)
-            raise MemoryError(f"there is too little memory for a round of {tokens} tokens; decode fewer rows at once")
+            tokens_in_all = sum(drafts) + len(rows)
+            raise MemoryError(
+                f"there is too little memory for a round of {tokens_in_all} tokens; decode fewer rows at once"
+            )
         return done

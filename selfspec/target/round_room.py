@@ -1,4 +1,4 @@
-"""What rounds in compiled calls are told, what they tell, and the arrays that this lies in."""
+"""What compiled rounds are told, what they tell, and the buffers that this lies in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from torch import Tensor
 from selfspec.kernels import compiled_call as c
 from selfspec.target.cache import Span
 from selfspec.target.compiled import FEW, CompiledBody
-from selfspec.target.compiled_draft import Stops, doubles, stop_of
 from selfspec.target.packed import Packed
 
 MOST_SEEN = 1 << 24  # numbers, 64 MiB
+
+
+class Stops(NamedTuple):
+    """Where rows end their drafts before their length; see `selfspec.control.plan.Plan`."""
+
+    min_confidence: float = 0.0
+    edges: Sequence[float] = ()  # between bins of confidence
+    calibration: Sequence[float] | None = None  # by bin: how often a token is right; None: no rows stop together
+    least: float = 0.0  # mean survival at which they go on
 
 
 class Beside(NamedTuple):
@@ -30,57 +38,33 @@ class Beside(NamedTuple):
 
 
 class Drafter(NamedTuple):
-    """Which layers draft, and how; see `compiled_draft.write`."""
+    """Which layers draft, and how."""
 
     exit_layer: int
-    head: tuple[Packed, Tensor | None]
+    head: tuple[Packed, Tensor | None]  # what picks are made from, and the tokens that it is of; None: all
     stops: Stops
     with_sure: bool
-    rounded: bool
+    rounded: bool  # copies of the layers in 4 bits draft
     beside: Beside | None = None
 
 
-class Given(NamedTuple):
-    """A row's draft that no layer made."""
-
-    tokens: Sequence[int]
-    parents: Sequence[int]  # of every token: the node that it goes on from; node 0 is the row's last token
-
-
-# What rows of a batch draft by lookup, see `selfspec.control.plan.Lookups`: its lengths, gains and needs.
-Lookups = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[float]]
+# Draft lengths by match, see `selfspec.control.plan.LookupTable`: its lengths, gains and needs.
+Table = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[float]]
 
 
 class Further(NamedTuple):
-    """How far rounds go on after the first one: as long as every row has room, no token ends one, and nobody has to be
-    asked. Where layers draft, one row has room for that; another may have room for its last token alone."""
+    """How far rounds go on after the first one: until a row ends."""
 
     num_rounds: int  # at most, with the first one
     seconds: float  # none begins later
     ends: Sequence[Sequence[int]]  # of every row: tokens that end it
-    indices: Sequence[int | None] = ()  # of every row: that of its tokens, which is told of them all; empty: none
-    found_size: int = 0  # numbers that these tell at most
-    lengths: Sequence[int] = ()  # by match: see `selfspec.control.plan.Steady`; the same of the next three
-    branches: Sequence[bool] = ()
-    grown: Sequence[int] = ()
-    streak: int = 0
-    most_surprises: int = 1 << 30
-    kept: int = 0
-    watched: Sequence[bool] = ()
-    match: int = 0  # of a single row, before the first round
-    lookups: Lookups | None = None  # of a batch, in the place of `lengths`
-    longer: int = 0  # rounds beyond `num_rounds`, one for each drafted by lookup
-
-    @property
-    def most_rounds(self) -> int:
-        return self.num_rounds + self.longer
+    indices: Sequence[int] | None = None  # of every row: that of its tokens, which is told of them all
+    table: Table | None = None  # what rows draft by lookup, with indices
 
     @property
     def most_looked_up(self) -> int:
         """Tokens that any row drafts by lookup."""
-        if self.lookups is not None:
-            return max(map(max, self.lookups[0]))
-        return max((*self.lengths, *self.grown), default=0)
+        return 0 if self.table is None else max(map(max, self.table[0]))
 
 
 class Judged(NamedTuple):
@@ -92,10 +76,11 @@ class Judged(NamedTuple):
     path: Sequence[int]  # nodes that are right, node 0 first
     block: list[int]  # what the target picked at these
     sure: list[float]  # of the chain
+    match: int  # that a draft by lookup follows, else 0
 
 
 class Seen(NamedTuple):
-    """Where a round leaves what shadow picks are made from: of all nodes, row after row."""
+    """Where a round leaves hidden states and logits: of all nodes, row after row."""
 
     layers: Sequence[int]  # ascending
     hidden: Tensor  # [layers, at least as many nodes, hidden_size]: after each of them
@@ -118,17 +103,18 @@ class Done(NamedTuple):
     is_given: bool  # no layer drafted, if anything was drafted
     steps: list[float]  # seconds of the draft: layers, head, pick of the first token; of the second; ...
     taken: list[float]  # and of early layers on what was drafted last, then of all layers that judged, head, and picks
-    found: list[list[int] | None]  # by row: what its index tells after the round's tokens, where it was told of them
 
 
-class Room:
-    """The arrays that rounds of `count` rows and at most `most` drafted tokens of each read and write."""
+class Buffers:
+    """What rounds of `count` rows and at most `most` drafted tokens of each read and write."""
 
     def __init__(self, body: CompiledBody, count: int, most: int, num_rounds: int) -> None:
         self.count, self.most, self.size = count, most, (count, most, num_rounds)
         self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
         # Of one round after the other:
-        self._drafted, self._counts, self._chains, self._accepted = (_ints(num_rounds * count) for _ in range(4))
+        self._drafted, self._counts, self._chains, self._accepted, self._matches = (
+            _ints(num_rounds * count) for _ in range(5)
+        )
         self._tokens, self._parents = (_ints(num_rounds * count * most) for _ in range(2))
         self._path, self._picks = (_ints(num_rounds * count * (most + 1)) for _ in range(2))
         self._sure = (ctypes.c_float * (num_rounds * count * most))()
@@ -141,10 +127,9 @@ class Room:
         self._stops: Stops | None = None
         self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
-        self._table: tuple[Any, Sequence[Any]] = None, ()  # of lengths, branches and so on, by match
-        self._shared: tuple[Lookups | None, Sequence[Any]] = None, ()  # the same of a batch
+        self._table: tuple[Table | None, Sequence[Any]] = None, ()
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
-        self._indices, self._found = (ctypes.c_void_p * count)(), _ints(0)
+        self._indices = (ctypes.c_void_p * count)()
         self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
         at = ctypes.addressof
         self.drafting = c.Drafting(
@@ -161,8 +146,8 @@ class Room:
         self._taps = (ctypes.c_void_p * len(body.layers))()
         arrays = (one for one in vars(self).values() if isinstance(one, ctypes.Array))
         self.num_bytes = self._hidden.nbytes + sum(map(ctypes.sizeof, arrays))
-        self._ahead = c.Ahead(rounds=1, rooms=at(self._rooms), given=at(self._given))
-        self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._ahead)]
+        self._program = c.Program(rounds=1, rooms=at(self._rooms), given=at(self._given), matches=at(self._matches))
+        self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._program)]
 
     def tell(
         self, rows: Sequence[Span], lengths: list[int], last: Sequence[int], how: bytes, rooms: Sequence[int]
@@ -173,6 +158,7 @@ class Room:
         self._last[:], self._rooms[:] = last, rooms
         for counts in (self._counts, self._chains, self._drafted):
             counts[: self.count] = [0] * self.count
+        ctypes.memset(self._matches, 0, ctypes.sizeof(self._matches))
         pages = [row.pages for row in rows]
         if pages != self._pages[0]:
             longest = max(map(len, pages))
@@ -183,10 +169,11 @@ class Room:
             self._how = how, ctypes.create_string_buffer(how, len(how))
             self.drafting.how = ctypes.addressof(self._how[1])
 
-    def give(self, row: int, draft: Given) -> None:
-        count, at = len(draft.tokens), row * self.most
+    def give(self, row: int, tokens: Sequence[int]) -> None:
+        """A row's draft in the first round, that no layer makes."""
+        count, at = len(tokens), row * self.most
         self._counts[row] = count
-        self._tokens[at : at + count], self._parents[at : at + count] = draft.tokens, draft.parents
+        self._tokens[at : at + count], self._parents[at : at + count] = tokens, range(count)
 
     def draft_by(self, drafter: Drafter) -> None:
         packed, names = drafter.head
@@ -215,85 +202,66 @@ class Room:
                 self._taps[i] = None
             for layer, hidden in zip(seen.layers, seen.hidden, strict=True):
                 self._taps[layer - 1] = hidden.data_ptr()
-            judging.taps, judging.logits = ctypes.addressof(self._taps), seen.logits.data_ptr()
+            judging.taps = ctypes.addressof(self._taps) if seen.layers else None
+            judging.logits = seen.logits.data_ptr()
 
-    def go_on(self, further: Further | None, is_given: bool) -> None:
+    def go_on(self, further: Further, is_given: bool) -> None:
         """How far, after the first round, whose drafts are given or not."""
-        ahead = self._ahead
+        program, table = self._program, further.table
         self._given[0] = is_given
-        if further is None:
-            ahead.rounds, ahead.longer, ahead.seconds, ahead.indices = 1, 0, 0.0, None
-            ahead.ends = ahead.stops = None
-            return
-        ahead.rounds, ahead.longer, ahead.seconds = further.num_rounds, further.longer, further.seconds
+        program.rounds, program.seconds = further.num_rounds, further.seconds
         if further.ends != self._ends[0] or self._ends[1] is None:
             flat = [token for own in further.ends for token in own]
             stops = [0, *accumulate(map(len, further.ends))]
             self._ends = further.ends, (ctypes.c_int64 * len(flat))(*flat), (ctypes.c_int64 * len(stops))(*stops)
-        ahead.ends, ahead.stops = map(ctypes.addressof, self._ends[1:])
-        ahead.indices = ctypes.addressof(self._indices) if further.indices else None
-        if further.indices:
-            self._indices[:] = [*further.indices]
-            size = further.most_rounds * self.count * further.found_size
-            if len(self._found) < size:
-                self._found = _ints(size)
-            ahead.found, ahead.found_size = ctypes.addressof(self._found), further.found_size
-            count = ahead.num_lengths = len(further.lengths)
-            told = further.lengths, further.branches, further.grown
-            if told != self._table[0]:
-                lists = further.lengths, further.branches or [False] * count, further.grown
-                self._table = told, [(ctypes.c_int64 * len(one))(*one) for one in lists]
-            ahead.lengths, ahead.branches, ahead.grown = map(ctypes.addressof, self._table[1])
-            ahead.num_grown, ahead.streak = len(further.grown), further.streak
-            ahead.match = further.match
-            ahead.most_surprises, ahead.kept = further.most_surprises, further.kept
-            ahead.watched = sum([0xFF << 8 * at for at, counts in enumerate(further.watched) if counts])
-            self._share(further.lookups)
-
-    def _share(self, lookups: Lookups | None) -> None:
-        """What rows of a batch draft by lookup, if they do."""
-        ahead = self._ahead
-        if lookups is None:
-            ahead.needs = None
+        program.ends, program.stops = map(ctypes.addressof, self._ends[1:])
+        program.indices = None if further.indices is None else ctypes.addressof(self._indices)
+        if further.indices is None or table is None:
             return
-        if lookups != self._shared[0]:  # equal ones are mostly the same, which is soon seen
-            lengths, gains, needs = lookups
-            flat = [n for own in lengths for n in own], [gain for own in gains for gain in own]
-            self._shared = lookups, [(ctypes.c_int64 * len(flat[0]))(*flat[0]), doubles(flat[1]), doubles(needs)]
-        ahead.lengths, ahead.gains, ahead.needs = map(ctypes.addressof, self._shared[1])
-        ahead.num_lengths, ahead.num_needs = len(lookups[0][0]), len(lookups[2])
+        self._indices[:] = [*further.indices]
+        if table is not self._table[0]:
+            lengths, gains, needs = table
+            flat_lengths, flat_gains = [n for own in lengths for n in own], [gain for own in gains for gain in own]
+            arrays = (ctypes.c_int64 * len(flat_lengths))(*flat_lengths), doubles(flat_gains), doubles(needs)
+            self._table = table, arrays
+        program.lengths, program.gains, program.needs = map(ctypes.addressof, self._table[1])
+        program.num_needs = len(table[2])
 
-    def done(self, drafter: Drafter | None, further: Further | None) -> list[Done]:
+    def done(self, drafter: Drafter | None) -> list[Done]:
         """What came of every round."""
-        num_rounds, count = self._ahead.done, self.count
+        num_rounds, count = self._program.done, self.count
         own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure
-        counts, chains, accepted = self._counts[:own], self._chains[:own], self._accepted[:own]
+        counts, chains, accepted, matches = (
+            part[:own] for part in (self._counts, self._chains, self._accepted, self._matches)
+        )
         given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
         # Of these a round may have filled little.
         tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure
-        rows, found = [], self._told(own, further)
-        for at, (length, chain, right) in enumerate(zip(counts, chains, accepted, strict=True)):
+        rows = []
+        for at, (length, chain, right, match) in enumerate(zip(counts, chains, accepted, matches, strict=True)):
             first, to = at * most, at * (most + 1)
             path, tree = range(right), None
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
                 path, tree = self._path[to : to + right], parents
             block, certain = picks[to : to + right], sure[first : first + chain] if with_sure else []
-            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, certain))
+            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, certain, match))
         done = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * most
             last = step if given[at] else step + 3 * max(drafted[row : row + count])
-            seconds = steps[step:last], taken[4 * at : 4 * at + 4]
-            done.append(Done(rows[row : row + count], bool(given[at]), *seconds, found[row : row + count]))
+            done.append(Done(rows[row : row + count], bool(given[at]), steps[step:last], taken[4 * at : 4 * at + 4]))
         return done
 
-    def _told(self, num_rows: int, further: Further | None) -> list[list[int] | None]:
-        """What the index of every row told in every round; None where it was not told of its tokens."""
-        if further is None or not further.indices:
-            return [None] * num_rows
-        size, told = further.found_size, self._found
-        firsts = zip(range(0, num_rows * size, size), [*further.indices] * (num_rows // self.count), strict=True)
-        return [None if index is None else told[at + 1 : at + 5 + told[at]] for at, index in firsts]
+
+def stop_of(stops: Stops) -> tuple[c.Stop, Any]:
+    """What compiled functions are told, and what that points to, to be kept as long."""
+    edges, calibration = doubles(stops.edges), None if stops.calibration is None else doubles(stops.calibration)
+    told = None if calibration is None else ctypes.addressof(calibration)
+    return c.Stop(stops.min_confidence, stops.least, ctypes.addressof(edges), told, len(edges)), (edges, calibration)
+
+
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    return (ctypes.c_double * len(values))(*values)
 
 
 def _ints(count: int) -> Any:

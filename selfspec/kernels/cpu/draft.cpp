@@ -45,10 +45,9 @@ void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab
 }
 
 // Floats of room that a draft needs, of rows that come to hold `longest` tokens.
-int64_t selfspec_draft_floats(const Model* m, const Drafting* d, int64_t num_layers, const Product* head,
-                              int64_t longest, int64_t num_threads) {
-    int64_t taps = d->taps ? num_layers : 0;
-    return pick_floats(d->vocab) + d->num_rows * ((1 + taps) * m->hidden + d->vocab) +
+int64_t selfspec_draft_floats(const Model* m, const Drafting* d, const Product* head, int64_t longest,
+                              int64_t num_threads) {
+    return pick_floats(d->vocab) + d->num_rows * (m->hidden + d->vocab) +
            selfspec_linear_floats(head, d->num_rows, num_threads) + selfspec_buffer_floats(m, d->num_rows) +
            num_threads * selfspec_scratch_floats(m, longest);
 }
@@ -59,16 +58,13 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
     const Drafting& d = *drafting;
     int64_t size = m->hidden, rows = d.num_rows, scratch_floats = selfspec_scratch_floats(m, longest);
     float *logits = room + pick_floats(d.vocab), *x = logits + rows * d.vocab, *h = x + rows * size;
-    float *seen = h + selfspec_linear_floats(head, rows, num_threads), *buffers = seen + (d.taps ? num_layers * rows * size : 0);
+    float* buffers = h + selfspec_linear_floats(head, rows, num_threads);
     float* scratch = buffers + selfspec_buffer_floats(m, rows);
     std::vector<int64_t> live, fed(rows), positions(rows), asked(rows), firsts(rows + 1), picks(rows), seconds(rows);
     std::vector<int64_t> pages(rows * d.row_pages), next(d.last, d.last + rows);
     std::vector<How> how(rows);
     std::vector<float> sure(rows);
     std::vector<double> survival(rows, 1.0);
-    std::vector<float*> taps(d.taps ? num_layers : 0, nullptr);
-    for (size_t i = 0; i < taps.size(); i++)
-        if (d.taps[i]) taps[i] = seen + i * rows * size;
     for (int64_t r = 0; r < rows; r++)
         if (d.lengths[r] > 0) live.push_back(r);
     for (int64_t step = 0; !live.empty(); step++) {
@@ -81,7 +77,7 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
         }
         Call call = {n, n, positions.data(), firsts.data(), pages.data(), d.row_pages, nullptr, nullptr, 0, d.cos, d.sin};
         double start = now();
-        selfspec_run(m, layers, num_layers, &call, fed.data(), d.embedding, x, d.taps ? taps.data() : nullptr, nullptr,
+        selfspec_run(m, layers, num_layers, &call, fed.data(), d.embedding, x, nullptr, nullptr,
                      buffers, scratch, scratch_floats, num_threads);
         double between = now();
         selfspec_linear(head, x, n, logits, d.norm, d.eps, h, num_threads);
@@ -101,8 +97,6 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
             if (d.sure) d.sure[at] = sure[i];
             if (d.seconds) d.seconds[at] = seconds[i];
             std::memcpy(d.hidden + at * size, x + i * size, sizeof(float) * size);
-            for (size_t k = 0; k < taps.size(); k++)
-                if (taps[k]) std::memcpy(d.taps[k] + at * size, taps[k] + i * size, sizeof(float) * size);
         }
         live = going_on(d, live, sure.data(), step, survival);
         double *taken = d.taken + 3 * step, end = now();

@@ -23,8 +23,8 @@ struct Drafting {
     float eps;
     Stop stop;
     int64_t *counts, *tokens, *seconds;  // out: [num_rows], [num_rows, most], the same or null
-    float *sure, *hidden, *const *taps;  // [num_rows, most] or null; [num_rows, most, hidden], the latter per layer or null
-    double* taken;                       // [most, 3]: seconds of layers, head and pick
+    float *sure, *hidden;  // [num_rows, most] or null; [num_rows, most, hidden]
+    double* taken;         // [most, 3]: seconds of layers, head and pick
     float* waits;      // [num_rows, num_kept, vocab filled up]: room to keep picks' noise in, see `Row`; or null
     int64_t num_kept;  // of so many first tokens
 };
@@ -38,8 +38,8 @@ int64_t selfspec_pick_floats(int64_t vocab);
 void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const How* how,
                    const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks, float* sure,
                    int64_t* seconds, float* room, int64_t num_threads);
-int64_t selfspec_draft_floats(const Model* m, const Drafting* d, int64_t num_layers, const Product* head,
-                              int64_t longest, int64_t num_threads);
+int64_t selfspec_draft_floats(const Model* m, const Drafting* d, const Product* head, int64_t longest,
+                              int64_t num_threads);
 void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, const Product* head, const Drafting* drafting,
                     int64_t longest, float* room, int64_t num_threads);
 }

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t NO_KEY = -1, BEGINNING = -1;  // the latter: the token before the first
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15;
-constexpr int64_t EDGES[] = {2, 3, 4, 6, 9, 16, 32};  // between bins of matches: `MATCH_EDGES` of selfspec.control.plan
-static_assert(std::size(EDGES) < sizeof(uint64_t), "a byte for every bin");
+// Between bins of match lengths: `MATCH_EDGES` of selfspec.control.plan.
+constexpr int64_t EDGES[] = {2, 3, 4, 6, 9, 16, 32, 64, 128}, NUM_BINS = std::size(EDGES) + 1;
 
 class Index {
     int64_t most, count = 0;                      // longest match; children in the table
@@ -54,11 +54,14 @@ class Index {
 
    public:
     int64_t match = 0, place = -1;   // of the last token
-    // A byte per bin of matches, of tokens lately added: how many came after one, and as what followed the last time.
-    uint64_t seen = 0, right = 0;
-    std::vector<int64_t> shorter{};  // where shorter matches of it occurred last, the shortest first
+    // By bin of matches, since they were last read: tokens that came after one, and those that followed it before.
+    int64_t seen[NUM_BINS] = {}, right[NUM_BINS] = {};
 
     Index(int64_t most, int64_t size) : most(most), keys(size * 2 + 33, NO_KEY), children(size * 2 + 33) {}
+
+    int64_t bin() const { return std::upper_bound(EDGES, std::end(EDGES), match) - EDGES; }  // of the match
+
+    int64_t num_tokens() const { return int64_t(content.size()); }
 
     int64_t num_bytes() const { return int64_t(keys.capacity() * 12 + depths.capacity() * 5 + content.capacity() * 4); }
 
@@ -66,16 +69,11 @@ class Index {
     void add(int64_t token) {
         int64_t position = int64_t(content.size()), node = 0, depth = 0;
         if (match) {
-            int64_t shift = 8 * (std::upper_bound(EDGES, std::end(EDGES), match) - EDGES);
-            if ((seen >> shift & 0xFF) < 0xFF) {  // of longer drafts than anybody makes, the first tokens count
-                seen += uint64_t(1) << shift;
-                if (content[place + 1] == token) right += uint64_t(1) << shift;
-            }
+            seen[bin()]++, right[bin()] += content[place + 1] == token;
         }
         content.push_back(int32_t(token));
         if (4 * (count + 2) > 3 * int64_t(keys.size())) grow();
         place = -1;
-        shorter.clear();
         while (true) {
             int64_t key = key_of(node, content[position - depth]), slot = slot_of(key);
             int32_t child = children[slot];
@@ -95,19 +93,10 @@ class Index {
                 children[slot] = ~int32_t(position);
                 break;
             }
-            shorter.push_back(latest[child]);
             latest[child] = int32_t(position);
             node = child;
         }
         match = depth;
-    }
-
-    // Whether something else followed a shorter match.
-    bool has_others() const {
-        int32_t first = match && place + 1 < int64_t(content.size()) ? content[place + 1] : -1;
-        return std::any_of(shorter.begin(), shorter.end(), [&](int64_t other) {
-            return other + 1 < int64_t(content.size()) && content[other + 1] != first;
-        });
     }
 
     // What followed the last time, n tokens; a repetition goes on. Only after a match.
@@ -132,22 +121,39 @@ void selfspec_index_free(void* index) { delete static_cast<Index*>(index); }
 
 int64_t selfspec_index_bytes(const void* index) { return static_cast<const Index*>(index)->num_bytes(); }
 
-bool selfspec_index_has_others(const void* index) { return static_cast<const Index*>(index)->has_others(); }
-
 void selfspec_index_draft(const void* index, int64_t n, int64_t* out) {
     static_cast<const Index*>(index)->draft(n, out);
 }
 
-// Add tokens; out [4 + most]: the match of the last one, its place, `seen` and `right` of these tokens, and
-// where the shorter ones were. Returns how many of those, or -1 where there is too little memory.
-int64_t selfspec_index_add(void* index, const int64_t* tokens, int64_t n, int64_t* out) try {
+int64_t selfspec_index_match(const void* index, int64_t* bin) {
+    const Index& one = *static_cast<const Index*>(index);
+    *bin = one.bin();
+    return one.match;
+}
+
+int64_t selfspec_index_bins() { return NUM_BINS; }
+
+// Out [3]: how many tokens it holds, which are returned as well; the match of the last one, and its place.
+int64_t selfspec_index_state(const void* index, int64_t* out) {
+    const Index& one = *static_cast<const Index*>(index);
+    out[0] = one.num_tokens(), out[1] = one.match, out[2] = one.place;
+    return out[0];
+}
+
+// Read the counts of matches [2, bins], `seen` first, and begin anew.
+void selfspec_index_tally(void* index, int64_t* out) {
     Index& one = *static_cast<Index*>(index);
-    one.seen = one.right = 0;
-    for (int64_t i = 0; i < n; i++) one.add(tokens[i]);
-    out[0] = one.match, out[1] = one.place, out[2] = int64_t(one.seen), out[3] = int64_t(one.right);
-    for (std::size_t i = 0; i < one.shorter.size(); i++) out[4 + i] = one.shorter[i];
-    return int64_t(one.shorter.size());
+    for (int64_t* counts : {one.seen, one.right}) {
+        out = std::copy_n(counts, NUM_BINS, out);
+        std::fill_n(counts, NUM_BINS, 0);
+    }
+}
+
+// Add tokens; whether there was memory for all of them.
+bool selfspec_index_add(void* index, const int64_t* tokens, int64_t n) try {
+    for (int64_t i = 0; i < n; i++) static_cast<Index*>(index)->add(tokens[i]);
+    return true;
 } catch (const std::bad_alloc&) {
-    return -1;
+    return false;
 }
 }

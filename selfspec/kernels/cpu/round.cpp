@@ -147,7 +147,7 @@ class Round {
         if (d.num_kept) waits = Floats(each * d.num_kept);
         d.waits = waits.get();
         int64_t num_threads = threads(d.num_rows);
-        Floats room(selfspec_draft_floats(&m, &d, j.exit_layer, j.draft_head, j.longest, num_threads));
+        Floats room(selfspec_draft_floats(&m, &d, j.draft_head, j.longest, num_threads));
         selfspec_draft(&m, j.drafters, j.exit_layer, j.draft_head, &d, j.longest, room.get(), num_threads);
         for (int64_t r = 0; r < d.num_rows; r++) {
             int64_t count = d.counts[r], *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;

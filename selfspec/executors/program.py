@@ -1,0 +1,88 @@
+"""`Executor`: who runs the rounds of a plan; and how a round of a plan drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import LOOKUP, Plan, Policy
+from selfspec.decoding.picker import Picker
+from selfspec.decoding.prefill import prefill
+from selfspec.decoding.row import Row
+from selfspec.decoding.verdict import Verdict
+from selfspec.drafting.lookup import Guess
+from selfspec.target.cache import PagedCache
+from selfspec.target.stack import Stack
+
+
+class Executed(NamedTuple):
+    """A round that was run. Its rows do not hold its tokens yet."""
+
+    exit_layer: int | None  # what drafted: a layer, `LOOKUP`, or None
+    verdicts: list[Verdict]  # of every row
+    seconds: Seconds
+
+
+class RoundDraft(NamedTuple):
+    """How a round of a plan drafts."""
+
+    plan: Plan  # its draft lengths fit into the rows
+    given: Sequence[Guess] | None = None  # every row's draft by lookup, empty where it has none; None: no lookup drafts
+
+
+class Executor:
+    """Runs plans. Keys and values are written beyond what rows hold; whoever takes the rounds adds tokens to the rows.
+
+    Args:
+        new_seconds: makes the clock of a round.
+    """
+
+    def __init__(
+        self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], Seconds] = Seconds
+    ) -> None:
+        self.stack, self.cache, self.picker, self.new_seconds = stack, cache, picker, new_seconds
+
+    def prefill(self, rows: Sequence[Row], max_tokens: int, policy: Policy) -> None:
+        """Write keys and values of at most so many prompt tokens."""
+        prefill(self.stack, self.cache, self.picker, rows, max_tokens, policy)
+
+    def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+        """Whether it can run this plan."""
+        raise NotImplementedError
+
+    def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+        """Draft and verify once for every row."""
+        raise NotImplementedError
+
+    def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
+        """The rounds of a plan, all of them final; the caller adds each to its rows before it asks for the next.
+
+        Args:
+            deadline: seconds after which no further round begins.
+        """
+        clock = self.new_seconds()
+        begin = clock.now()
+        for _ in range(plan.num_rounds):
+            draft = next_draft(rows, plan)
+            yield self.round(rows, draft)
+            if draft.plan.shadow is not None or any(row.finish_reason is not None for row in rows):
+                return
+            if clock.now() - begin >= deadline:
+                return
+
+
+def next_draft(rows: Sequence[Row], plan: Plan) -> RoundDraft:
+    """How the next round of a plan drafts, by what its rows hold now."""
+    rooms, table = [row.room - 1 for row in rows], plan.table
+    if table is not None:
+        lengths = table.drafted([row.lookup.match for row in rows], rooms)
+        if lengths is not None:
+            given = [row.lookup.guess(length) for row, length in zip(rows, lengths, strict=True)]
+            return RoundDraft(Plan(LOOKUP, tuple([len(guess.tokens) for guess in given])), given)
+    if plan.exit_layer:
+        lengths = tuple([min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)])
+        if any(lengths):
+            return RoundDraft(plan if lengths == plan.draft_lengths else replace(plan, draft_lengths=lengths))
+    return RoundDraft(Plan(None, (0,) * len(rows), shadow=plan.shadow))

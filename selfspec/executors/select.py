@@ -1,0 +1,34 @@
+"""Which executors serve a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from selfspec.control.laps import Seconds
+from selfspec.decoding.afterwards import Teach
+from selfspec.decoding.picker import Picker
+from selfspec.executors.cpu import CpuExecutor
+from selfspec.executors.cuda import CudaExecutor
+from selfspec.executors.eager import EagerExecutor
+from selfspec.executors.program import Executor
+from selfspec.target.cache import PagedCache
+from selfspec.target.stack import Stack
+
+
+def executors_for(
+    stack: Stack,
+    cache: PagedCache,
+    picker: Picker,
+    teach: Teach | None = None,
+    new_seconds: Callable[[], Seconds] = Seconds,
+) -> list[Executor]:
+    """The fastest first; the last, the eager one, serves every plan.
+
+    Args:
+        teach: what exit heads learn from is then handed on, which the eager one alone does.
+        new_seconds: makes the clock of a round.
+    """
+    eager = EagerExecutor(stack, cache, picker, new_seconds, teach)
+    if teach is not None:
+        return [eager]
+    return [CudaExecutor(eager), CpuExecutor(stack, cache, picker, new_seconds), eager]
