@@ -127,7 +127,7 @@ def shared(stamped: list[float], rounds: Sequence[Round]) -> list[float]:
     shared, at = list(stamped), 0
     while at < len(rounds):
         end = at + 1
-        while end < len(rounds) and rounds[end].index:
+        while end < len(rounds) and rounds[end].program_index:
             end += 1
         own = [round_.seconds.total for round_ in rounds[at:end]]
         if at and sum(own) > 0:  # the first of all has read the prompt, and comes alone

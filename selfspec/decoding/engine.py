@@ -240,8 +240,8 @@ class Engine:
         executed.seconds.rest += executed.seconds.now() - start
         return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
 
-    def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: Seconds, index: int) -> None:
-        self._rounds.append(Round(self._results, plan, seconds, exit_layer, index))
+    def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: Seconds, at: int) -> None:
+        self._rounds.append(Round(self._results, plan, seconds, exit_layer, at))
         self._results = []
 
     def _drop_ended(self, rows: Sequence[Row]) -> None:

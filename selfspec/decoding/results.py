@@ -34,4 +34,4 @@ class Round(NamedTuple):
     plan: Plan | None  # of the program that it is a round of; None when no row was ready to decode
     seconds: Seconds
     exit_layer: int | None = None  # what drafted in it: a layer, 0 for lookup, or None
-    index: int = 0  # its place in its program
+    program_index: int = 0  # its place among the rounds of its program
