@@ -165,7 +165,7 @@ def _record(
         "predicted_seconds": spread(map(_rounds, replays)).median,
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
-        "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.exit_layer for round_ in done.rounds)),
+        "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),
         "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(wanted)),
         **_inside(calls),
     }

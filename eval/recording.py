@@ -27,7 +27,8 @@ from selfspec.drafting.exit import DraftRow, draft_by_exit
 from selfspec.drafting.lookup import num_right
 from selfspec.target.cache import PackedRows, PagedCache, Span
 from selfspec.target.compiled import CompiledBody
-from selfspec.target.compiled_draft import Stops, write
+from selfspec.target.compiled_round import CompiledRounds
+from selfspec.target.round_room import Drafter, Further, Stops
 from selfspec.target.stack import Stack
 
 PAGE = 32
@@ -113,6 +114,7 @@ class _Recorder:
         """How many tokens copies of the layers draft right from each position on, and how sure they are of all."""
         body, head = self.stack.lean, self.stack.packed_head(exit_layer, None, True)
         assert isinstance(body, CompiledBody) and head is not None
+        rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, Stops(), with_sure=True, rounded=True)
         right = np.zeros(len(self.tokens), np.int16)
         sure = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)
         for start in range(0, len(right), ROWS):
@@ -120,10 +122,11 @@ class _Recorder:
             rows, owned = self.branched([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
             last, how = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
             spans = [Span(*row) for row in rows]
-            done = write(body, self.cache, spans, last, exit_layer, head, how, Stops(), True, False, rounded=True)
-            for i, tokens, confidences in zip(members, done.tokens, done.sure, strict=True):
-                right[i] = num_right(tokens, self.tokens[i:])
-                sure[i, : len(confidences)] = confidences
+            rooms, further = [row.length for row in rows], Further(1, 0.0, [()] * len(rows))
+            [done] = rounds.run(self.cache, spans, last, how, rooms, drafter, further)
+            for i, row in zip(members, done.rows, strict=True):
+                right[i] = num_right(row.drafted, self.tokens[i:])
+                sure[i, : len(row.sure)] = row.sure
             self.cache.release(owned)
         return right, sure
 

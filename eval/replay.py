@@ -44,7 +44,7 @@ class ReplayedRow(NamedTuple):
 
 
 class ReplayedRound(NamedTuple):
-    exit_layer: int | None  # what drafted
+    plan: Plan  # of this round alone
     rows: tuple[ReplayedRow, ...]
     seconds: float
 
@@ -95,10 +95,12 @@ def replay(
     prefill_chunk: int = PREFILL_CHUNK,
     datastore: Datastore | None = None,
     beside: Beside = MappingProxyType({}),
+    deadline: float = DEADLINE,
 ) -> Replayed:
     """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
 
     Args:
+        deadline: seconds after which no further round of a program begins, where its plan names none.
         beside: what the interpreter takes; where that does not say, none and what the table has around forwards.
     """
     done = Replayed()
@@ -111,7 +113,7 @@ def replay(
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _program(ready, checked, costs, done, beside)
+            _program(ready, checked, costs, done, beside, deadline)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
@@ -143,11 +145,14 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _program(ready: Sequence[_Row], checked: CheckedPolicy, costs: Costs, done: Replayed, beside: Beside) -> None:
+def _program(
+    ready: Sequence[_Row], checked: CheckedPolicy, costs: Costs, done: Replayed, beside: Beside, deadline: float
+) -> None:
     clock = Seconds()
     plan = checked.plan(ready)
     clock.lap("control")
-    rounds, begin, deadline = list[RoundOutcome](), done.seconds, DEADLINE if plan.deadline is None else plan.deadline
+    rounds, begin = list[RoundOutcome](), done.seconds
+    deadline = deadline if plan.deadline is None else plan.deadline
     while len(rounds) < plan.num_rounds:
         draft = next_draft(ready, plan)
         rounds.append(_round(ready, draft, costs, done, beside))
@@ -169,7 +174,7 @@ def _round(ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replaye
     if drafts in beside:
         took.control, took.rest, between = beside[drafts]
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
-    done.rounds.append(ReplayedRound(plan.exit_layer, replayed, took.total + between))
+    done.rounds.append(ReplayedRound(plan, replayed, took.total + between))
     done.seconds += took.total + between
     most = max(row.num_emitted for row in replayed)
     emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))

@@ -44,17 +44,16 @@ class Schedule(Policy):
 
     def plan(self, rows):
         exit_layer = self.random.choice(self.exits)
-        lengths = [0 if exit_layer is None else self.random.randint(0, min(self.longest, row.room - 1)) for row in rows]
+        lengths = [0 if exit_layer is None else self.random.randint(0, self.longest) for _ in rows]
         return Plan(exit_layer, tuple(lengths), self.random.choice(self.confidences))
 
-    def observe(self, plan, outcomes, seconds):
-        self.seen.append((plan, outcomes))
+    def observe(self, plan, rounds):
+        self.seen += [(plan, round_.rows) for round_ in rounds]
 
 
 class Adversary(Schedule):
     """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
 
-    reads_lookup = True
     vocab = 96
 
     def __init__(self, seed, num_layers, exact=None, **options):

@@ -38,7 +38,6 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
 from selfspec.errors import DatastoreError
 from selfspec.hf import SelfSpeculative
-from tests.helpers import FromCorpus
 from tests.models import EOS, build
 
 FAMILIES = ["llama", "qwen3", "mistral"]  # many key heads, two, and a sliding window shorter than the prompts
@@ -510,7 +509,7 @@ def test_drafts_are_looked_up_in_a_datastore_and_tokens_stay_the_same(llama, tmp
     expected = llama.generate(prompt, max_new_tokens=60, min_new_tokens=60)
     build_datastore(tmp_path / "own.store", [expected[0].tolist()], "any", vocab)
     for given in (tmp_path / "own.store", Datastore(tmp_path / "own.store")):
-        speculate = SelfSpeculative(policy=FromCorpus(), datastore=given)
+        speculate = SelfSpeculative(policy="pld", datastore=given)
         output = llama.generate(prompt, custom_generate=speculate, max_new_tokens=NEW, min_new_tokens=NEW)
         assert output.tolist() == expected[:, : 4 + NEW].tolist()
         assert speculate.stats.mean_acceptance_length > 4

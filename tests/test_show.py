@@ -12,8 +12,9 @@ from rich.console import Console
 
 import selfspec
 from selfspec import show
-from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop, TokenTree
-from selfspec.decoding.results import RowResult
+from selfspec.control.laps import Seconds
+from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.pieces import Painter, Piece, Pieces
 from tests import cli_fixtures
@@ -114,6 +115,11 @@ def test_the_closing_line_tells_speed_acceptance_and_speedup():
     assert line.endswith(" · 3.00x transformers' generate (20 tokens/s) · tokens differ from number 5 on (rounding)")
 
 
+def line_of(number, plan, *rows, exit_layer=-1):
+    drafts = plan.exit_layer if exit_layer < 0 else exit_layer
+    return show.plan_line(number, Round([*rows], plan, Seconds(), drafts)).plain
+
+
 @pytest.mark.parametrize(
     ("plan", "line"),
     [
@@ -131,27 +137,24 @@ def test_the_closing_line_tells_speed_acceptance_and_speedup():
     ids=["plain", "fixed", "with a stop", "with a confidence"],
 )
 def test_a_plan_is_a_line(plan, line):
-    assert show.plan_line(7, plan, [RowResult(0, [5, 6], "", [5, 7], 1, None)]).plain == line
+    assert line_of(7, plan, RowResult(0, [5, 6], "", [5, 7], 1, None)) == line
 
 
-def test_a_plan_of_several_rows_gives_the_range_of_lengths_and_sums():
+def test_a_round_of_several_rows_gives_sums():
     rows = [RowResult(0, [5, 6], "", [5, 7], 1, None), RowResult(1, [5], "", [], 0, None)]
-    line = show.plan_line(123, Plan(3, (4, 0)), rows).plain
-    assert line == "round  123   2 rows  exit  3  up to 0..4  drafted  2  accepted  1"
-    assert show.plan_line(1, Plan(None, (0, 0)), []).plain == "round    1   2 rows  plain"
+    assert line_of(123, Plan(3, (4, 0)), *rows) == "round  123   2 rows  exit  3  up to  4  drafted  2  accepted  1"
+    assert line_of(1, Plan(None, (0, 0)), *rows) == "round    1   2 rows  plain"
 
 
-def test_a_plan_with_branches_says_how_much_was_drafted_beside_the_one_that_was_followed():
-    chain, tree = TokenTree((5, 6), (0, 1)), TokenTree((5, 6, 7), (0, 1, 0))
-    beside = RowResult(0, [7, 8], "", [7], 1, None, num_beside=2)
-    line = show.plan_line(1, Plan(0, (3,), trees=(tree,)), [beside]).plain
-    assert line == "round    1  lookup   tree of  3  drafted  1 +2 beside  accepted  1"
-    line = show.plan_line(1, Plan(0, (2,), trees=(chain,)), [RowResult(0, [5, 6], "", [5, 6], 2, None)]).plain
-    assert line == "round    1  lookup   up to  2  drafted  2  accepted  2"
-    line = show.plan_line(1, Plan(3, (8,)), [RowResult(0, [5, 6], "", [5], 1, None, num_beside=4)]).plain
-    assert line == "round    1  exit  3  up to  8  drafted  1 +4 beside  accepted  1"
-    several = show.plan_line(1, Plan(0, (0, 3), trees=(None, tree)), [RowResult(0, [1], "", [], 0, None), beside]).plain
-    assert "2 rows  lookup   tree of 0..3  drafted  1 +2 beside" in several
+def test_a_round_by_lookup_says_so_whoever_drafts_the_others():
+    row = RowResult(0, [5, 6], "", [5, 6], 2, None)
+    assert line_of(1, Plan(0, (2,)), row) == "round    1  lookup  drafted  2  accepted  2"
+    assert line_of(1, Plan(3, (4,), speedup=2.0), row, exit_layer=0) == "round    1  lookup  drafted  2  accepted  2"
+
+
+def test_a_round_with_branches_says_how_much_was_drafted_beside_the_one_that_was_followed():
+    row = RowResult(0, [5, 6], "", [5], 1, None, num_beside=4)
+    assert line_of(1, Plan(3, (8,)), row) == "round    1  exit  3  up to  8  drafted  1 +4 beside  accepted  1"
 
 
 def test_the_table_tells_tokens_beside_the_branch_that_was_followed():

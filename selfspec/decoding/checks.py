@@ -38,13 +38,13 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
     whole("a plan's num_rounds", plan.num_rounds, 1)
     if plan.deadline is not None and not (is_number(plan.deadline) and plan.deadline >= 0):
         raise ValueError(f"a plan's deadline must be seconds, at least 0, or None, got {plan.deadline!r}")
-    if len(plan.draft_lengths) != num_rows:
-        raise ValueError(f"a plan's draft_lengths must be one per row, {num_rows}, got {len(plan.draft_lengths)}")
-    for length in plan.draft_lengths:
-        whole("a plan's draft length", length)
     if plan.exit_layer is None:
         return
     last = num_layers - 1
+    if len(plan.draft_lengths) != num_rows:
+        raise ValueError(f"a plan's draft_lengths must be one per row, {num_rows}, got {len(plan.draft_lengths)}")
+    for length in plan.draft_lengths:
+        whole("a plan's draft length", length, 0)
     if not LOOKUP <= plan.exit_layer <= last:
         raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
 

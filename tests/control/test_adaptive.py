@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,13 +16,13 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.laps import Seconds
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import LOOKUP, Plan
-from selfspec.control.planner import UNKNOWN
 from selfspec.control.priors import is_prior
-from selfspec.control.rows import RowOutcome, RowState, Shadow, Tally
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Tally
 from selfspec.control.table import Table
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
-from selfspec.decoding.checks import check_plan
+from selfspec.decoding.checks import check_lookups, check_plan
+from tests.control.rounds import Found, play
 from tests.eval.replays import made_up_costs, trace_of
 
 LAYERS = 8
@@ -132,9 +131,9 @@ def test_layers_are_looked_at_only_where_being_always_right_would_pay():
     costs = made_up_costs(LAYERS)
     limits = Worth(costs, 1).limits() * costs.plain_round(1)
     rounds = [round_ for round_ in replay(traces(0.8, count=1), Adaptive(costs), costs).rounds if round_.plan.shadow]
-    assert any(round_.plan.speedup > 1.1 * limits[-1] for round_ in rounds)
+    assert any((round_.plan.speedup or 1) > 1.1 * limits[-1] for round_ in rounds)
     for round_ in rounds:  # limits fall a little as the context grows
-        assert all(limits[layer - 1] >= 0.9 * round_.plan.speedup for layer in round_.plan.shadow.layers)
+        assert all(limits[layer - 1] >= 0.9 * (round_.plan.speedup or 1) for layer in round_.plan.shadow.layers)
 
 
 def test_only_layers_to_choose_from_are_looked_at_in_prompts():
@@ -145,34 +144,32 @@ def test_only_layers_to_choose_from_are_looked_at_in_prompts():
 @pytest.mark.parametrize("reading", [0.0, -1.0, float("nan")])
 def test_a_clock_that_stands_or_runs_backwards_changes_nothing(reading):
     costs, policy = made_up_costs(LAYERS), Adaptive(made_up_costs(LAYERS))
-    for _ in range(90):
-        plan = policy.plan([RowState(0, 50, 500)])
-        layers = plan.shadow.layers if plan.shadow else ()
-        shadow = Shadow(layers, np.full((len(layers), 3), True), np.full((len(layers), 3), 0.9, np.float32))
-        drafted = plan.draft_lengths[0]
-        seconds = Seconds(*[reading] * 8)
-        policy.observe(plan, [RowOutcome(0, drafted, drafted, (0.9,) * drafted, shadow=shadow)], seconds)
-    assert plan.exit_layer is not None and plan.draft_lengths[0] > 0
-    assert math.isfinite(plan.stop.least)
-    assert costs.num_layers == LAYERS
+    rounds = play(policy, costs, 90, slower=lambda plan: reading)
+    assert rounds[-1].num_drafted > 0 and math.isfinite(rounds[-1].plan.stop.least)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_plans_are_always_allowed(data):
     rows = data.draw(st.integers(1, 5))
-    policy = Adaptive(made_up_costs(LAYERS))
+    policy = Adaptive(made_up_costs(LAYERS), most=data.draw(st.sampled_from([None, 1, 5])))
     for _ in range(data.draw(st.integers(1, 30))):
-        states = [RowState(i, 40, data.draw(st.integers(1, 30))) for i in range(rows)]
-        plan = policy.plan(states)
-        assert plan.exit_layer is None or 1 <= plan.exit_layer < LAYERS
-        assert all(0 <= length < state.room for length, state in zip(plan.draft_lengths, states, strict=True))
-        drafted = [data.draw(st.integers(0, n)) if n else 0 for n in plan.draft_lengths]
-        outcomes = [
-            RowOutcome(i, n, data.draw(st.integers(0, n)), (data.draw(st.floats(0, 1)),) * n)
-            for i, n in enumerate(drafted)
-        ]
-        policy.observe(plan, outcomes, Seconds(draft=1e-3, verify=data.draw(st.floats(0, 1)), head=1e-4))
+        plan = policy.plan([RowState(i, 40, data.draw(st.integers(1, 30)), Found()) for i in range(rows)])
+        check_plan(plan, rows, LAYERS)
+        if plan.lookups is not None:
+            check_lookups(plan.lookups, rows)
+        rounds = []
+        for _ in range(data.draw(st.integers(1, min(3, plan.num_rounds)))):
+            exit_layer = data.draw(st.sampled_from([plan.exit_layer, LOOKUP] if plan.lookups else [plan.exit_layer]))
+            outcomes = []
+            for i, n in enumerate(plan.draft_lengths):
+                drafted = data.draw(st.integers(0, n if exit_layer else 4 if exit_layer == LOOKUP else 0))
+                sure = (data.draw(st.floats(0, 1)),) * drafted if exit_layer else ()
+                match = data.draw(st.integers(1, 200)) if exit_layer == LOOKUP and drafted else 0
+                outcomes.append(RowOutcome(i, drafted, data.draw(st.integers(0, drafted)), sure, match=match))
+            seconds = Seconds(draft=1e-3, verify=data.draw(st.floats(0, 1)), head=1e-4)
+            rounds.append(RoundOutcome(exit_layer, outcomes, seconds))
+        policy.observe(plan, rounds)
 
 
 def test_a_prior_of_the_same_model_is_where_it_starts():
@@ -188,6 +185,8 @@ def test_a_prior_of_the_same_model_is_where_it_starts():
         keep_confidence=True,
         shadow=plan.shadow,
         second_choices=plan.second_choices,
+        num_rounds=plan.num_rounds,
+        lookups=plan.lookups,
         speedup=plan.speedup,
     )
     assert plan.speedup > 1.1 and plan.second_choices.right == plan.stop.calibration
@@ -204,45 +203,20 @@ def test_it_learns_while_decoding_that_early_passes_are_dearer_than_its_table_sa
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_layer_of_which_nothing_is_known_drafts_little_until_it_is(right):
-    policy, lengths = Adaptive(made_up_costs(LAYERS), drafts=["exit"]), []
-    for _ in range(40):
-        plan = policy.plan([RowState(0, 40, 100)])
-        drafted = plan.draft_lengths[0]
-        lengths.append(drafted)
-        outcome = RowOutcome(0, drafted, drafted if right else 0, (0.9,) * drafted)
-        policy.observe(plan, [outcome], Seconds(draft=1e-3, verify=1e-3, head=1e-4))
-    assert 0 < lengths[0] <= UNKNOWN
-    assert lengths[-1] > 2 * UNKNOWN if right else 0 < sum(lengths) <= 16 * UNKNOWN
-
-
-def test_a_plan_holds_for_the_rounds_that_it_says_if_nothing_is_looked_up():
-    """What the policy says of the next rounds is what it plans in them."""
-    costs, policy = made_up_costs(LAYERS), Adaptive(made_up_costs(LAYERS), drafts=("exit",))
-    held, before = 0, None
-    for at in range(300):
-        plan = policy.plan([RowState(0, 50 + at, 5000 - at)])
-        if held:
-            assert (plan.exit_layer, plan.shadow, plan.stop) == (before.exit_layer, None, before.stop)
-        held, before = held - 1 if held else policy.steady.num_rounds, plan
-        n = plan.draft_lengths[0]
-        took = costs.stages(plan.exit_layer, [n])
-        policy.observe(plan, [RowOutcome(0, n, n // 2, (0.9,) * n)], Seconds(**took))
+    costs = made_up_costs(LAYERS)
+    rounds = play(Adaptive(costs, drafts=["exit"]), costs, 40, lambda plan, n: n if right else 0)
+    lengths = [round_.num_drafted for round_ in rounds]
+    assert 0 < lengths[0] <= 4
+    assert lengths[-1] > 8 if right else 0 < sum(lengths) <= 64
 
 
 def test_a_drafter_that_the_clock_finds_slower_than_the_table_is_given_up_and_the_ratio_is_kept():
     costs, state = made_up_costs(LAYERS), None
-    for dear, drafts, rounds in ((2.5, False, 1000), (1.0, True, 4000)):
+    for dear, drafts, num_rounds in ((2.5, False, 1000), (1.0, True, 4000)):
         policy = Adaptive(costs, state, drafts=("exit",))
-        plans = []
-        for _ in range(rounds):
-            plan = policy.plan([RowState(0, 50, 5000)])
-            n = min(2, plan.draft_lengths[0])
-            took = costs.stages(plan.exit_layer, [n])
-            if plan.exit_layer is not None:
-                took = {name: dear * taken for name, taken in took.items()}
-            policy.observe(plan, [RowOutcome(0, n, n // 2, (0.9,) * n)], Seconds(**took))
-            plans.append(plan)
-        assert any(plan.exit_layer for plan in plans[-60:]) == drafts
+        rounds = play(policy, costs, num_rounds, lambda plan, n: n // 2, lambda plan, dear=dear: dear, most=2)
+        drafting = sum(round_.exit_layer is not None for round_ in rounds[-300:])
+        assert drafting > 250 if drafts else drafting < 30  # now and then it tries again
         if dear > 1:
             state = policy.state()
             assert Adaptive(costs, state, drafts=("exit",)).plan([RowState(0, 50, 5000)]).exit_layer is None
@@ -258,50 +232,29 @@ def test_state_is_plain_numbers_and_others_are_passed_over():
         assert Adaptive(costs, state | damage).plan([RowState(0, 50, 500)]) is not None
 
 
-class AlwaysFound:
-    """What is free to guess of a row that repeats itself."""
-
-    match, is_own, is_stored, guessed = 100, True, False, ()
+class AlwaysFound(Found):
+    """What lookup finds of a row that repeats itself."""
 
     def take_tally(self):
-        return Tally(30, [0] * 7 + [20], [0] * 7 + [20])
+        return Tally(30, [0] * 7 + [20, 0, 0], [0] * 7 + [20, 0, 0])
 
 
-def all_right(policy, costs, count, guesses=None):
-    """(plan, what the policy promises after it) of rounds of one row whose drafts are all right."""
-    length = 100
-    for _ in range(count):
-        plan = policy.plan([RowState(0, length, 100_000 - length, guesses)])
-        check_plan(plan, 1, costs.num_layers)
-        yield plan, policy.steady
-        drafted, layers = plan.draft_lengths[0], plan.shadow.layers if plan.shadow else ()
-        shadow = Shadow(layers, np.full((len(layers), 3), True), np.full((len(layers), 3), 0.9, np.float32))
-        outcome = RowOutcome(0, drafted, drafted, (0.99,) * drafted if plan.exit_layer else (), (), shadow)
-        seconds = Seconds(verify=costs.round(plan.exit_layer, plan.draft_lengths))
-        policy.observe(plan, [outcome], seconds)
-        length += outcome.num_emitted
-
-
-def test_rounds_that_are_promised_come_also_after_those_that_are_compared():
+def test_rounds_that_draft_are_compared_with_plain_ones_now_and_then():
     costs = replace(made_up_costs(LAYERS), short=Table.of({1: 1e-3, 64: 2e-2}))  # probes are dear, and far apart
-    rounds = list(all_right(Adaptive(costs, drafts=["exit"]), costs, 400))
-    drafts = [plan.exit_layer is not None for plan, _ in rounds]
-    assert any(before and not after for before, after in pairwise(drafts))  # some are compared
-    promised = [(plan, after) for (plan, steady), (after, _) in pairwise(rounds) if steady.num_rounds]
-    assert len(promised) > 100 and all(plan == after for plan, after in promised)
+    rounds = play(Adaptive(costs, drafts=["exit"]), costs, 400)
+    plain = [round_ for round_ in rounds[20:] if round_.exit_layer is None]
+    assert 0 < len(plain) < 20
 
 
 @pytest.mark.parametrize("drafts", [["lookup"], ["lookup", "exit"]])
 def test_layers_that_wait_to_be_probed_do_not_hold_up_rounds_by_lookup(drafts):
     costs = made_up_costs(LAYERS)
-    rounds = list(all_right(Adaptive(costs, drafts=drafts), costs, 400, AlwaysFound()))[100:]
-    looked_up = [steady for plan, steady in rounds if plan.exit_layer == LOOKUP]
-    assert len(looked_up) > 200 and sum(steady.num_rounds > 0 for steady in looked_up) > len(looked_up) / 2
-    if "exit" in drafts:  # the next round that lookup does not draft is one of a probe: the policy has to be asked
-        assert all(steady.lengths[0] < 0 for steady in looked_up if steady.num_rounds)
+    rounds = play(Adaptive(costs, drafts=drafts), costs, 400, lookup=AlwaysFound(100))[100:]
+    assert sum(round_.exit_layer == LOOKUP for round_ in rounds) > 250
+    assert sum(round_.is_first for round_ in rounds) < 100
 
 
 def test_exit_layers_may_be_given_in_any_order():
     costs = made_up_costs(LAYERS)
-    rounds = list(all_right(Adaptive(costs, exit_layers=[3, 1, 2, 3], drafts=["exit"]), costs, 100))
-    assert any(plan.shadow is not None for plan, _ in rounds)
+    rounds = play(Adaptive(costs, exit_layers=[3, 1, 2, 3], drafts=["exit"]), costs, 100)
+    assert any(round_.plan.shadow is not None for round_ in rounds)

@@ -8,9 +8,9 @@ import pytest
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.agreement import AS_GOOD, BELIEVED, HALF_LIFE, KNOWN, OVERALL, Agreement
 from selfspec.control.fading import Passed
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.control.rows import RowOutcome, RowState, Shadow
+from selfspec.control.rows import RowState, Shadow
+from tests.control.rounds import play
 from tests.control.test_adaptive import LAYERS
 from tests.control.test_parts import with_copies
 from tests.eval.replays import made_up_costs
@@ -70,21 +70,8 @@ def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense
 
 def drafted_by(policy, costs, copies_are_right, num_rounds):
     """By what a policy drafts, round by round, where layers are always right and their copies always, or never."""
-    by, at = [], 0
-    for _ in range(num_rounds):
-        plan = policy.plan([RowState(0, 40 + at, 40_000 - at)])
-        drafted = plan.draft_lengths[0] if plan.exit_layer else 0
-        right = drafted if plan.draft_bits is None or copies_are_right else 0
-        shadow = None
-        if plan.shadow is not None:
-            hits = np.ones((len(plan.shadow.layers), right + 1), bool)
-            shadow = Shadow(plan.shadow.layers, hits, np.full(hits.shape, 0.9, np.float32))
-        took = costs.stages(plan.exit_layer, [drafted], copies=plan.draft_bits is not None)
-        outcome = RowOutcome(0, drafted, right, (0.9,) * drafted, shadow=shadow)
-        policy.observe(plan, [outcome], Seconds(**took, shadow=1e-4 if shadow else 0.0))
-        by.append(plan.draft_bits if plan.exit_layer else "plain")
-        at += right + 1
-    return by
+    rounds = play(policy, costs, num_rounds, lambda plan, n: n if plan.draft_bits is None or copies_are_right else 0)
+    return [one.plan.draft_bits if one.exit_layer else "plain" for one in rounds]
 
 
 def policy_of(costs, prior=None):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.laps import Seconds
 from selfspec.control.measured import Copies
 from selfspec.control.parts import WHOLE, Parts
 from selfspec.control.pieces import MOST
@@ -16,6 +15,7 @@ from selfspec.control.plan import DRAFTS
 from selfspec.control.rows import RowOutcome, RowState
 from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
+from tests.control.rounds import play, tell
 from tests.eval.replays import made_up_costs, with_dear_contexts
 
 LAYERS, VOCAB = 8, 131072
@@ -92,7 +92,7 @@ def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer()
         policy.tell_vocabulary(Text(s16384=0.9, s32768=0.9))
         for _ in range(20):
             plan = policy.plan([RowState(0, 40, 100)])
-            policy.observe(plan, [RowOutcome(0, 3, 2, (0.9,) * 3, is_left_out=is_left_out)], Seconds())
+            tell(policy, RowOutcome(0, 3, 2, (0.9,) * 3, is_left_out=is_left_out), plan=plan)
         return policy.tracker.estimates()[0][1]
 
     kept, lowered = after(True), after(False)
@@ -100,18 +100,12 @@ def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer()
 
 
 def test_it_leaves_a_part_that_no_longer_covers_the_text():
-    text = Text(s16384=1.0, s32768=1.0)
-    policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), drafts=["exit"])
+    text, costs = Text(s16384=1.0, s32768=1.0), made_up_costs(LAYERS, head=DEAR)
+    policy = Adaptive(costs, good_layers(), drafts=["exit"])
     policy.tell_vocabulary(text)
 
-    def drive(rounds):
-        seen = []
-        for _ in range(rounds):
-            plan = policy.plan([RowState(0, 40, 100)])
-            n = min(plan.draft_lengths[0], 3)
-            policy.observe(plan, [RowOutcome(0, n, n, (0.9,) * n)], Seconds())
-            seen.append(plan.draft_vocab)
-        return seen
+    def drive(num_rounds):
+        return [one.plan.draft_vocab for one in play(policy, costs, num_rounds, most=3)]
 
     assert set(drive(10)) == {16384}
     text.covered.clear()
@@ -212,13 +206,8 @@ def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
     costs = with_copies(made_up_costs(LAYERS), 1.5)
     policy = Adaptive(costs, good_layers(), exit_layers=[2], drafts=["exit", "copies"])
     policy.tell_copies(True)
-    seen = []
-    for _ in range(200):
-        plan = policy.plan([RowState(0, 40, 100)])
-        took = costs.stages(plan.exit_layer, [3], copies=plan.draft_bits is not None)
-        slow = 40.0 if plan.draft_bits else 1.0  # copies are far slower than the table says
-        policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(**{**took, "draft": slow * took["draft"]}))
-        seen.append(plan.draft_bits)
+    slow = lambda plan: 40.0 if plan.draft_bits else 1.0  # noqa: E731  # copies are far slower than the table says
+    seen = [one.plan.draft_bits for one in play(policy, costs, 200, slower=slow, most=3)]
     assert seen[0] == 4 and seen[-1] is None
 
 
@@ -231,13 +220,12 @@ def test_a_row_with_processors_is_noticed_whoever_left():
 
 
 def test_a_policy_that_serves_another_engine_decides_anew():
-    policy = Adaptive(with_copies(made_up_costs(LAYERS), 4.0), good_layers())
+    costs = with_copies(made_up_costs(LAYERS), 4.0)
+    policy = Adaptive(costs, good_layers())
     for has_copies in (True, False, True):
         policy.tell_copies(has_copies)
-        for _ in range(80):
-            plan = policy.plan([RowState(0, 40, 100)])
-            policy.observe(plan, [RowOutcome(0, 3, 3, (0.9,) * 3)], Seconds(draft=1e-2, verify=1e-2, head=1e-3))
-            assert plan.exit_layer is None or (plan.draft_bits == 4) == has_copies  # plain to compare the clock
+        for one in play(policy, costs, 80, most=3):
+            assert one.exit_layer is None or (one.plan.draft_bits == 4) == has_copies  # plain to compare the clock
 
 
 def test_copies_are_of_no_more_than_half_of_the_layers():

@@ -17,12 +17,13 @@ from selfspec.control.laps import Seconds
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
+    NUM_MATCH_BINS,
+    LookupTable,
     Plan,
     Policy,
     SecondChoices,
     ShadowPlan,
     SurvivalStop,
-    TokenTree,
 )
 from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
@@ -78,8 +79,6 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
 class Dice(Policy):
     """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
 
-    reads_lookup = True
-
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
 
@@ -95,7 +94,7 @@ class Dice(Policy):
     def plan(self, rows):
         dice = self.random
         exit_layer = dice.choice([None, *range(self.num_layers)])
-        lengths = [dice.randint(0, min(self.longest, row.room - 1)) for row in rows]
+        lengths = [dice.randint(0, self.longest) for _ in rows]
         stop = None
         if dice.random() < 0.3:
             stop = SurvivalStop(tuple(dice.random() for _ in range(NUM_BINS)), dice.choice((0.05, 0.3)))
@@ -103,10 +102,6 @@ class Dice(Policy):
         shadow = ShadowPlan(
             looked_at, self.some(range(len(rows)), least=0), dice.randint(1, 6), exact=dice.random() < 0.5
         )
-        trees = None
-        if exit_layer == LOOKUP and dice.random() < 0.7:
-            trees = tuple(self.tree(row, length) for row, length in zip(rows, lengths, strict=True))
-            lengths = [0 if tree is None else len(tree.tokens) for tree in trees]
         table = tuple(dice.random() for _ in range(NUM_BINS))
         rule = SecondChoices(table, table[::-1], dice.choice((-1.0, 0.05)), dice.randint(1, 4), dice.choice((0.0, 0.1)))
         return Plan(
@@ -118,21 +113,15 @@ class Dice(Policy):
             keep_divergence=dice.random() < 0.5,
             shadow=shadow if looked_at and dice.random() < 0.7 else None,
             second_choices=rule if exit_layer and dice.random() < 0.5 else None,
-            trees=trees,
+            lookups=self.lookups(rows) if exit_layer != LOOKUP and dice.random() < 0.5 else None,
+            num_rounds=dice.randint(1, 5),
         )
 
-    def tree(self, row, length):
-        """What the row's guesses continue it with, and what else may come first, whatever it is worth."""
-        if not length:
-            return None
-        chain = row.guesses.chain(self.random.randint(1, length))
-        others = row.guesses.alternatives()[: length - len(chain)]
-        tokens = (*chain, *(token for token in others if token not in chain[:1]))
-        parents = (*range(len(chain)), *[0] * (len(tokens) - len(chain)))
-        return TokenTree(tokens, parents) if tokens else None
-
-    def observe(self, plan, outcomes, seconds):
-        pass
+    def lookups(self, rows):
+        dice = self.random
+        lengths = tuple(tuple(dice.randint(0, 6) for _ in range(NUM_MATCH_BINS)) for _ in rows)
+        gains = tuple(tuple(n * dice.random() for n in of_row) for of_row in lengths)
+        return LookupTable(lengths, gains, (0.0, 0.5, 1.0))
 
 
 class Witness(Policy):
@@ -141,21 +130,9 @@ class Witness(Policy):
     def __init__(self, inner):
         self.inner, self.calls = inner, []
 
-    @property
-    def reads_lookup(self):
-        return self.inner.reads_lookup
-
-    @property
-    def hears_lookup(self):
-        return self.inner.hears_lookup
-
-    @property
-    def steady(self):
-        return self.inner.steady
-
     def seed_layers(self, row):
         layers = tuple(self.inner.seed_layers(row))
-        self.calls.append(("seed_layers", row, layers))
+        self.calls.append(("seed_layers", row._replace(lookup=None), layers))
         return layers
 
     def seed(self, row, shadow):
@@ -164,12 +141,13 @@ class Witness(Policy):
 
     def plan(self, rows):
         plan = self.inner.plan(rows)
-        self.calls.append(("plan", tuple((row.match, row._replace(guesses=None)) for row in rows), plan))
+        self.calls.append(("plan", tuple((row.lookup.match, row._replace(lookup=None)) for row in rows), plan))
         return plan
 
-    def observe(self, plan, outcomes, seconds):
-        self.calls.append(("observe", tuple(outcomes)))
-        self.inner.observe(plan, outcomes, Seconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4))
+    def observe(self, plan, rounds):
+        timeless = [one._replace(seconds=Seconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4)) for one in rounds]
+        self.calls.append(("observe", tuple([(one.exit_layer, tuple(one.rows)) for one in rounds])))
+        self.inner.observe(plan, timeless)
 
 
 class Setting(NamedTuple):
@@ -203,7 +181,7 @@ class Scene:
         """All that passes between the engine and the policy, emitted tokens by round, and the outputs."""
         witness = Witness(policy)
         batch = {"max_batch_size": setting.max_batch_size, "prefill_chunk": setting.prefill_chunk}
-        engine = Engine(self.target, policy=witness, **batch)
+        engine = Engine(self.target, policy=witness, burst=1e9, **batch)
         for i, (prompt, n) in enumerate(zip(self.prompts, self.lengths, strict=True)):
             engine.submit(prompt, max_new_tokens=n, temperature=setting.temperature, seed=i)
         rounds = list(engine.run())
@@ -215,7 +193,7 @@ class Scene:
 def replayed(traces, policy, costs, setting):
     """The same of a replay."""
     witness = Witness(policy)
-    done = replay(traces, witness, costs, setting.max_batch_size, setting.prefill_chunk)
+    done = replay(traces, witness, costs, setting.max_batch_size, setting.prefill_chunk, deadline=1e9)
     return witness.calls, [{row.request_id: row.num_emitted for row in r.rows} for r in done.rounds]
 
 
