@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from selfspec.kernels.room import Room
 from selfspec.target.compiled import CompiledBody
-from selfspec.target.lean import LeanBody, Linear
+from selfspec.target.llama import Linear
 from selfspec.target.packed import Packed
 from selfspec.target.quantized import is_dense
 
@@ -176,12 +176,10 @@ class DraftHead(nn.Module):
             rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
         return Subset(tokens, rows, made_of, {})
 
-    def logits(self, hidden: Tensor, subset: Subset, normed: Any, body: LeanBody | None) -> Tensor:
+    def logits(self, hidden: Tensor, subset: Subset, normed: Any, body: CompiledBody | None) -> Tensor:
         """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` before the final norm."""
-        if isinstance(body, CompiledBody):
-            return body.product(subset.packed(Packed), hidden, norm=True)
         if body is not None:
-            return F.linear(normed(hidden), *subset.linear).float()
+            return body.product(subset.packed(Packed), hidden, norm=True)
         self._call.linear = subset.linear
         return self.view(inputs_embeds=normed(hidden)[None]).logits[0].float()
 

@@ -92,7 +92,7 @@ def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tenso
 def self_check(stack: Stack) -> float:
     """The split error, or UnsupportedModelError with the reason when it is beyond what rounding explains.
 
-    A lean body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
+    A compiled body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
     attention backend in favour of `sdpa`, with a warning. Heads over a part of the vocabulary are left out where they
     differ from the model's own, see `check_part_heads`.
     """

@@ -16,7 +16,7 @@ from selfspec.target.cache import PackedRows, PagedCache
 from selfspec.target.compiled import CompiledBody
 from selfspec.target.draft_head import DraftHead, Frequencies
 from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.lean import LeanBody
+from selfspec.target.llama import LlamaWeights
 from selfspec.target.packed import Packed
 from selfspec.target.ranks import ranks_of
 from selfspec.target.rounded import Rounded
@@ -53,8 +53,10 @@ class Stack:
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
-        self.lean = LeanBody.of(self._twin) if self.ranks is None else None
-        """The same layers with less overhead, where the model is Llama-shaped; None: the views run everything."""
+        self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
+        """What the compiled engine needs; None where it does not serve the model."""
+        self.lean: CompiledBody | None = None
+        """The same layers compiled, see `selfspec.target.engines`; None: the views run everything."""
         self._looking = threading.local()  # the taps of the call in progress: a target may serve several threads
         self._look_in()
         embedding = self._twin.get_input_embeddings().weight
@@ -91,17 +93,17 @@ class Stack:
     @property
     def has_copies(self) -> bool:
         """Whether drafts may be written by copies of the layers in 4 bits, see `CompiledBody.rounded`."""
-        return isinstance(self.lean, CompiledBody) and self.exit_heads is None
+        return self.lean is not None and self.exit_heads is None
 
     @property
     def engine(self) -> str:
-        """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
-        return "views" if self.lean is None else self.lean.name
+        """What runs the layers: "views" or "compiled"; see `selfspec.target.engines`."""
+        return "views" if self.lean is None else "compiled"
 
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Of hidden states, keys and values: the model's own, but float32 wherever layers are compiled."""
-        return torch.float32 if isinstance(self.lean, CompiledBody) else self.dtype
+        return self.dtype if self.lean is None else torch.float32
 
     def refresh(self, deeply: bool = False) -> None:
         """Follow weights that were edited in place; `deeply`: also where that was done through `.data`."""
@@ -239,7 +241,7 @@ class Stack:
             rounded: weights in 4 bits.
         """
         heads = self.exit_heads
-        if not isinstance(self.lean, CompiledBody) or (heads is not None and exit_layer in heads.layers):
+        if self.lean is None or (heads is not None and exit_layer in heads.layers):
             return None
         if size is None or self._draft_head is None or size >= self.vocab_size:
             return self.lean.rounded.head if rounded else self.lean.packed_head, None
@@ -280,8 +282,7 @@ class Stack:
         if heads is not None:
             hidden = heads.of_layers(hidden, layers)
         flat = self._normed(hidden.reshape(-1, hidden.shape[-1]))[None]
-        logits = short(flat)[0] if self.lean is not None else head(inputs_embeds=flat).logits[0]
-        return logits.float().view(len(hidden), len(top), -1)
+        return head(inputs_embeds=flat).logits[0].float().view(len(hidden), len(top), -1)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         norm = getattr(self._base, self.family.norm, None)
