@@ -50,7 +50,7 @@ def choose(stack: Stack, engine: Engine) -> float:
     """
     weights, must = stack.llama, engine == "compiled"
     if must and weights is None:
-        serves = "Llama-shaped models in float32 or bfloat16 on CPU, without hooks or adapters"
+        serves = "Llama-shaped models in float32 or bfloat16 on CPU without hooks or adapters"
         raise ValueError(_refusal(stack, engine, serves))
     if weights is not None and engine != "views":
         try:

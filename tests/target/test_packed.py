@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
-from selfspec.target.lean import Linear
+from selfspec.target.llama import Linear
 from selfspec.target.packed import Packed, fits_half
 from tests.helpers import generate, make_prompts
 from tests.models import build, rounded
