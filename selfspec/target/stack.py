@@ -14,13 +14,13 @@ from selfspec.target import backends, fastest
 from selfspec.target.attention import NAME, attend
 from selfspec.target.cache import PackedRows, PagedCache
 from selfspec.target.compiled import CompiledBody
-from selfspec.target.draft_head import DraftHead, Frequencies
+from selfspec.target.draft_head import DraftHead, Frequencies, Subset
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.llama import LlamaWeights
 from selfspec.target.packed import Packed
 from selfspec.target.ranks import ranks_of
 from selfspec.target.rounded import Rounded
-from selfspec.target.shortlist import sample_of, short_head
+from selfspec.target.shortlist import ShortHead, sample_of
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
@@ -71,10 +71,11 @@ class Stack:
         """Who computes attention."""
         self.runner: Any = None
         """A `selfspec.device.runner.Runner`, which runs layers and whole rounds from recordings; None: nobody does."""
-        self._short = short_head(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
-        self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
+        linear = self._twin.get_output_embeddings() if self.ranks is None else None
+        self._short = ShortHead.of(self._head, linear)
+        self.others = sample_of(0, self.device) if self._short is None else self._short.others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
-        self._draft_head = DraftHead.of(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
+        self._draft_head = DraftHead.of(self._head, linear)
         self.frequencies = Frequencies(self.vocab_size)
         """Which tokens were seen how often; drafts over a part of the vocabulary are over the most frequent."""
         self.exit_heads: ExitHeads | None = None
@@ -210,20 +211,21 @@ class Stack:
         """
         if self._draft_head is None or size >= self.vocab_size:
             return self.logits(hidden, exit_layer), None
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads(hidden, exit_layer)
         subset = self._draft_head.subset(size, self.frequencies)
-        return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
+        return self._subset_logits(self._draft_head, hidden, exit_layer, subset), subset.tokens
 
     def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
         """What `draft_logits` gives for these tokens (int64 `[size]`, ascending); None where it has no such head."""
-        if self._draft_head is None:
-            return None
+        head = self._draft_head
+        return None if head is None else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens))
+
+    def _subset_logits(self, head: DraftHead, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
         heads = self.exit_heads
         if heads is not None:
             hidden = heads(hidden, exit_layer)
-        return self._draft_head.logits(hidden, self._draft_head.of_tokens(tokens), self._normed, self.lean)
+        if self.lean is not None:
+            return self.lean.product(subset.packed(Packed), hidden, norm=True)
+        return head.logits(self._normed(hidden), subset)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
         """Do without the heads of `short_logits` and `draft_logits`: the whole vocabulary's serves in their place."""
@@ -276,13 +278,10 @@ class Stack:
         """
         if self._short is None:
             return None
-        head, short = self._short
-        short.call.top = top
         heads = self.exit_heads
         if heads is not None:
             hidden = heads.of_layers(hidden, layers)
-        flat = self._normed(hidden.reshape(-1, hidden.shape[-1]))[None]
-        return head(inputs_embeds=flat).logits[0].float().view(len(hidden), len(top), -1)
+        return self._short.logits(self._normed(hidden), top)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         norm = getattr(self._base, self.family.norm, None)
