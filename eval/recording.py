@@ -26,7 +26,6 @@ from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
 from selfspec.drafting.lookup import num_right
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_round import CompiledRounds
 from selfspec.target.round_room import Drafter, Further, Stops
 from selfspec.target.stack import Stack
@@ -112,8 +111,8 @@ class _Recorder:
 
     def by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
         """How many tokens copies of the layers draft right from each position on, and how sure they are of all."""
-        body, head = self.stack.lean, self.stack.packed_head(exit_layer, None, True)
-        assert isinstance(body, CompiledBody) and head is not None
+        body, head = self.stack.compiled, self.stack.packed_head(exit_layer, None, True)
+        assert body is not None and head is not None
         rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, Stops(), with_sure=True, rounded=True)
         right = np.zeros(len(self.tokens), np.int16)
         sure = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)

@@ -92,7 +92,7 @@ def synthetic_target(
         exit_layer: where acceptance is set; default: an eighth of the layers.
         acceptance: how often the exit's pick shall be the whole model's, 0.05..1, to about 0.03; None: as it comes,
             nearly never.
-        check: run the self-check; without it the lean body is not used.
+        check: run the self-check; without it the views run the layers.
         frequent: the first tokens of the vocabulary, which alone are written, as text uses a part of a vocabulary most
             of the time; default: all are as likely.
         rounded: round every weight to bfloat16, whatever the dtype: published checkpoints mostly hold such, and bodies

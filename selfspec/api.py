@@ -65,11 +65,10 @@ class Target:
         attention: who computes attention, see `selfspec.target.backends`; "auto": the fastest that this machine has.
         graphs: on CUDA, capture rounds and layers in graphs and replay those, which takes the time of launching kernels
             from Python away and gives the same tokens. They may keep up to 2 GiB.
-        engine: what runs the layers: "views" (the model's own modules, for every family), "fused" (the same products
-            in fewer steps, for Llama-shaped models in float32 and float64), "compiled" (those models' layers in one
-            function, compiled on this machine when it is first wanted; float32 or bfloat16 on CPU; its packed copies
-            take as much memory as the weights, and for bfloat16 there are embedding and head in float32 beside), or
-            "auto", the fastest that serves the model and fits half of the free memory.
+        engine: what runs the layers: "views" (the model's own modules, for every family), "compiled" (the layers of
+            Llama-shaped models in one function, compiled on this machine when it is first wanted; float32 or bfloat16
+            on CPU; its packed copies take as much memory as the weights, and for bfloat16 there are embedding and head
+            in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
@@ -126,8 +125,7 @@ class Target:
         self.stack = Stack(self.model, self._attention)
         refuse_autocast(self.stack.device)
         if not self._check:
-            self.stack.lean = None  # these are only ever used once the self-check has found them equal
-            self.stack.leave_out_heads()
+            self.stack.leave_out_heads()  # they are only ever used once the self-check has found them equal
         self.split_error = choose(self.stack, self._engine) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         self._stored = Stored(self.stack.model)
@@ -162,7 +160,7 @@ class Target:
 
     @property
     def engine(self) -> str:
-        """What runs the layers: "views", "fused" or "compiled"."""
+        """What runs the layers: "views" or "compiled"."""
         return self.stack.engine
 
     @property

@@ -55,7 +55,7 @@ def load(
         exit_heads: a folder with exit heads for the model, which change drafts only; default: those in the model's own
             folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
-        engine: what runs the layers, one of "auto", "views", "fused" and "compiled"; see `Target`.
+        engine: what runs the layers, one of "auto", "views" and "compiled"; see `Target`.
         attention: who computes attention, see `Target`.
         graphs: on CUDA, decode from captured graphs, see `Target`.
         quantize: "int8" or "int4" rounds the weights of the layers (by torchao), which makes it another, smaller target

@@ -27,7 +27,6 @@ from selfspec.control.measured import Copies
 from selfspec.control.table import Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder, say_unkept
-from selfspec.target.compiled import CompiledBody
 from selfspec.target.exact import ExactStack
 from selfspec.target.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.target.stack import Stack
@@ -59,7 +58,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "schema": SCHEMA,
         **shape_of(stack),
         "engine": stack.engine,
-        **({"packed": stack.lean.num_bytes} if isinstance(stack.lean, CompiledBody) else {}),
+        **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
         **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
         **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),

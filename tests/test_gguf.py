@@ -154,7 +154,7 @@ def test_of_two_programs_that_convert_at_once_one_wins(file, cache, monkeypatch)
 
 def test_without_a_cache_folder_the_model_is_unpacked_into_memory(file, monkeypatch, caplog):
     monkeypatch.setenv("SELFSPEC_CACHE", str(file / "nowhere"))
-    target = selfspec.load(file, engine="fused")
+    target = selfspec.load(file, engine="views")
     assert target.generate("the", max_new_tokens=8, policy="plain")[0].tokens == continuation(
         unpacked(file), target.tokenizer("the")["input_ids"], 8
     )

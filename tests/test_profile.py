@@ -136,7 +136,7 @@ def test_a_key_knows_what_changes_speed(stack, monkeypatch):
         Target(build("llama", intermediate_size=64)).stack,
         Target(build("llama", num_hidden_layers=3)).stack,
         Target(build("llama").bfloat16()).stack,
-        Target(build("llama"), check=False).stack,  # without the lean body
+        Target(build("llama"), check=False).stack,  # by the views
         tiny("mistral").stack,
     ]
     keys = [key, *map(profile.costs_key, others)]

@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("--model", default="demo", help="demo or a folder; none leaves it out")
     add("--shape", help="also a target of this shape with random weights, such as llama-3.2-1b")
-    add("--engine", default="auto", help="auto, views, fused or compiled; default: %(default)s")
+    add("--engine", default="auto", help="auto, views or compiled; default: %(default)s")
     add("--threads", type=int, default=0, help="0: torch's own number")
     add("--questions", default=str(QUESTIONS), help="question file; default: the one of python -m eval run")
     add("--per-category", type=int, default=1, help="questions of each category; default: %(default)s")

@@ -10,7 +10,6 @@ import torch
 
 from eval.summary import spread
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.compiled import CompiledBody
 from selfspec.target.stack import Stack
 
 BYTES = 1 << 29  # read to measure bandwidth: far more than any cache holds
@@ -25,8 +24,8 @@ def clock() -> tuple[str, Callable[[], float]]:
 
 def bytes_read(stack: Stack) -> int:
     """Weights that a token of plain decoding reads: all layers', the last norm's and the head's, as they are packed."""
-    if isinstance(stack.lean, CompiledBody):
-        return stack.lean.num_bytes
+    if stack.compiled is not None:
+        return stack.compiled.num_bytes
     head = stack.model.get_output_embeddings().weight
     embedding = stack.model.get_input_embeddings().weight
     parameters = {id(p): p for p in stack.model.parameters() if p is not embedding}

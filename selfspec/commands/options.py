@@ -28,7 +28,7 @@ PolicyName = Literal[
     "synergy",
     "pld",
 ]
-EngineName = Literal["auto", "views", "fused", "compiled"]
+EngineName = Literal["auto", "views", "compiled"]
 QuantizeName = Literal["int8", "int4"]
 SOURCES = ("exit", "copies", "lookup", "tree")  # `control.plan.DRAFTS`, for the same reason
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -39,8 +39,8 @@ EXIT_HEADS_HELP = "Exit heads for the model, or none. Default: those in the mode
 DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
 DEVICE_HELP = "Default: cuda if there is one."
 ENGINE_HELP = (
-    "What runs the layers: the model's own modules (views), the same in fewer steps (fused), or those compiled on this "
-    "machine. Default: the fastest that serves the model."
+    "What runs the layers: the model's own modules (views), or functions compiled on this machine (compiled). "
+    "Default: compiled where it serves the model."
 )
 QUANTIZE_HELP = (
     "Round the layers' weights (needs torchao): a smaller model with a text of its own, which drafting does not change."

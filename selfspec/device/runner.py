@@ -139,7 +139,6 @@ class Runner:
         min_confidence: float = 0.0,
         stop: SurvivalStop | None = None,
         confident: bool = False,
-        num_likely: int = 0,
     ) -> list[RowRound] | None:
         """One round of a small batch; None where it is not recorded.
 
@@ -148,13 +147,12 @@ class Runner:
             min_confidence: a row stops after a token less probable than this.
             stop: when the rows that still draft stop together.
             confident: report the drafted tokens' confidences.
-            num_likely: report so many of the likeliest tokens at each place of the block.
         """
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
         kind = "survival" if stop is not None else "confidence" if min_confidence > 0 else "none"
-        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident, num_likely)
+        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident)
         if key is None:
             return None
         with self._lock:
@@ -176,7 +174,7 @@ class Runner:
         return read_record(record, rows, key)
 
     def _round_key(
-        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool, num_likely: int
+        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool
     ) -> RoundKey | None:
         longest = max(row.drafts for row in rows)
         if longest == 0:
@@ -188,9 +186,7 @@ class Runner:
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
         most_tokens = held(max(row.content + longest for row in rows), room)
-        return RoundKey(
-            exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident, num_likely
-        )
+        return RoundKey(exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident)
 
     def _recorded(
         self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]

@@ -32,10 +32,6 @@ class StaticRows(PackedRows):
     def num_tokens(self) -> int:
         return self.layout.positions.shape[0]
 
-    @property
-    def most_tokens(self) -> int:
-        return self.layout.most_tokens
-
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.layer(layer_idx, key, value)
         self._kernels.scatter(key, value, keys, values, self.layout.slots)

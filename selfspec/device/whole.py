@@ -50,7 +50,6 @@ class RoundKey(NamedTuple):
     filtered: bool
     stop: str  # "none", "confidence", "survival"
     confident: bool  # whether confidences are reported
-    num_likely: int  # likeliest tokens that are reported of each place
 
 
 class RowRound(NamedTuple):
@@ -61,7 +60,6 @@ class RowRound(NamedTuple):
     block: list[int]  # accepted drafts and the target's next token, before any cut
     kept: int  # tokens of the block up to an end of text or of room
     confidences: tuple[float, ...]
-    likely: list[list[int]]  # the likeliest tokens at each place of the block, where they are asked for
 
 
 class RoundInputs:
@@ -111,7 +109,7 @@ class WholeRound:
         self._edges = edges.to(device)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """The record, int64 `[slots, fields]`: `Accepted.record`, the bits of confidences, and the likeliest tokens."""
+        """The record, int64 `[slots, fields]`: `Accepted.record`, and the bits of confidences."""
         key = self.key
         fields = dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
         fields |= {name: fields[name].int().view(torch.float32) for name in ("temperature", "top_p", "min_p")}
@@ -127,16 +125,12 @@ class WholeRound:
         positions = content[:, None] - 1 + self._places
         rows = self._rows(positions, used, counts, content - 1 + counts)
         last = self.stack.run_here(rows, key.exit_layer, self.stack.num_layers, hidden)
-        logits = self.stack.logits(last)
-        picks, _ = self.kernels.pick(logits, self._sampling(fields, positions + 1))
+        picks, _ = self.kernels.pick(self.stack.logits(last), self._sampling(fields, positions + 1))
         eos = self.inputs.rows[:, len(FIELDS) : len(FIELDS) + key.most_eos].contiguous()
         done = self.kernels.accept(
             fed.flatten(), picks, rows.layout.starts, rows.layout.counts, fields["room"].int(), eos, key.width
         )
-        told = [done.record, sure.view(torch.int32).long()]
-        if key.num_likely:
-            told.append(logits.topk(key.num_likely).indices.view(key.slots, -1))
-        return (torch.cat(told, 1),)
+        return (torch.cat((done.record, sure.view(torch.int32).long()), 1),)
 
     def _draft(self, fields: dict[str, Tensor], live: Tensor, sure: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens fed `[slots, width]`, hidden states after the exit `[slots * width, size]`, tokens per row `[slots]`.
@@ -203,12 +197,11 @@ class WholeRound:
 
 def read_record(record: Tensor, rows: Sequence[RoundRow], key: RoundKey) -> list[RowRound]:
     """What became of every row, from the one copy to the host."""
-    width, done, k = key.width, list[RowRound](), key.num_likely
-    whole, sure, likely = record[: len(rows)].split([3 + 2 * width, width - 1, width * k], 1)
-    floats, places = sure.int().view(torch.float32).tolist(), likely.unflatten(1, (width, k)).tolist()
-    for line, confidences, tokens in zip(whole.tolist(), floats, places, strict=True):
+    width, done = key.width, list[RowRound]()
+    whole, sure = record[: len(rows)].split([3 + 2 * width, width - 1], 1)
+    for line, confidences in zip(whole.tolist(), sure.int().view(torch.float32).tolist(), strict=True):
         drafted, accepted, kept = line[:3]
         block = line[3 + width : 4 + width + accepted]
         told = tuple(confidences[:drafted]) if key.confident else ()
-        done.append(RowRound(line[3 : 3 + drafted], accepted, block, kept, told, tokens[: accepted + 1] if k else []))
+        done.append(RowRound(line[3 : 3 + drafted], accepted, block, kept, told))
     return done

@@ -15,7 +15,6 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
 from selfspec.executors.program import Executed, Executor, RoundDraft
 from selfspec.target.cache import PagedCache, Span, Tree
-from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_round import CompiledRounds, most_rounds
 from selfspec.target.round_room import Beside, Done, Drafter, Further, Judged, Seen, Stops
 from selfspec.target.stack import Stack
@@ -32,8 +31,8 @@ class CpuExecutor(Executor):
         self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], Seconds] = Seconds
     ) -> None:
         super().__init__(stack, cache, picker, new_seconds)
-        is_served = picker.is_compiled and stack.runner is None and isinstance(stack.lean, CompiledBody)
-        self._rounds = CompiledRounds(stack.lean) if is_served and isinstance(stack.lean, CompiledBody) else None
+        body = stack.compiled if picker.is_compiled and stack.runner is None else None
+        self._rounds = None if body is None else CompiledRounds(body)
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
         if self._rounds is None or plan.keep_divergence or any(row.request.logits_processor for row in rows):

@@ -15,22 +15,23 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.lean import LeanBody, Linear, Norm
+from selfspec.target.llama import Linear, LlamaWeights, Norm
 from selfspec.target.packed import Packed, fits_half, pack_layer
 from selfspec.target.rounded import RoundedLayers
 
-DTYPES = (torch.float32, torch.bfloat16)
 FEW = 12  # tokens of a call that mostly waits for weights
+FIRST_TABLE = 512  # positions of the first table of rotary angles
 STRETCH = 1 << 20  # bytes of weights that a thread reads at a time, to see whether any has changed
 
 
-class CompiledBody(LeanBody):
-    """A lean body whose layers and head are compiled functions; see `serves` for which models.
+class CompiledBody:
+    """Layers, embedding and head of a Llama-shaped model as compiled functions; it has `Stack`'s `run` and `logits`.
 
     Its weights are packed copies, of two bytes each where those are bfloat16 numbers, else of four: `refresh` brings
     them up to date when the model's were edited in place. Of a model in bfloat16, everything between its products is
@@ -38,21 +39,20 @@ class CompiledBody(LeanBody):
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
-        AttributeError: the model is of another shape.
     """
 
-    name = "compiled"
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self._lib, one = c.functions(), self.layers[0]
+    def __init__(self, weights: LlamaWeights) -> None:
+        self._lib, self.head_dim, self.layers = c.functions(), weights.head_dim, weights.layers
         self._copies: list[tuple[Tensor, Tensor]] = []  # in float32, and the model's own
-        embedding, head, norm = self.embedding, self.head, self.norm
+        one, embedding, head, norm = self.layers[0], weights.embedding, weights.head, weights.norm
         self.last_norm = self._copied(norm.weight)
+        self.embedding, self.head, self.norm = embedding, head, norm
         if embedding.dtype != torch.float32:
             self.embedding, self.norm = self._copied(embedding), Norm(self.last_norm, norm.eps)
             weight = self.embedding if head.weight is embedding else self._copied(head.weight)
             self.head = Linear(weight, None if head.bias is None else self._copied(head.bias))
+        self._rotary = weights.rotary
+        self._tables = self._make_tables(FIRST_TABLE)
         self._sizes = {
             "heads": len(one.q.weight) // self.head_dim,
             "kv_heads": len(one.k.weight) // self.head_dim,
@@ -70,38 +70,23 @@ class CompiledBody(LeanBody):
         self._norms = [[n and self._copied(n.weight) for n in own] for own in norms]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
         heads, copied = [w for w in head if w is not None], [own for _, own in self._copies]
-        weights = [*heads, *copied, *(w for layer in self.layers for w in _weights(layer))]
-        self._weights = list({id(w): w for w in weights}.values())
+        every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
+        self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
         self.threads_for_few: int | None = None
         """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
 
-    @classmethod
-    def serves(cls, body: LeanBody) -> bool:
-        """Whether a lean body's model may be compiled: float32 or bfloat16 on CPU, SiLU, one size for all layers."""
-        first = body.layers[0]
-        weights = [w for layer in body.layers for w in _weights(layer)]
-        silu = all(
-            isinstance(x.activation, nn.SiLU) or type(x.activation).__name__ == "SiLUActivation" for x in body.layers
-        )
-        alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in body.layers)
-        plain = all(
-            w.dtype == body.embedding.dtype in DTYPES and w.device.type == "cpu" and w.is_contiguous()
-            for w in [body.embedding, body.head.weight, *weights]
-        )
-        return silu and alike and plain and body.head_dim % 2 == 0
-
     @staticmethod
-    def bytes_of(body: LeanBody) -> int:
-        """Memory that packed copies of a body's weights take, about.
+    def bytes_of(weights: LlamaWeights) -> int:
+        """Memory that packed copies of a model's weights take, about.
 
         Raises:
             NoCompilerError: see `selfspec.kernels.compiler.library`.
         """
-        weights = [body.head.weight, *(w for layer in body.layers for w in _weights(layer))]
-        packed = sum(w.numel() * (2 if fits_half(w) else 4) for w in weights)
-        widened = {id(w): w for w in (body.embedding, body.head.weight) if w.dtype != torch.float32}
+        read = [weights.head.weight, *(w for layer in weights.layers for w in layer.weights())]
+        packed = sum(w.numel() * (2 if fits_half(w) else 4) for w in read)
+        widened = {id(w): w for w in (weights.embedding, weights.head.weight) if w.dtype != torch.float32}
         return packed + sum(4 * w.numel() for w in widened.values())
 
     @property
@@ -143,8 +128,9 @@ class CompiledBody(LeanBody):
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
         """See `Stack.logits`."""
-        if hidden.requires_grad:  # an exit head learns through it: the lean body's products have gradients
-            return super().logits(hidden.float(), normed)
+        if hidden.requires_grad:  # an exit head learns through it, and torch's products have gradients
+            hidden = hidden.float()
+            return F.linear(hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm), *self.head)
         return self.product(self.packed_head, hidden, norm=not normed)
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
@@ -192,6 +178,28 @@ class CompiledBody(LeanBody):
         """Never more than torch's own, which are the caller's to set."""
         most = torch.get_num_threads()
         return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
+
+    def reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
+        """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
+        return rows.most_tokens, self.tables(rows.most_tokens)
+
+    def tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of at least so many positions, `[at least length, 1, head_dim]` each; they grow by doubling.
+
+        `sin` has the sign of the half that it is multiplied by.
+        """
+        tables = self._tables
+        if length > len(tables[0]):
+            tables = self._tables = self._make_tables(1 << (length - 1).bit_length())
+        return tables
+
+    def _make_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            positions = torch.arange(length, device=self.embedding.device)[None]
+            cos, sin = self._rotary(self.embedding[:1, None], position_ids=positions)  # [1, length, head_dim]
+            sign = torch.ones_like(sin[0, :1])
+            sign[:, : self.head_dim // 2] = -1
+            return cos[0][:, None], (sin[0] * sign)[:, None]
 
     def _copied(self, weight: Tensor) -> Tensor:
         """In float32, and brought up to date by `refresh`."""
@@ -246,7 +254,7 @@ class CompiledBody(LeanBody):
             for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
                 places = [None if n is None else n.data_ptr() for n in norms]
                 places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
-                made.append(c.Layer(*(p.struct for p in products), *places, one.reach.window or 0))
+                made.append(c.Layer(*(p.struct for p in products), *places, one.window or 0))
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
             known = self._structs[cache] = model, (c.Layer * len(made))(*made), {}
         return known
@@ -279,10 +287,3 @@ def _chain_first(span: Span) -> list[Span]:
     count = max(0, chain - (span.start - span.root))  # of its own tokens
     first = [Span(span.pages, span.start, count)] if count else []
     return [*first, *span.nodes()[count:]]
-
-
-def _weights(layer: Any) -> list[Tensor]:
-    """Every tensor of a layer."""
-    linears: list[Linear] = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
-    norms = [n.weight for n in (layer.norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if n is not None]
-    return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]

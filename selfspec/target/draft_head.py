@@ -8,7 +8,6 @@ they are the order of token ids, in which tokenizers number their merges: the mo
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.kernels.room import Room
-from selfspec.target.compiled import CompiledBody
-from selfspec.target.lean import LeanBody, Linear
+from selfspec.target.llama import Linear
 from selfspec.target.packed import Packed
-from selfspec.target.quantized import is_dense
+from selfspec.target.shortlist import PartHead
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
 ENOUGH = 0.98  # coverage of what is drafted over, beyond which they need not be: a head is a lot to copy
@@ -139,51 +137,30 @@ class Subset(NamedTuple):
         return self.made[kind]
 
 
-class DraftHead(nn.Module):
-    """Stands where the vocabulary product stood in a view of the model's head; gives logits of a subset's tokens."""
+class DraftHead(PartHead):
+    """The head over a subset of the vocabulary, by copies of its rows that are kept while they are up to date."""
 
     def __init__(self, head: Any, linear: nn.Linear, name: str) -> None:
-        super().__init__()
-        self._linear = [linear]  # in a list: its weights are the model's
+        super().__init__(head, linear, name)
         self._subsets: dict[int, Subset] = {}
-        self.view = copy.copy(head)
-        self.view.__dict__["_modules"] = {**head._modules, name: self}
-        self._call = threading.local()  # the weights of the call in progress
-
-    @classmethod
-    def of(cls, head: Any, linear: Any) -> DraftHead | None:
-        """None where the vocabulary product is no plain `nn.Linear` of the head."""
-        names = [name for name, module in head._modules.items() if module is linear]
-        plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
-        return cls(head, linear, names[0]) if plain else None
 
     def subset(self, size: int, frequencies: Frequencies) -> Subset:
         """The most frequent tokens as ranked now, with the head's weights as they are now."""
-        linear, known = self._linear[0], self._subsets.get(size)
-        edits = 0 if linear.weight.is_inference() else linear.weight._version
+        weight, known = self.linear.weight, self._subsets.get(size)
         part = frequencies.part(size)
-        made_of = (part.version, edits)
+        made_of = (part.version, 0 if weight.is_inference() else weight._version)
         if known is None or known.made_of != made_of:
             known = self._subsets[size] = self.of_tokens(part.tokens, made_of)
         return known
 
     def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0)) -> Subset:
         """The head's rows for these tokens (int64 `[size]`, ascending), with its weights as they are now."""
-        linear = self._linear[0]
-        tokens = tokens.to(linear.weight.device)
+        weight, bias = self.linear
+        tokens = tokens.to(weight.device)
         with torch.inference_mode(False), torch.no_grad():
-            bias = linear._parameters["bias"]
-            rows = Linear(linear.weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
+            rows = Linear(weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
         return Subset(tokens, rows, made_of, {})
 
-    def logits(self, hidden: Tensor, subset: Subset, normed: Any, body: LeanBody | None) -> Tensor:
-        """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` before the final norm."""
-        if isinstance(body, CompiledBody):
-            return body.product(subset.packed(Packed), hidden, norm=True)
-        if body is not None:
-            return F.linear(normed(hidden), *subset.linear).float()
-        self._call.linear = subset.linear
-        return self.view(inputs_embeds=normed(hidden)[None]).logits[0].float()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, *self._call.linear)
+    def logits(self, hidden: Tensor, subset: Subset) -> Tensor:
+        """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` after the final norm."""
+        return self.through(hidden, lambda states: F.linear(states, *subset.linear))

@@ -50,7 +50,6 @@ class ExactStack(Stack):
         self._source, self.wide = source, wide
         self.rows = rows or (CPU_ROWS if source.device.type == "cpu" else ROWS)
         super().__init__(source.model, "sdpa")  # by name alone: it attends in a way of its own
-        self.lean = None
         _settle_experts(self._twin)
         self._twin.set_attn_implementation(NAME)
         check_part_heads(self)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
-from selfspec.target.lean import Layer, Linear
+from selfspec.target.llama import Layer, Linear
 
 WHOLE = 1 << 40  # more outputs than a weight has: no gap after any of them
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
-from selfspec.target.lean import Layer, Linear
+from selfspec.target.llama import Layer, Linear
 from selfspec.target.packed import Packed, pack_layer
 
 

@@ -92,7 +92,7 @@ def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tenso
 def self_check(stack: Stack) -> float:
     """The split error, or UnsupportedModelError with the reason when it is beyond what rounding explains.
 
-    A lean body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
+    A compiled body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
     attention backend in favour of `sdpa`, with a warning. Heads over a part of the vocabulary are left out where they
     differ from the model's own, see `check_part_heads`.
     """
@@ -145,14 +145,14 @@ def _split_error_or_refusal(stack: Stack) -> float:
     if stack.num_layers < 2:
         raise UnsupportedModelError(f"{kind}: a model of {stack.num_layers} layer has no layer to leave early at")
     allowed = TOLERANCE.get(stack.dtype, 0.2)
-    if stack.lean is not None:
+    if stack.compiled is not None:
         try:
             error = split_error(stack)
         except Exception:
             error = float("inf")
         if error <= allowed:
             return error
-        stack.lean = None
+        stack.compiled = None
     try:
         error = _error_by_any_backend(stack, allowed)
     except Exception as problem:

@@ -1,4 +1,4 @@
-"""A model's head over a shortlist of tokens, chosen per position, instead of its whole vocabulary.
+"""A model's head over some tokens of its vocabulary: a shortlist, chosen per position, or any other part.
 
 To know whether a layer would have picked the target's token, the whole vocabulary is not needed: where the layer is
 wrong, its own pick is nearly always among the target's likeliest tokens, and a fixed sample of the others tells how
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.target.llama import Linear
 from selfspec.target.quantized import is_dense
 
 NUM_TOP = 32  # of the target's likeliest tokens
@@ -27,33 +29,66 @@ def sample_of(vocab_size: int, device: torch.device) -> Tensor:
     return order[:NUM_OTHERS].to(device)
 
 
-class ShortHead(nn.Module):
-    """Stands where the vocabulary product stood; gives logits of `top` (per position), then of `others` (fixed)."""
+class PartHead(nn.Module):
+    """Stands where the vocabulary product stood in a view of the model's head; each call brings its own product."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, head: Any, linear: nn.Linear, name: str) -> None:
         super().__init__()
         self._linear = [linear]  # in a list: its weights are the model's, and stay so when they are edited
-        self.others = sample_of(linear.out_features, linear.weight.device)
-        self.call = threading.local()  # `top`, int64 [N, T], set for the call
+        self._call = threading.local()  # the product of the call in progress
+        self._view = copy.copy(head)
+        self._view.__dict__["_modules"] = {**head._modules, name: self}
+
+    @classmethod
+    def of(cls, head: Any, linear: Any) -> Self | None:
+        """None where the vocabulary product is no plain `nn.Linear` of the head itself."""
+        names = [name for name, module in head._modules.items() if module is linear]
+        is_plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
+        return cls(head, linear, names[0]) if is_plain else None
+
+    @property
+    def linear(self) -> Linear:
+        """The weights of the vocabulary product, as they are now."""
+        linear = self._linear[0]
+        return Linear(linear.weight, linear._parameters["bias"])
+
+    def through(self, hidden: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits `[N, tokens]` in fp32 by the model's own head, with `product` in the place of its vocabulary's.
+
+        Args:
+            hidden: `[N, hidden_size]`, after the final norm.
+            product: `[1, N, hidden_size]` -> `[1, N, tokens]`.
+        """
+        self._call.product = product
+        try:
+            return self._view(inputs_embeds=hidden[None]).logits[0].float()
+        finally:
+            del self._call.product
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[1, K * N, hidden_size]` -> `[1, K * N, T + len(others)]`, for K layers at the same N positions."""
-        top: Tensor = self.call.top
-        linear, size = self._linear[0], hidden.shape[-1]
-        weight, bias = linear.weight, linear._parameters["bias"]
-        x = hidden.view(-1, len(top), size).to(weight.dtype)  # [K, N, size]
-        out = torch.matmul(x.transpose(0, 1), weight[top].transpose(1, 2)).transpose(0, 1)  # [K, N, T]
-        rest = F.linear(x, weight[self.others], None if bias is None else bias[self.others])
-        if bias is not None:
-            out = out + bias[top]
-        return torch.cat((out, rest), -1).view(1, hidden.shape[1], -1)
+        return self._call.product(hidden)
 
 
-def short_head(head: Any, linear: Any) -> tuple[Any, ShortHead] | None:
-    """The head view with its vocabulary product replaced; None where that is no plain, direct `nn.Linear` of it."""
-    names = [name for name, module in head._modules.items() if module is linear]
-    if type(linear) is not nn.Linear or len(names) != 1 or not is_dense(linear.weight):
-        return None
-    short, part = ShortHead(linear), copy.copy(head)
-    part.__dict__["_modules"] = {**head._modules, names[0]: short}
-    return part, short
+class ShortHead(PartHead):
+    """The head over `top`, tokens of each position, and then over `others`, the fixed sample."""
+
+    def __init__(self, head: Any, linear: nn.Linear, name: str) -> None:
+        super().__init__(head, linear, name)
+        self.others = sample_of(linear.out_features, linear.weight.device)
+
+    def logits(self, hidden: Tensor, top: Tensor) -> Tensor:
+        """`[K, N, T + len(others)]` in fp32 from hidden states `[K, N, hidden_size]` after the final norm.
+
+        Args:
+            top: int64 `[N, T]`.
+        """
+        weight, bias = self.linear
+
+        def product(states: Tensor) -> Tensor:
+            x = states.view(hidden.shape).to(weight.dtype)
+            out = torch.matmul(x.transpose(0, 1), weight[top].transpose(1, 2)).transpose(0, 1)  # [K, N, T]
+            rest = F.linear(x, weight[self.others], None if bias is None else bias[self.others])
+            out = out if bias is None else out + bias[top]
+            return torch.cat((out, rest), -1).flatten(0, 1)[None]
+
+        return self.through(hidden.flatten(0, 1), product).view(*hidden.shape[:2], -1)

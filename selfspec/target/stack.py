@@ -14,13 +14,13 @@ from selfspec.target import backends, fastest
 from selfspec.target.attention import NAME, attend
 from selfspec.target.cache import PackedRows, PagedCache
 from selfspec.target.compiled import CompiledBody
-from selfspec.target.draft_head import DraftHead, Frequencies
+from selfspec.target.draft_head import DraftHead, Frequencies, Subset
 from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.lean import LeanBody
+from selfspec.target.llama import LlamaWeights
 from selfspec.target.packed import Packed
 from selfspec.target.ranks import ranks_of
 from selfspec.target.rounded import Rounded
-from selfspec.target.shortlist import sample_of, short_head
+from selfspec.target.shortlist import ShortHead, sample_of
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
@@ -53,8 +53,10 @@ class Stack:
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
-        self.lean = LeanBody.of(self._twin) if self.ranks is None else None
-        """The same layers with less overhead, where the model is Llama-shaped; None: the views run everything."""
+        self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
+        """What the compiled engine needs; None where it does not serve the model."""
+        self.compiled: CompiledBody | None = None
+        """The same layers compiled, see `selfspec.target.engines`; None: the views run everything."""
         self._looking = threading.local()  # the taps of the call in progress: a target may serve several threads
         self._look_in()
         embedding = self._twin.get_input_embeddings().weight
@@ -69,10 +71,11 @@ class Stack:
         """Who computes attention."""
         self.runner: Any = None
         """A `selfspec.device.runner.Runner`, which runs layers and whole rounds from recordings; None: nobody does."""
-        self._short = short_head(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
-        self.others = sample_of(0, self.device) if self._short is None else self._short[1].others
+        linear = self._twin.get_output_embeddings() if self.ranks is None else None
+        self._short = ShortHead.of(self._head, linear)
+        self.others = sample_of(0, self.device) if self._short is None else self._short.others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
-        self._draft_head = DraftHead.of(self._head, self._twin.get_output_embeddings()) if self.ranks is None else None
+        self._draft_head = DraftHead.of(self._head, linear)
         self.frequencies = Frequencies(self.vocab_size)
         """Which tokens were seen how often; drafts over a part of the vocabulary are over the most frequent."""
         self.exit_heads: ExitHeads | None = None
@@ -91,22 +94,22 @@ class Stack:
     @property
     def has_copies(self) -> bool:
         """Whether drafts may be written by copies of the layers in 4 bits, see `CompiledBody.rounded`."""
-        return isinstance(self.lean, CompiledBody) and self.exit_heads is None
+        return self.compiled is not None and self.exit_heads is None
 
     @property
     def engine(self) -> str:
-        """What runs the layers: "views", "fused" or "compiled"; see `selfspec.target.engines`."""
-        return "views" if self.lean is None else self.lean.name
+        """What runs the layers: "views" or "compiled"; see `selfspec.target.engines`."""
+        return "views" if self.compiled is None else "compiled"
 
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Of hidden states, keys and values: the model's own, but float32 wherever layers are compiled."""
-        return torch.float32 if isinstance(self.lean, CompiledBody) else self.dtype
+        return self.dtype if self.compiled is None else torch.float32
 
     def refresh(self, deeply: bool = False) -> None:
         """Follow weights that were edited in place; `deeply`: also where that was done through `.data`."""
-        if self.lean is not None:
-            self.lean.refresh(deeply)
+        if self.compiled is not None:
+            self.compiled.refresh(deeply)
 
     @property
     def context_limit(self) -> int:
@@ -156,8 +159,8 @@ class Stack:
         """What `run` does, launched operation by operation."""
         if rows.attend is None:
             rows.attend = self.backend.attend
-        if self.lean is not None:
-            return self.lean.run(rows, start, stop, given, taps)
+        if self.compiled is not None:
+            return self.compiled.run(rows, start, stop, given, taps)
         self._looking.taps = taps
         view = self._views.get((start, stop))
         if view is None:
@@ -208,20 +211,21 @@ class Stack:
         """
         if self._draft_head is None or size >= self.vocab_size:
             return self.logits(hidden, exit_layer), None
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads(hidden, exit_layer)
         subset = self._draft_head.subset(size, self.frequencies)
-        return self._draft_head.logits(hidden, subset, self._normed, self.lean), subset.tokens
+        return self._subset_logits(self._draft_head, hidden, exit_layer, subset), subset.tokens
 
     def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
         """What `draft_logits` gives for these tokens (int64 `[size]`, ascending); None where it has no such head."""
-        if self._draft_head is None:
-            return None
+        head = self._draft_head
+        return None if head is None else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens))
+
+    def _subset_logits(self, head: DraftHead, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
         heads = self.exit_heads
         if heads is not None:
             hidden = heads(hidden, exit_layer)
-        return self._draft_head.logits(hidden, self._draft_head.of_tokens(tokens), self._normed, self.lean)
+        if self.compiled is not None:
+            return self.compiled.product(subset.packed(Packed), hidden, norm=True)
+        return head.logits(self._normed(hidden), subset)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
         """Do without the heads of `short_logits` and `draft_logits`: the whole vocabulary's serves in their place."""
@@ -239,10 +243,10 @@ class Stack:
             rounded: weights in 4 bits.
         """
         heads = self.exit_heads
-        if not isinstance(self.lean, CompiledBody) or (heads is not None and exit_layer in heads.layers):
+        if self.compiled is None or (heads is not None and exit_layer in heads.layers):
             return None
         if size is None or self._draft_head is None or size >= self.vocab_size:
-            return self.lean.rounded.head if rounded else self.lean.packed_head, None
+            return self.compiled.rounded.head if rounded else self.compiled.packed_head, None
         subset = self._draft_head.subset(size, self.frequencies)
         return subset.packed(Rounded if rounded else Packed), subset.tokens
 
@@ -255,8 +259,8 @@ class Stack:
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         """Logits `[N, vocab]` in fp32 through the model's own head, and its norm where `hidden` lacks that."""
-        if self.lean is not None:
-            return self.lean.logits(hidden, normed=not lacks_norm)
+        if self.compiled is not None:
+            return self.compiled.logits(hidden, normed=not lacks_norm)
         if lacks_norm:
             hidden = self._normed(hidden)
         return self._head(inputs_embeds=hidden[None]).logits[0].float()
@@ -274,14 +278,10 @@ class Stack:
         """
         if self._short is None:
             return None
-        head, short = self._short
-        short.call.top = top
         heads = self.exit_heads
         if heads is not None:
             hidden = heads.of_layers(hidden, layers)
-        flat = self._normed(hidden.reshape(-1, hidden.shape[-1]))[None]
-        logits = short(flat)[0] if self.lean is not None else head(inputs_embeds=flat).logits[0]
-        return logits.float().view(len(hidden), len(top), -1)
+        return self._short.logits(self._normed(hidden), top)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         norm = getattr(self._base, self.family.norm, None)

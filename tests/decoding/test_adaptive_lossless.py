@@ -24,7 +24,7 @@ SOME = [
     "qwen3_moe",
     "gpt2",
     "gpt_oss",
-]  # lean body, soft caps, experts, learned positions, sinks
+]  # compiled, soft caps, experts, learned positions, sinks
 
 
 def ways(count):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from selfspec.api import Target
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Always, Schedule, audit_cache, decode, generate
 from tests.slow import slow
@@ -41,14 +42,12 @@ def test_every_exit_layer_and_draft_length_gives_the_tokens_of_generate(
 
 
 @pytest.mark.parametrize("seed", [1, 2, slow(0), slow(3)])
-@pytest.mark.parametrize("lean", [True, False])
-def test_random_schedules_give_the_tokens_of_generate(stories, expected, monkeypatch, seed, lean):
-    assert stories.stack.lean is not None
-    if not lean:
-        monkeypatch.setattr(stories.stack, "lean", None)
-    engine = {"page_size": (512, 16, 7, 128)[seed], "max_batch_size": 3, "prefill_chunk": 11}
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+def test_random_schedules_give_the_tokens_of_generate(stories, expected, seed, engine):
+    target = Target(stories.model, stories.tokenizer, engine=engine)
+    options = {"page_size": (512, 16, 7, 128)[seed], "max_batch_size": 3, "prefill_chunk": 11}
     audit = partial(audit_cache, model=stories.model) if seed < 2 else None
-    done = decode(stories, PROMPTS, Schedule(seed, 5, longest=8), audit, engine, max_new_tokens=100)
+    done = decode(target, PROMPTS, Schedule(seed, 5, longest=8), audit, options, max_new_tokens=100)
     assert [c.tokens for c in done] == expected
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
 

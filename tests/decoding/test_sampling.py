@@ -206,7 +206,7 @@ def goodness(seen, law):
     return stats.power_divergence(observed, expected, lambda_="log-likelihood").pvalue
 
 
-@pytest.fixture(scope="module", params=["fused", "compiled"])
+@pytest.fixture(scope="module", params=["views", "compiled"])
 def eight_tokens(request):
     return tiny_vocabulary(request.param)
 

@@ -98,8 +98,8 @@ def looked(stack, num_layers, ways, seed, spoil=None):
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
     given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged
-    assert can_look(stack.lean)
-    return in_one_call(stack, stack.lean, *given[1:]), over_shortlist(stack, picker, *given[1:])
+    assert can_look(stack.compiled)
+    return in_one_call(stack, stack.compiled, *given[1:]), over_shortlist(stack, picker, *given[1:])
 
 
 @given(
@@ -149,7 +149,7 @@ def test_a_head_that_was_put_elsewhere_in_memory_is_followed():
     logits = stack.logits(torch.randn(4, 32))
     wanted = shadow_picks(*given, logits, logits.argmax(-1))
     model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
-    assert not can_look(stack.lean)
+    assert not can_look(stack.compiled)
     found = shadow_picks(*given, logits, logits.argmax(-1))
     np.testing.assert_allclose(found.confidences, wanted.confidences, atol=1e-4)
     assert (found.hits == wanted.hits).all()
@@ -160,10 +160,10 @@ def test_looks_with_exit_heads_go_through_them_in_a_compiled_call_too():
     hidden, last = torch.randn(2, 5, 96), torch.randn(5, 96)
     logits = stack.logits(last)
     given = (1, 2), hidden, [Sampling()] * 5, range(5), logits, logits.argmax(-1)
-    plain = in_one_call(stack, stack.lean, *given)[1]
+    plain = in_one_call(stack, stack.compiled, *given)[1]
     stack.exit_heads = Doubling()
     try:
-        hits, sure = in_one_call(stack, stack.lean, *given)
+        hits, sure = in_one_call(stack, stack.compiled, *given)
         wanted, wanted_sure = over_shortlist(stack, Picker(stack), *given)
     finally:
         stack.exit_heads = None

@@ -53,7 +53,7 @@ def test_wrong_acceptance_of_right_picks_is_found():
         done.record[:, 1:2] = torch.where(accepted == drafted, 0, drafted)[:, None]
         return done
 
-    target = with_runner(Target(build("llama"), engine="fused"), kernels=REFERENCE._replace(accept=accept))
+    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(accept=accept))
     assert "two sampled rows" in round_problem(target.stack, target.stack.runner)
 
 
@@ -74,13 +74,13 @@ class Forgetful(Tape):
 
 
 def test_a_recording_that_is_right_only_at_first_is_found():
-    target = Target(build("llama"), engine="fused")
+    target = Target(build("llama"), engine="views")
     target.stack.runner = Runner(target.stack, REFERENCE, Forgetful())
     assert "when it was replayed" in round_problem(target.stack, target.stack.runner)
 
 
 def test_a_runner_whose_rounds_are_wrong_is_taken_away(caplog):
-    stack = Target(build("llama"), engine="fused").stack
+    stack = Target(build("llama"), engine="views").stack
     tape = Tape()
     install(stack, lambda one: Runner(one, flawed(lambda logits, sampling: sampling.sampled), tape))
     assert stack.runner is None

@@ -60,7 +60,6 @@ CASES += [(family, torch.bfloat16) for family in FAMILIES]
 @torch.inference_mode()
 def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
     stack = on_meta(family, dtype)
-    stack.lean = None
     cache = PagedCache(4, 16)
     for start, stop in ((0, 2), (2, 4)):
         given = torch.zeros(4, dtype=torch.int64, device="meta")
@@ -80,7 +79,7 @@ def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
 def test_a_round_copies_nothing_from_the_host(stop):
     stack = on_meta("llama", torch.float32)
     cache = PagedCache(4, 16)
-    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, True, 0)
+    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, True)
     body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device))
     body()
     with NoHostCopies():

@@ -74,7 +74,7 @@ class Once(Policy):
 def launches(name):
     """The kernels of every recording that two rounds make, in order; those of equal layers in one line."""
     count, how, make = PLANS[name]
-    target = with_runner(Target(build("llama"), engine="fused"))
+    target = with_runner(Target(build("llama"), engine="views"))
     engine = Engine(target, policy=Once(make), max_batch_size=count, max_cached_tokens=64 * count, page_size=16)
     for prompt in make_prompts([5 + i for i in range(count)]):
         engine.submit(prompt, max_new_tokens=20, **how)

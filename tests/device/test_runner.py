@@ -92,7 +92,6 @@ def test_views_of_other_families_can_be_recorded(family, most_rows):
     prompts = make_prompts([3, 20, 11])
     wanted = decode(tiny(family), prompts, Schedule(3, 4), max_new_tokens=12)
     target = with_runner(Target(build(family)), most_rows=most_rows)
-    target.stack.lean = None
     got = decode(target, prompts, Schedule(3, 4), max_new_tokens=12)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     runner = target.stack.runner
@@ -214,8 +213,7 @@ def test_rounds_are_recorded_anew_with_new_exit_heads():
 
 
 def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog):
-    target, prompts = Target(build("llama")), make_prompts([9, 17])
-    target.stack.lean = None
+    target, prompts = Target(build("llama"), engine="views"), make_prompts([9, 17])
     wanted = target.generate(prompts, max_new_tokens=12, exit_layer=1)
     layer = target.stack._base.layers[0]
     layer.register_forward_hook(lambda module, inputs, output: None if float(output.sum()) > 1e30 else output)
@@ -278,14 +276,14 @@ def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
             raise RuntimeError("no kernel image is available")
         return torch.zeros_like(queries)
 
-    stack = Target(build("llama"), engine="fused").stack
+    stack = Target(build("llama"), engine="views").stack
     install(stack, lambda one: Runner(one, REFERENCE._replace(attend=careless), Tape()))
     assert stack.runner is None
     assert "decoding from graphs does not serve this model here" in caplog.text
 
 
 def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
-    stack = Target(build("llama"), engine="fused").stack
+    stack = Target(build("llama"), engine="views").stack
     assert stack.runner is None
     install(stack)
     assert stack.runner is None
@@ -301,7 +299,7 @@ def test_the_kernels_themselves_decode_from_recordings():
         {"max_new_tokens": 3, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
     )
     wanted = decode(tiny("llama"), prompts, Always(1, 2), **how)
-    target = with_runner(Target(build("llama"), engine="fused"), kernels=triton_kernels())
+    target = with_runner(Target(build("llama"), engine="views"), kernels=triton_kernels())
     assert [one.tokens for one in decode(target, prompts, Always(1, 2), **how)] == [one.tokens for one in wanted]
     assert target.stack.runner.graphs.num_recorded > 0
 

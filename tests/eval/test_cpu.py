@@ -170,4 +170,4 @@ def test_the_command_measures_the_embedded_model(capsys, tmp_path, monkeypatch):
 
 def test_the_command_refuses_unknown_engines(capsys):
     assert main(["cpu", "--engine", "turbo"]) == 2
-    assert capsys.readouterr().err.endswith("eval: engine must be one of auto, views, fused, compiled, got 'turbo'\n")
+    assert capsys.readouterr().err.endswith("eval: engine must be one of auto, views, compiled, got 'turbo'\n")

@@ -97,7 +97,7 @@ def assert_same_layers(got, wanted, dtype):
 def test_layers_from_a_recording_are_layers_run_eagerly(place, family):
     dtype = torch.bfloat16 if family in GROUPED else HALF[place]
     recorded, eager = targets(family, place, dtype)
-    recorded.stack.lean = eager.stack.lean = None
+    recorded.stack.compiled = eager.stack.compiled = None
     fix_routes(eager.model)  # both targets', which have one model
     assert_same_layers(layer_outputs(recorded.stack, place), layer_outputs(eager.stack, place), dtype)
     assert recorded.stack.runner.graphs.num_recorded >= 6

@@ -239,7 +239,6 @@ def test_a_layout_is_made_once_per_call():
 def test_every_backend_has_its_say_in_the_self_check():
     calls = []
     stack = Stack(build("llama"), "reference")
-    stack.lean = None
     spy = Backend("spy", lambda *given: (calls.append(1), named("reference", "cpu").attend(*given))[1])
     stack.backend = spy
     assert split_error(stack) < 1e-3 and calls

@@ -28,7 +28,7 @@ from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
 from tests.models import build, rounded, tiny
 
 RAGGED = (12, 7, 1, 20)
-LEAN = ["llama", "mistral", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
 
 SHAPES = {  # heads of a whole vector and of none, one shared key head and one each, biases, widths beyond one panel
     "llama": {},
@@ -64,7 +64,7 @@ def test_layers_of_any_size_equal_the_models_own(name, halves):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize("family", LLAMAS)
 def test_the_compiled_engine_decodes_the_tokens_of_generate(family, halves):
     model = build(family)
     target, prompts = Target(rounded(model) if halves else model, engine="compiled"), make_prompts(RAGGED)
@@ -75,7 +75,7 @@ def test_the_compiled_engine_decodes_the_tokens_of_generate(family, halves):
 def test_exact_mode_needs_no_second_body_here():
     target = Target(build("llama"), engine="compiled")
     assert target.exact_stack is target.stack
-    assert Target(build("llama"), engine="fused").exact_stack.engine == "views"
+    assert Target(build("llama"), engine="views").exact_stack.engine == "views"
 
 
 def run(stack, spans, tokens, pages, start=0, stop=None, **more):
@@ -220,28 +220,31 @@ def test_several_threads_compute_the_same_bits(name, halves):
 
 def test_engines_are_named_and_chosen():
     model = build("llama")
-    assert [Target(model, engine=name).engine for name in ("views", "fused", "compiled")] == [
-        "views",
-        "fused",
-        "compiled",
-    ]
-    assert Target(model).engine in ("fused", "compiled")
+    engines = {name: Target(model, engine=name).engine for name in ("views", "compiled", "auto")}
+    assert engines == {"views": "views", "compiled": "compiled", "auto": "compiled"}
+    assert Target(build("llama").double()).engine == "views"
     assert tiny("gemma2").engine == "views"
-    with pytest.raises(ValueError, match=r"^engine must be one of auto, views, fused, compiled, got 'turbo'$"):
+    with pytest.raises(ValueError, match=r"^engine must be one of auto, views, compiled, got 'turbo'$"):
         hub.load(model, engine="turbo")
     with pytest.raises(
-        ValueError, match=r"^engine 'compiled' serves .* float32 or bfloat16 on CPU, got llama in float64 on cpu; "
+        ValueError, match=r"^engine 'compiled' serves .* float32 or bfloat16 on CPU .*, got llama in float64 on cpu; "
     ):
         Target(build("llama").double(), engine="compiled")
-    with pytest.raises(ValueError, match=r"^engine 'fused' serves Llama-shaped models .*, got gemma2 in float32"):
-        Target(build("gemma2"), engine="fused")
+    with pytest.raises(ValueError, match=r"^engine 'compiled' serves Llama-shaped models .*, got gemma2 in float32"):
+        Target(build("gemma2"), engine="compiled")
+
+
+@pytest.mark.parametrize("load", [hub.load, Target])
+def test_the_engine_that_was_removed_is_refused_with_what_to_use(load):
+    with pytest.raises(ValueError, match=r"^engine 'fused' was removed: choose auto, .*, or views$"):
+        load(build("llama"), engine="fused")
 
 
 def test_a_body_that_disagrees_with_the_model_is_never_used(monkeypatch):
     stack = Stack(build("llama"))
     monkeypatch.setattr(CompiledBody, "logits", lambda self, hidden, normed: torch.zeros(len(hidden), 96))
     choose(stack, "auto")
-    assert stack.engine == "fused"
+    assert stack.engine == "views"
     with pytest.raises(
         ValueError, match="engine 'compiled' serves models whose layers it computes as the model itself"
     ):
@@ -261,7 +264,7 @@ def test_models_in_bfloat16_are_compiled_and_come_near_the_numbers_of_the_same_w
             for stack, cache in zip(stacks, pages, strict=True)
         )
     assert got.dtype == torch.float32
-    assert 0 < (got - wanted).abs().max() < 0.05 * wanted.std() or stacks[0].lean.packed_head.struct.kind != c.PAIRS
+    assert 0 < (got - wanted).abs().max() < 0.05 * wanted.std() or stacks[0].compiled.packed_head.struct.kind != c.PAIRS
 
 
 def test_no_plan_changes_a_bit_of_a_model_in_bfloat16():
@@ -309,35 +312,25 @@ def test_a_layer_with_a_forward_of_its_own_is_left_to_the_views(dtype):
 def test_an_embedding_of_another_shape_is_refused_before_anything_is_copied():
     model = build("llama", tie_word_embeddings=False).bfloat16()
     target, weight = Target(model, engine="compiled"), model.model.embed_tokens.weight
-    before = target.stack.lean.embedding.clone()
+    before = target.stack.compiled.embedding.clone()
     weight.data = weight.data[:1]
     with pytest.raises(
         ValueError, match=r"^a weight \[\d+, \d+\] was replaced by one \[1, \d+\]; load the model again"
     ):
         target.stack.refresh(deeply=True)
-    assert torch.equal(before, target.stack.lean.embedding)
+    assert torch.equal(before, target.stack.compiled.embedding)
 
 
 def test_other_halves_are_left_to_the_views():
     assert Target(build("llama").half()).engine == Target(build("gemma2").bfloat16()).engine == "views"
 
 
-def test_the_faster_engine_is_taken(monkeypatch):
-    slow = {"compiled": 2.0, "fused": 1.0}
-    monkeypatch.setattr(engines, "plain_seconds", lambda body: slow[body.name])
-    assert Target(build("llama")).engine == "fused"
-    slow["fused"] = 3.0
-    assert Target(build("llama")).engine == "compiled"
-
-
 def test_copies_of_the_weights_are_only_made_where_memory_is_free(monkeypatch, caplog):
     monkeypatch.setattr(engines, "free_memory", lambda: 1000)
     with caplog.at_level(logging.WARNING, "selfspec"):
-        assert Target(build("llama")).engine == "fused"
-    assert "engine fused instead of compiled, whose copies of the weights need" in caplog.text
+        assert Target(build("llama")).engine == "views"
+    assert "engine views instead of compiled, whose copies of the weights need" in caplog.text
     assert Target(build("llama"), engine="compiled").engine == "compiled"
-    assert Target(build("llama").bfloat16()).engine == "views"
-    assert "engine views instead of compiled" in caplog.text
 
 
 @pytest.fixture
@@ -358,7 +351,7 @@ def compiler_anew(monkeypatch, tmp_path):
         one.cache_clear()
 
 
-def test_without_a_compiler_the_fused_engine_serves_and_compiled_says_so(compiler_anew):
+def test_without_a_compiler_the_compiled_engine_says_what_it_needs(compiler_anew):
     compiler_anew.setenv("CXX", "no-such-compiler")
     compiler_anew.setenv("PATH", "/nowhere")
     with pytest.raises(NoCompilerError, match=r"^engine 'compiled' needs a C\+\+ compiler, .* or choose engine auto$"):
@@ -371,7 +364,7 @@ def test_without_a_compiler_auto_says_what_is_slower_and_decodes_all_the_same(co
     model, prompts = build("llama"), make_prompts([9])
     target = Target(model)
     [line] = caplog.messages
-    assert line.startswith("engine fused runs the layers, which is slower than compiled") and "install one" in line
+    assert line.startswith("engine views runs the layers, which is slower than compiled") and "install one" in line
     assert target.generate(prompts, max_new_tokens=8)[0].tokens == generate(model, prompts[0], 8)
 
 

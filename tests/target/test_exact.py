@@ -101,7 +101,7 @@ def test_tokens_not_yet_accepted_have_no_part_in_what_comes_before_them():
 
 
 def test_exit_heads_are_those_of_the_target():
-    target = Target(build("llama"), engine="fused")
+    target = Target(build("llama"), engine="views")
     assert target.exact_stack is target.exact_stack and target.exact_stack.exit_heads is None
     target.exit_heads = ExitHeads([1], 32, 4)
     assert target.exact_stack.exit_heads is target.stack.exit_heads is not None
@@ -121,4 +121,4 @@ def test_experts_that_cannot_be_settled_are_refused(monkeypatch):
 def test_a_device_on_which_it_is_not_exact_is_refused(monkeypatch):
     monkeypatch.setattr(exact, "difference", lambda stack: "logits")
     with pytest.raises(UnsupportedModelError, match="llama: in exact mode its logits still depend on what else"):
-        Target(build("llama"), engine="fused").generate([[3, 4]], exact=True)
+        Target(build("llama"), engine="views").generate([[3, 4]], exact=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
-from selfspec.target.lean import Linear
+from selfspec.target.llama import Linear
 from selfspec.target.packed import Packed, fits_half
 from tests.helpers import generate, make_prompts
 from tests.models import build, rounded
@@ -113,7 +113,7 @@ def test_the_smallest_kind_is_taken_that_loses_nothing():
 
 
 def kinds(target):
-    body = target.stack.lean
+    body = target.stack.compiled
     return {one.struct.kind for layer in body._products for one in layer} | {body.packed_head.struct.kind}
 
 
@@ -127,16 +127,16 @@ def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
         assert tokens == generate(model, prompt, 8)
         return tokens
 
-    first, small = decode(), target.stack.lean.num_bytes
+    first, small = decode(), target.stack.compiled.num_bytes
     assert kinds(target) == {smallest()}
     before = up.detach().clone()
     with torch.no_grad():
         up.mul_(-1 / 3)
     assert decode() != first
-    assert kinds(target) == {smallest(), c.FULL} and target.stack.lean.num_bytes > small
+    assert kinds(target) == {smallest(), c.FULL} and target.stack.compiled.num_bytes > small
     up.data = before
     assert decode() == first
-    assert kinds(target) == {smallest()} and target.stack.lean.num_bytes == small
+    assert kinds(target) == {smallest()} and target.stack.compiled.num_bytes == small
 
 
 def test_a_part_of_the_vocabulary_is_packed_as_small():
@@ -144,5 +144,5 @@ def test_a_part_of_the_vocabulary_is_packed_as_small():
     part = stack._draft_head.subset(40, stack.frequencies)
     assert part.packed(Packed).struct.kind == smallest()
     hidden = torch.randn(3, 32)
-    whole = stack.lean.product(stack.lean.packed_head, hidden, norm=True)
-    assert torch.equal(stack.lean.product(part.packed(Packed), hidden, norm=True), whole[:, part.tokens])
+    whole = stack.compiled.product(stack.compiled.packed_head, hidden, norm=True)
+    assert torch.equal(stack.compiled.product(part.packed(Packed), hidden, norm=True), whole[:, part.tokens])

@@ -10,13 +10,14 @@ import torch
 from selfspec.api import Target
 from selfspec.errors import UnsupportedModelError
 from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.lean import LLAMA_SHAPED
+from selfspec.target.engines import choose
+from selfspec.target.llama import LLAMA_SHAPED
 from selfspec.target.selfcheck import TOLERANCE, self_check, split_error
 from selfspec.target.stack import Stack
 from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
-from tests.models import FAMILIES, SMALL, build, tiny
+from tests.models import FAMILIES, build, tiny
 
-LEAN = ["llama", "mistral", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 def run_in_parts(stack, prompts, cuts):
@@ -29,14 +30,13 @@ def run_in_parts(stack, prompts, cuts):
     return out
 
 
-BODIES = [*((family, "views") for family in FAMILIES), *((family, "lean") for family in LEAN)]
+BODIES = [*((family, "views") for family in FAMILIES), *((family, "compiled") for family in LLAMAS)]
 
 
-def stack_of(family, body):
+def stack_of(family, engine):
     stack = Stack(build(family))
-    if body == "views":
-        stack.lean = None
-    assert (stack.lean is not None) == (body == "lean")
+    choose(stack, engine)
+    assert stack.engine == engine
     return stack
 
 
@@ -57,10 +57,10 @@ def with_layers(model, family, count):
     return cut
 
 
-@pytest.mark.parametrize(("family", "body"), BODIES)
+@pytest.mark.parametrize(("family", "engine"), BODIES)
 @torch.inference_mode()
-def test_logits_after_any_layer_are_those_of_the_model_cut_there(family, body):
-    stack, prompts = stack_of(family, body), make_prompts([11, 4])
+def test_logits_after_any_layer_are_those_of_the_model_cut_there(family, engine):
+    stack, prompts = stack_of(family, engine), make_prompts([11, 4])
     expected = {n: whole_logits(with_layers(stack.model, stack.family, n), prompts) for n in (1, 2, 3, 4)}
     assert torch.equal(expected[4], whole_logits(stack.model, prompts))
     for cuts in ((1, 2, 3, 4), (2, 4), (4,), (3, 4)):
@@ -70,10 +70,10 @@ def test_logits_after_any_layer_are_those_of_the_model_cut_there(family, body):
             torch.testing.assert_close(got, expected[layer], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "body"), BODIES)
+@pytest.mark.parametrize(("family", "engine"), BODIES)
 @torch.inference_mode()
-def test_taps_see_the_hidden_states_at_which_a_run_might_have_stopped(family, body):
-    stack, prompts = stack_of(family, body), make_prompts([11, 4])
+def test_taps_see_the_hidden_states_at_which_a_run_might_have_stopped(family, engine):
+    stack, prompts = stack_of(family, engine), make_prompts([11, 4])
     for start, tapped in ((0, (1, 2, 3)), (0, (2,)), (1, (2, 3)), (2, (3,)), (3, ())):
         cache = PagedCache(2, 64)
         rows = PackedRows(cache, [Span([i], 0, len(prompt)) for i, prompt in enumerate(prompts)])
@@ -91,10 +91,10 @@ def test_taps_see_the_hidden_states_at_which_a_run_might_have_stopped(family, bo
     assert taps == {}, "a run that asks for nothing is given nothing"
 
 
-@pytest.mark.parametrize(("family", "body"), BODIES)
+@pytest.mark.parametrize(("family", "engine"), BODIES)
 @torch.inference_mode()
-def test_logits_of_a_shortlist_are_those_of_the_whole_vocabulary(family, body):
-    stack, prompts = stack_of(family, body), make_prompts([11, 4])
+def test_logits_of_a_shortlist_are_those_of_the_whole_vocabulary(family, engine):
+    stack, prompts = stack_of(family, engine), make_prompts([11, 4])
     runs = [run_in_parts(stack, prompts, (layer, 4))[layer] for layer in (1, 2, 3)]
     hidden, generator = torch.stack(runs), torch.Generator().manual_seed(0)
     for width in (1, 7):
@@ -114,28 +114,23 @@ def test_a_head_that_is_no_plain_linear_layer_has_no_shortlist():
     assert stack.short_logits(torch.zeros(2, 3, 32), torch.zeros(3, 4, dtype=torch.int64), (1, 2)) is None
 
 
-@pytest.mark.parametrize("family", LEAN)
-def test_the_lean_body_and_the_views_decode_the_same_tokens(family):
-    target, prompts = Target(build(family)), make_prompts([12, 7, 1, 20])
-    expected = [generate(target.model, prompt, 16) for prompt in prompts]
-    for lean in (target.stack.lean, None):
-        target.stack.lean = lean
-        done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
-        assert [c.tokens for c in done] == expected
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+@pytest.mark.parametrize("family", LLAMAS)
+def test_the_compiled_engine_and_the_views_decode_the_same_tokens(family, engine):
+    target, prompts = Target(build(family), engine=engine), make_prompts([12, 7, 1, 20])
+    done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
+    assert [c.tokens for c in done] == [generate(target.model, prompt, 16) for prompt in prompts]
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
-@pytest.mark.parametrize("lean", [True, False])
-def test_scaled_rotary_positions_are_the_models_own(rope, lean):
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+def test_scaled_rotary_positions_are_the_models_own(rope, engine):
     extra = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
     extra |= {"yarn": {"original_max_position_embeddings": 32}, "default": {}, "linear": {}}
     rope_parameters = {"rope_type": rope, "rope_theta": 10000.0, **extra[rope]}
     if rope != "default":
         rope_parameters["factor"] = 4.0
-    target = Target(build("llama", rope_parameters=rope_parameters))
-    assert target.stack.lean is not None
-    if not lean:
-        target.stack.lean = None
+    target = Target(build("llama", rope_parameters=rope_parameters), engine=engine)
     prompts = make_prompts([40, 7])
     done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 16) for prompt in prompts]
@@ -241,13 +236,6 @@ def test_the_self_check_refuses_a_split_that_disagrees_with_the_whole(monkeypatc
         self_check(stack)
 
 
-def test_the_self_check_drops_a_lean_body_that_disagrees_and_keeps_the_views(monkeypatch):
-    stack = Stack(build("llama"))
-    stack.lean.norm = stack.lean.norm._replace(eps=0.5)
-    assert self_check(stack) < TOLERANCE[torch.float32] / 10
-    assert stack.lean is None
-
-
 def test_the_self_check_refuses_a_split_that_raises(monkeypatch):
     def broken(self, rows, start, stop, given):
         raise RuntimeError("no such kernel")
@@ -270,14 +258,32 @@ def test_other_precisions_pass_the_self_check_and_decode(family, dtype):
         assert done.tokens == generate(target.model, make_prompts([5])[0], 8)
 
 
-def test_only_models_of_the_plain_shape_get_a_lean_body():
-    assert {type(tiny(family).model).__name__ for family in LEAN} == LLAMA_SHAPED
-    assert all(tiny(family).stack.lean is None for family in FAMILIES if family not in LEAN)
-    hooked = build("llama")
-    hooked.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
-    assert Stack(hooked).lean is None
-    assert Stack(build("llama").bfloat16()).lean is None
-    own = build("llama")
-    own.model.layers[2].mlp.act_fn = type("Mine", (torch.nn.Module,), {"forward": lambda self, x: x.relu()})()
-    assert Stack(own).lean is None
-    assert SMALL["num_hidden_layers"] == Stack(own).num_layers
+def test_only_plain_models_of_the_llama_shape_are_compiled():
+    assert {type(tiny(family).model).__name__ for family in LLAMAS} == LLAMA_SHAPED
+    assert {family for family in FAMILIES if tiny(family).stack.llama is not None} == set(LLAMAS)
+
+
+def hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def of_another_activation(model):
+    model.model.layers[2].mlp.act_fn = type("Mine", (torch.nn.Module,), {"forward": lambda self, x: x.relu()})()
+
+
+def of_another_scale(model):
+    model.model.layers[2].self_attn.scaling *= 1.5
+
+
+def of_scattered_weights(model):
+    weight = model.model.layers[2].self_attn.o_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [hooked, of_another_activation, of_another_scale, of_scattered_weights])
+def test_what_a_llamas_weights_do_not_say_is_left_to_the_views(change):
+    model, [prompt] = build("llama"), make_prompts([9])
+    change(model)
+    target = Target(model)
+    assert target.engine == "views"
+    assert target.generate([prompt], exit_layer=2, max_new_tokens=12)[0].tokens == generate(model, prompt, 12)

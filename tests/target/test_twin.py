@@ -100,18 +100,16 @@ def test_a_model_in_training_mode_with_dropout_decodes_as_in_evaluation_and_stay
         assert all(module.training for module in model.modules())
 
 
-def test_weights_are_shared_and_a_change_to_the_model_is_honoured():
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+def test_weights_are_shared_and_a_change_to_the_model_is_honoured(engine):
     model, prompts = build("llama"), make_prompts(RAGGED)
-    for lean in (True, False):
-        target = Target(model)
-        if not lean:
-            target.stack.lean = None
-        first = decode(target, prompts, Schedule(0, 4), max_new_tokens=10)
-        with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.mul_(-1)
-        second = decode(target, prompts, Schedule(0, 4), max_new_tokens=10)
-        assert [c.tokens for c in second] == [generate(model, prompt, 10) for prompt in prompts]
-        assert [c.tokens for c in second] != [c.tokens for c in first]
+    target = Target(model, engine=engine)
+    first = decode(target, prompts, Schedule(0, 4), max_new_tokens=10)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+    second = decode(target, prompts, Schedule(0, 4), max_new_tokens=10)
+    assert [c.tokens for c in second] == [generate(model, prompt, 10) for prompt in prompts]
+    assert [c.tokens for c in second] != [c.tokens for c in first]
 
 
 def test_two_targets_of_one_model_do_not_disturb_each_other():
@@ -170,7 +168,7 @@ def test_a_merged_adapter_is_a_plain_model_again():
     model = with_lora(False)
     merged = model.merge_and_unload()
     target, [prompt] = Target(merged), make_prompts([9])
-    assert target.stack.lean is not None
+    assert target.stack.llama is not None
     assert target.generate([prompt], max_new_tokens=12)[0].tokens == generate(merged, prompt, 12)
 
 
