@@ -324,9 +324,6 @@ class Uneven(Policy):
     def plan(self, rows):
         return Plan(3, tuple(min(row.room - 1, (0, 6, 1, 3)[row.request_id]) for row in rows))
 
-    def observe(self, plan, outcomes, seconds):
-        pass
-
 
 def test_stop_strings_end_inside_a_block(model, tokenizer):
     inputs = batch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from selfspec.control.laps import Seconds
@@ -13,7 +14,7 @@ from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.row import Row
 from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
-from selfspec.executors.program import Executed, Executor, RoundDraft
+from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
 from selfspec.target.cache import PagedCache, Span, Tree
 from selfspec.target.compiled_round import CompiledRounds, most_rounds
 from selfspec.target.round_room import Beside, Done, Drafter, Further, Judged, Seen, Stops
@@ -48,6 +49,8 @@ class CpuExecutor(Executor):
         if keeps or plan.shadow is not None or (looks_up and any(row.lookup.has_corpus for row in rows)):
             yield from super().run(rows, plan, deadline)
             return
+        if plan.exit_layer and next_exit(rows, plan) is None:
+            plan = replace(plan, exit_layer=None)
         indices = None
         if looks_up:
             own = [row.lookup.own for row in rows]
@@ -88,7 +91,7 @@ class CpuExecutor(Executor):
         lengths = [0] * len(rows)
         if plan.exit_layer and given is None:
             lengths = [min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)]
-        drafter = self._drafter(plan) if any(lengths) else None
+        drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
         done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen)

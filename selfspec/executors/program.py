@@ -81,8 +81,15 @@ def next_draft(rows: Sequence[Row], plan: Plan) -> RoundDraft:
         if lengths is not None:
             given = [row.lookup.guess(length) for row, length in zip(rows, lengths, strict=True)]
             return RoundDraft(Plan(LOOKUP, tuple([len(guess.tokens) for guess in given])), given)
-    if plan.exit_layer:
+    if next_exit(rows, plan) is not None:
         lengths = tuple([min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)])
-        if any(lengths):
-            return RoundDraft(plan if lengths == plan.draft_lengths else replace(plan, draft_lengths=lengths))
+        return RoundDraft(plan if lengths == plan.draft_lengths else replace(plan, draft_lengths=lengths))
     return RoundDraft(Plan(None, (0,) * len(rows), shadow=plan.shadow))
+
+
+def next_exit(rows: Sequence[Row], plan: Plan) -> int | None:
+    """The layer that drafts in the next round that lookup does not; None where no row has room for what it would."""
+    if not plan.exit_layer:
+        return None
+    has_room = any(length and row.room > 1 for length, row in zip(plan.draft_lengths, rows, strict=True))
+    return plan.exit_layer if has_room or not any(plan.draft_lengths) else None

@@ -113,9 +113,6 @@ class NoEmptyDraft(Policy):
         plan = self.inner.plan(rows)
         return plan if any(plan.draft_lengths) else Plan(None, plan.draft_lengths)
 
-    def observe(self, plan, outcomes, seconds):
-        pass
-
 
 @settings(max_examples=60)
 @given(st.data())

@@ -102,9 +102,6 @@ class ByBatch(Policy):
         length = 6 // len(rows)
         return Plan(4 if length else None, tuple(min(length, row.room - 1) for row in rows))
 
-    def observe(self, plan, outcomes, seconds):
-        pass
-
 
 def test_the_sweep_tells_the_lengths_that_a_policy_settles_on():
     made = {"by batch": lambda costs: ByBatch(), "plain": lambda costs: Plain(), "fixed": lambda costs: Fixed(4, 2)}

@@ -76,8 +76,9 @@ def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature):
     scene.costs, setting = costs, Setting(3, temperature, 24)
     compare(scene, lambda: Adaptive(costs, drafts=("exit", "lookup", "tree")), setting)
     policy = Adaptive(costs, drafts=("exit", "lookup", "tree"))
-    plans = [call for call in replayed(scene.traces(temperature), policy, costs, setting)[0] if call[0] == "plan"]
-    assert sum(plan.exit_layer == LOOKUP for _, rows, plan in plans if len(rows) == 3) >= 1
+    calls = replayed(scene.traces(temperature), policy, costs, setting)[0]
+    rounds = [round_ for name, told, *_ in calls if name == "observe" for round_ in told]
+    assert any(exit_layer == LOOKUP and len(rows) == 3 for exit_layer, rows in rounds)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
