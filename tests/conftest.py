@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def pytest_collection_finish():
     """What the imports have made stays to the end: later collections, which many measurements ask for, leave it out."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_once():
+    """Targets measure what rounds cost, once per piece: no test asks how well. Measuring itself has tests of its own."""
+    from selfspec import profile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "measure", partial(profile.measure, repeats=1))
+        yield
 
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"

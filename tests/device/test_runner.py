@@ -13,7 +13,6 @@ from selfspec.api import Target
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
-from selfspec.device.buckets import Shape
 from selfspec.device.runner import Runner, install
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.target.cache import PackedRows, PagedCache, Span
@@ -139,7 +138,6 @@ def test_trees_are_verified_from_recordings():
     got = decode(target, prompts, Knowing(3, 4, outputs), lambda made: audit_cache(made, target.model), **how)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert sum(one.stats.num_accepted_draft_tokens for one in got) > 10
-    assert any(key[1] == "layers" and key[4].trees for key in target.stack.runner.graphs._kept)
 
 
 def test_end_of_text_inside_a_draft_ends_the_row():
@@ -214,11 +212,14 @@ def test_rounds_are_recorded_anew_with_new_exit_heads():
 
 
 def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog):
-    target, prompts = Target(build("llama")), make_prompts([9, 17])
-    target.stack.lean = None
+    class Waiting(torch.nn.SiLU):
+        def forward(self, hidden):
+            return super().forward(hidden) if float(hidden.sum()) < 1e30 else hidden
+
+    model, prompts = build("llama"), make_prompts([9, 17])
+    model.model.layers[0].mlp.act_fn = Waiting()
+    target = Target(model, engine="views")
     wanted = target.generate(prompts, max_new_tokens=12, exit_layer=1)
-    layer = target.stack._base.layers[0]
-    layer.register_forward_hook(lambda module, inputs, output: None if float(output.sum()) > 1e30 else output)
     with_runner(target)
     with caplog.at_level(logging.WARNING):
         got = target.generate(prompts, max_new_tokens=12, exit_layer=1)
@@ -237,8 +238,7 @@ def test_calls_share_recordings_by_shape_and_nothing_else():
         for spans in ([(0, 0, 3)], [(1, 5, 4)], [(0, 3, 2), (2, 0, 2)], [(0, 5, 1), (1, 9, 2), (2, 2, 1)]):
             rows = PackedRows(cache, [Span(tables[row], at, count) for row, at, count in spans])
             stack.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
-        shapes = [key[4] for key in runner.graphs._kept]
-        assert shapes == [Shape(4, 1, 4, 128), Shape(4, 2, 2, 128), Shape(4, 4, 2, 128)]
+        assert runner.graphs.num_recorded == 3  # of two calls that fit into one shape there is one recording
         prompt = PackedRows(cache, [Span(tables[0], 0, 30)])
         stack.run(prompt, 0, 2, torch.arange(30))
     assert runner.graphs.num_recorded == 3
