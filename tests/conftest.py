@@ -37,11 +37,11 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def measured_once():
-    """Targets measure what rounds cost, once per piece: no test asks how well. Measuring itself has tests of its own."""
+    """Targets measure what rounds cost at few points, each once: no test asks how well. Measuring has its own tests."""
     from selfspec import profile
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "measure", partial(profile.measure, repeats=1))
+        patch.setattr(profile, "measure", partial(profile.measure, repeats=1, within=0.0))
         yield
 
 

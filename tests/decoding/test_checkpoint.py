@@ -48,8 +48,8 @@ def test_random_schedules_give_the_tokens_of_generate(stories, expected, monkeyp
         monkeypatch.setattr(stories.stack, "lean", None)
     engine = {"page_size": (512, 16, 7, 128)[seed], "max_batch_size": 3, "prefill_chunk": 11}
     audit = partial(audit_cache, model=stories.model) if seed < 2 else None
-    done = decode(stories, PROMPTS, Schedule(seed, 5, longest=8), audit, engine, max_new_tokens=100)
-    assert [c.tokens for c in done] == expected
+    done = decode(stories, PROMPTS, Schedule(seed, 5, longest=8), audit, engine, max_new_tokens=60)
+    assert [c.tokens for c in done] == [tokens[:60] for tokens in expected]
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
 
 
