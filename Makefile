@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 DEMO := $(VENV)/bin/selfspec generate --show-drafts --compare
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow gpu lint format bench clean
+.PHONY: help venv demo test test-fast test-slow gpu lint lint-text types format bench clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -34,7 +34,11 @@ demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured draf
 	  $(DEMO) --model demo --max-new-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"; \
 	fi
 
-test: lint  ## lint, types, then every test that needs neither network nor GPU nor patience
+# A fresh mypy takes a minute of one core, so it runs beside the tests.
+test: lint-text  ## lint, and types beside every test that needs neither network nor GPU nor patience
+	@$(MAKE) --no-print-directory -j2 types test-fast
+
+test-fast: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
@@ -43,9 +47,13 @@ test-slow: $(STAMP)  ## the tests that take patience: more examples, fresh rando
 gpu: $(STAMP)  ## the tests that need a CUDA device, in processes of their own
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-lint: $(STAMP)  ## ruff (rules and format) and mypy
+lint: lint-text types  ## ruff (rules and format) and mypy
+
+lint-text: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP)
 	$(VENV)/bin/mypy
 
 format: $(STAMP)  ## let ruff repair what it can

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,22 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    """What the imports have made stays to the end: later collections, which many measurements ask for, leave it out."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_once():
+    """Targets measure what rounds cost at few points, each once: no test asks how well. Measuring has its own tests."""
+    from selfspec import profile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "measure", partial(profile.measure, repeats=1, within=0.0))
+        yield
 
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"

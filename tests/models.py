@@ -77,6 +77,7 @@ GROUPED = {
     "gpt_oss",
 }  # experts by grouped products: on a device bfloat16 alone in graphs
 EAGER_ONLY = {"gemma2", "gpt_oss"}  # soft-capping and sinks: transformers has them in its eager attention alone
+SHARED = []  # models that stay as they are
 POST_NORMED = {"olmo2", "exaone4", "glm4", "gemma2", "gemma3_text"}  # a norm after each sublayer sets its size
 
 
@@ -102,9 +103,11 @@ def rounded(model):
 
 
 @cache
-def tiny(family, attn=None, seed=0):
-    """A tiny target, shared: nothing that decodes may change it."""
-    return Target(build(family, attn, seed))
+def tiny(family, attn=None, seed=0, engine="auto"):
+    """A tiny target, shared: nothing that decodes may change it, so that what its model generates is kept, too."""
+    target = Target(build(family, attn, seed), engine=engine)
+    SHARED.append(target.model)
+    return target
 
 
 def _fill(family, name, parameter):

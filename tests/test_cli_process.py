@@ -71,7 +71,8 @@ def test_help_names_every_option_and_begins_with_examples():
 
 
 def test_a_reader_who_leaves_is_no_error(model_folder):
-    with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250, "--quiet") as process:
+    plain = ("--policy", "plain")  # nothing is measured before
+    with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250, "--quiet", *plain) as process:
         process.stdin.close()
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -80,7 +81,7 @@ def test_a_reader_who_leaves_is_no_error(model_folder):
 
 def test_ctrl_c_keeps_what_was_written(tmp_path):
     save_model(tmp_path, max_position_embeddings=100_000)
-    with start("generate", "abc", "--model", tmp_path, "--max-new-tokens", 90_000) as process:
+    with start("generate", "abc", "--model", tmp_path, "--max-new-tokens", 90_000, "--policy", "plain") as process:
         process.stdin.close()
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)

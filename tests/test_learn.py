@@ -11,6 +11,7 @@ import torch
 from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.learn import Learner
+from selfspec.learning.lessons import Lessons
 from selfspec.target.exit_heads import FILE, ExitHeads
 from tests.helpers import Adversary, Always, decode, make_prompts
 from tests.models import build
@@ -153,28 +154,23 @@ def test_what_is_no_number_is_forgotten_with_its_neighbours(target, part, bad):
     learner.decoding_seconds = 100.0
     learner.take(*lessons(8))
     learner.update()
-    steps = learner.num_steps
     layer, hidden, logits = lessons(1)
     (hidden if part == "hidden" else logits)[:] = bad
     learner.take(layer, hidden, logits)
     for _ in range(20):
         learner.update()
-        if 2 not in learner._lessons:
-            break
-    assert 2 not in learner._lessons
     assert all(weight.isfinite().all() for weight in learner.heads.state_dict().values())
+    steps = learner.num_steps
     learner.take(*lessons(8, 1))
     learner.update()
     assert learner.num_steps > steps
     assert all(weight.isfinite().all() for weight in learner.heads.state_dict().values())
 
 
-def test_the_oldest_lessons_make_room(target):
-    learner = Learner(target, layers=[2], buffer=100, share=1.0)
-    learner.decoding_seconds = 100.0
+def test_the_oldest_lessons_make_room():
+    ring = Lessons(100, 64)
     for seed in range(30):
-        learner.take(*lessons(7, seed))
-    ring = learner._lessons[2]
+        ring.add(*lessons(7, seed)[1:])
     assert len(ring) == 100
     newest = torch.cat([lessons(7, seed)[1] for seed in range(30)])[-100:]
     seen = ring.sample(1000, torch.Generator().manual_seed(0)).hidden

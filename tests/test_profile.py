@@ -55,6 +55,20 @@ def fake(monkeypatch):
     return done
 
 
+@pytest.fixture
+def joined(cache, stack, monkeypatch):
+    """What is kept of costs that were known, once `more` was measured beside them."""
+
+    def call(known, more):
+        profile.save_costs(stack, known)
+        monkeypatch.setattr(profile, "measure", lambda *given: more)
+        costs = profile.costs_of(stack, 32)
+        assert profile.read_costs(stack) == costs
+        return costs
+
+    return call
+
+
 def notices(caplog):
     assert all(record.name == "selfspec" and record.levelno == logging.WARNING for record in caplog.records)
     return [record.getMessage() for record in caplog.records]
@@ -110,13 +124,17 @@ def test_a_prior_comes_back_equal_and_belongs_to_the_weights(cache, stack, caplo
     assert notices(caplog) == []
 
 
-def test_what_is_spent_around_rounds_of_more_rows_is_joined_to_that_of_fewer():
+def test_what_is_spent_around_rounds_of_more_rows_is_joined_to_that_of_fewer(joined):
+    def rest(known, more):
+        few, many = some_costs(rows=(1,)), some_costs(rows=(1, 8))
+        return joined(replace(few, rest=known), replace(many, rest=more)).rest
+
     known, more = Table((1, 65), (1e-5, 9e-5)), Table((1, 8, 72), (2e-5, 8e-5, 72e-5))
-    joined = profile._joined_rest(known, more)
-    assert joined.points == (1, 8, 72) and joined.seconds == pytest.approx((1e-5, 8e-5, 72e-5))
-    again = profile._joined_rest(joined, Table((1, 4, 68), (2e-5, 4e-5, 60e-5)))
+    both = rest(known, more)
+    assert both.points == (1, 8, 72) and both.seconds == pytest.approx((1e-5, 8e-5, 72e-5))
+    again = rest(both, Table((1, 4, 68), (2e-5, 4e-5, 60e-5)))
     assert again.points == (1, 4, 8, 72) and again(8) == pytest.approx(8e-5)
-    assert profile._joined_rest(Table((1,), (1e-5,)), more).points == (1,)
+    assert rest(Table((1,), (1e-5,)), more).points == (1,)
 
 
 @pytest.mark.parametrize("bad", [{"a": float("nan")}, {"a": [float("inf")]}, {"a": {1, 2}}])
@@ -364,33 +382,32 @@ def test_what_was_measured_before_stays_when_rows_are_added(cache, stack, fake):
     assert costs.early == thorough.early and costs.head == thorough.head and costs.context == thorough.context
 
 
-def test_what_reading_contexts_takes_more_rows_is_joined_too():
+def test_what_reading_contexts_takes_more_rows_is_joined_too(joined):
     one, other = (Table((0, 50), (0.0, seconds)) for seconds in (1.0, 2.0))
     known = replace(some_costs(7.0, rows=(1, 2, 4)), contexts={2: one, 4: one})
     more = replace(some_costs(7.0, rows=(1, 4, 8)), contexts={4: other, 8: other})
-    assert profile._joined(known, more).contexts == {2: one, 4: one, 8: other}
-    assert profile._joined(more, known).contexts == {2: one, 4: other, 8: other}
-    assert profile._joined(some_costs(7.0, rows=(1, 2)), more).contexts == more.contexts
+    assert joined(known, more).contexts == {2: one, 4: one, 8: other}
+    assert joined(more, known).contexts == {2: one, 4: other, 8: other}
+    assert joined(some_costs(7.0, rows=(1, 2)), more).contexts == more.contexts
     wide = replace(more, context_widths=Table((1, 8), (0.5, 2.0)))
-    assert profile._joined(known, wide).context_widths == Table((1, 8), (0.0, 2.0)), "0 for a single row is its own"
-    assert profile._joined(wide, known).context_widths == wide.context_widths
+    assert joined(known, wide).context_widths == Table((1, 8), (0.0, 2.0)), "0 for a single row is its own"
+    assert joined(wide, known).context_widths == wide.context_widths
 
 
 @pytest.mark.parametrize(("had", "padding"), [(None, 0.25), (2, 0.25), (4, 0.75), (8, 0.75)])
-def test_how_far_rows_are_read_is_told_by_who_measured_more_of_them(had, padding):
+def test_how_far_rows_are_read_is_told_by_who_measured_more_of_them(joined, had, padding):
     reading = Table((0, 50), (0.0, 1.0))
     known = replace(some_costs(7.0, rows=(1, 2)), contexts={had: reading} if had else {}, padding=0.75)
     more = replace(some_costs(7.0, rows=(1, 4)), contexts={4: reading}, padding=0.25)
-    assert profile._joined(known, more).padding == padding
-    assert profile._joined(known, replace(more, contexts={})).padding == 0.75
+    assert joined(known, more).padding == padding
+    assert joined(known, replace(more, contexts={})).padding == 0.75
 
 
-def test_heads_of_plain_rounds_are_joined_where_both_were_measured():
+def test_heads_of_plain_rounds_are_joined_where_both_were_measured(joined):
     known = replace(some_costs(7.0, rows=(1, 2)), plain_head=Table((1, 2), (1.0, 1.5)))
     more = replace(some_costs(7.0, rows=(1, 4)), plain_head=Table((1, 4), (1.1, 2.0)))
-    joined = profile._joined(known, more).plain_head
-    assert joined == Table((1, 2, 4), (1.0, 1.5, 2.0))
-    assert profile._joined(known, replace(more, plain_head=None)).plain_head == known.plain_head
+    assert joined(known, more).plain_head == Table((1, 2, 4), (1.0, 1.5, 2.0))
+    assert joined(known, replace(more, plain_head=None)).plain_head == known.plain_head
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])

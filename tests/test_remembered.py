@@ -12,7 +12,7 @@ import pytest
 
 import eval.replay as replays
 from eval.replay import replay
-from selfspec import profile, remembered
+from selfspec import profile
 from selfspec.api import Target
 from selfspec.control import policies
 from selfspec.control.adaptive import Adaptive
@@ -30,6 +30,7 @@ class Counted(Adaptive):
     """Counts how many were made, the rounds that they were told of, and threads that met another one inside."""
 
     made: int = 0
+    latest: Adaptive | None = None
     rounds: int = 0
     met: int = 0
     forgotten: int = 0
@@ -39,6 +40,7 @@ class Counted(Adaptive):
         self.inside: list[int] = []
         super().__init__(*given, **named)
         Counted.made += 1
+        Counted.latest = self
 
     @contextmanager
     def alone(self):
@@ -69,6 +71,7 @@ def target(monkeypatch):
     costs = made_up_costs(made.stack.num_layers)
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
     monkeypatch.setattr(policies, "Adaptive", Counted)
+    monkeypatch.setattr(Counted, "latest", None)
     for name in ("made", "rounds", "met", "forgotten"):
         monkeypatch.setattr(Counted, name, 0)
     return made
@@ -99,7 +102,7 @@ def test_calls_go_on_with_one_policy_and_write_what_plain_decoding_does(target):
 def test_a_policy_of_other_costs_is_left_and_what_it_saw_is_kept(target, monkeypatch):
     tokens(target, PROMPTS[0])
     tokens(target, PROMPTS[1])
-    seen = target.remembered._idle[1].state()
+    seen = Counted.latest.state()
     others = made_up_costs(target.stack.num_layers, rows=(1, 4, 8))
     monkeypatch.setattr(target, "costs", lambda *given, **named: others)
     made = []
@@ -127,13 +130,14 @@ def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
     assert saved == []
     for prompt in PROMPTS:
         tokens(target, prompt)
-    policy = target.remembered._idle[1]
+    policy = Counted.latest
     target.save_prior()
     target.prior = {"of": "somebody"}
     target.save_prior()
     target.prior = None
     tokens(target, PROMPTS[0])
-    assert target.remembered._is_written, "the first call after that is written down at once, for calls beside the next"
+    under_way = target.stream([PROMPTS[0]], max_new_tokens=40)
+    next(under_way)  # it has the policy to itself, but the first call after that was written down at once
     target.save_prior()
     assert saved[:2] == [policy.state(), {"of": "somebody"}] and np.sum(saved[2]["misses"]) > 0
 
@@ -152,11 +156,13 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     monkeypatch.setattr("selfspec.control.adaptive.decide", interrupted)
     with pytest.raises(problem):
         tokens(target, PROMPTS[2])
-    assert target.remembered._idle is None
     assert is_prior(target.prior, target.stack.num_layers)
     monkeypatch.undo()
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
+    monkeypatch.setattr(policies, "Adaptive", Counted)
+    before = Counted.made
     assert tokens(target, PROMPTS[2]) == wanted
+    assert Counted.made == before + 1
 
 
 def test_what_a_call_has_seen_is_known_at_once(target):
@@ -220,8 +226,10 @@ def target_engine(target):
 def test_a_policy_that_a_caller_made_stays_theirs(target):
     own = Adaptive(target.costs())
     tokens(target, PROMPTS[0], policy=own)
-    assert target.remembered._idle is None
-    assert target.prior == own.state()
+    seen = own.state()
+    assert target.prior == seen
+    tokens(target, PROMPTS[1])
+    assert Counted.made == 1 and own.state() == seen != target.prior
 
 
 def test_what_a_copy_sees_is_its_own(target):
@@ -237,7 +245,6 @@ def test_calls_in_several_threads_never_share_a_policy(target, monkeypatch):
     wanted, wrong = {i: tokens(target, PROMPTS[i], policy="plain") for i in range(3)}, []
     monkeypatch.setattr(Counted, "pause", 1e-3)
     begin = threading.Barrier(3)
-    monkeypatch.setattr(remembered, "WRITE_EVERY", 0.0)
 
     def call(i):
         begin.wait()

@@ -47,8 +47,8 @@ def test_random_schedules_give_the_tokens_of_generate(stories, expected, seed, e
     target = Target(stories.model, stories.tokenizer, engine=engine)
     options = {"page_size": (512, 16, 7, 128)[seed], "max_batch_size": 3, "prefill_chunk": 11}
     audit = partial(audit_cache, model=stories.model) if seed < 2 else None
-    done = decode(target, PROMPTS, Schedule(seed, 5, longest=8), audit, options, max_new_tokens=100)
-    assert [c.tokens for c in done] == expected
+    done = decode(target, PROMPTS, Schedule(seed, 5, longest=8), audit, options, max_new_tokens=60)
+    assert [c.tokens for c in done] == [tokens[:60] for tokens in expected]
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
 
 

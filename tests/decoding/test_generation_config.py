@@ -69,7 +69,7 @@ def generated(model, prompt, **options):
 @pytest.mark.parametrize("name", PROCESSED)
 def test_settings_that_process_logits_are_applied_as_generate_applies_them(model, name):
     values, beside = PROCESSED[name]
-    prompts = make_prompts((12, 7, 1, 20), seed=1)
+    prompts = make_prompts((12, 7), seed=1)
     set_all(model, beside)
     without = [generated(model, prompt, max_new_tokens=20) for prompt in prompts]
     set_all(model, {**beside, **values})
@@ -163,7 +163,7 @@ def test_do_sample_samples_with_the_configs_filters_in_generates_order(model, na
 
 
 def test_sampling_is_generates_in_law(model):
-    [prompt], count = make_prompts((6,), seed=2), 3000
+    [prompt], count = make_prompts((6,), seed=2), 1500
     set_all(model, {"do_sample": True, "temperature": 2.0, "top_k": 6, "repetition_penalty": 1.3})
     done = Target(model).generate([prompt] * count, max_new_tokens=1, seed=list(range(count)), max_batch_size=256)
     ours = torch.tensor([c.tokens[0] for c in done]).bincount(minlength=96)
@@ -283,17 +283,17 @@ def test_generates_own_loop_applies_nothing_twice(model, caplog):
 
 def test_plain_texts_for_a_tokenizer_with_a_chat_template_are_mentioned_once(caplog):
     tokenizer = byte_tokenizer()
-    target = Target(build("phi", vocab_size=257), tokenizer)
-    target.generate(["abc"], max_new_tokens=2)
+    target, few = Target(build("phi", vocab_size=257), tokenizer), {"policy": "plain", "max_new_tokens": 2}
+    target.generate(["abc"], **few)
     tokenizer.chat_template = "{% for m in messages %}<|end|>{{ m.content }}{% endfor %}"
     messages = [{"role": "user", "content": "abc"}]
-    target.generate([tokenizer.apply_chat_template(messages, return_dict=False)], max_new_tokens=2)
-    target.generate([tokenizer.apply_chat_template(messages, tokenize=False)], max_new_tokens=2)
+    target.generate([tokenizer.apply_chat_template(messages, return_dict=False)], **few)
+    target.generate([tokenizer.apply_chat_template(messages, tokenize=False)], **few)
     assert said(caplog) == []
     for _ in range(2):
-        target.generate("abc", max_new_tokens=2)
-        Engine(target).submit("abc")
+        target.generate("abc", **few)
+        Engine(target, policy="plain").submit("abc")
     [line] = said(caplog)
     assert line.startswith("texts are continued as they are") and "apply_chat_template" in line
-    Engine(Target(target.model, tokenizer)).submit("abc")
+    Engine(Target(target.model, tokenizer), policy="plain").submit("abc")
     assert len(said(caplog)) == 2

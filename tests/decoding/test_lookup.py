@@ -98,15 +98,6 @@ def test_any_batch_of_lookups_and_early_exits_equals_plain_decoding(lengths, max
     check_equals_plain(target, prompts, policy, max_new_tokens=max_new_tokens, **seeded(len(lengths)))
 
 
-def test_the_index_is_made_when_it_is_first_asked_for():
-    target = tiny("llama")
-    for policy, made in ((Always(2, 4), False), (Always(LOOKUP, 4), True), (Adversary(0, 4), True)):
-        engine = Engine(target, policy=policy, max_batch_size=1)
-        engine.submit(echoes([9])[0], max_new_tokens=8)
-        engine.step()
-        assert all((row._guesser is not None) == made for row in engine.rows)
-
-
 @pytest.mark.parametrize("exit_layer", [-1, 4])
 def test_exit_layers_below_the_lookup_and_beyond_the_model_are_refused(exit_layer):
     engine = Engine(tiny("llama"), policy=Always(exit_layer, 2))

@@ -5,13 +5,12 @@ The pitfalls are those that published speculative decoders have had. Each check 
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.decoding import pick, rounds, verdict
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.choose import Chooser
@@ -23,21 +22,19 @@ from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.exit import draft_by_exit
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.target.cache import PackedRows, PagedCache, Tree
+from tests import models
 from tests.decoding.test_cache_audit import check_cache
 from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
 from tests.decoding.test_processors import PROCESSORS, check_processors
 from tests.decoding.test_sampling import check_any_arrival, check_equals_plain, check_law, tiny_vocabulary
 from tests.decoding.test_trees import check_known_trees, check_seconds
 from tests.helpers import Always, Schedule, decode, make_prompts
-from tests.models import build
 
 RAGGED = (12, 7, 1, 20)
 
 
-@cache
-def tiny(family):
-    """Run by its own forward: nothing that is put in here may be beyond a compiled body's sight, or crash it."""
-    return Target(build(family), engine="views")
+# Run by its own forward: nothing that is put in here may be beyond a compiled body's sight, or crash it.
+tiny = partial(models.tiny, engine="views")
 
 
 def must_fail(check, monkeypatch, owner, name, mutation):
@@ -73,7 +70,7 @@ def prefix_of_the_round_everywhere(rows, lengths, fed, logits, trees=None):
 @pytest.mark.parametrize("mutation", [bonus_from_raw_logits, prefix_of_the_round_everywhere])
 @pytest.mark.parametrize("name", ["a repetition penalty", "no repeated bigram"])
 def test_processors_left_out_or_given_another_prefix_are_noticed(monkeypatch, mutation, name):
-    check = partial(check_processors, tiny("phi"), PROCESSORS[name], schedules=3)
+    check = partial(check_processors, tiny("phi"), PROCESSORS[name])
     must_fail(check, monkeypatch, rounds, "process_packed", mutation)
 
 

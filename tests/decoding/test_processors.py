@@ -32,7 +32,7 @@ PROCESSORS = {
 RAGGED = (12, 7, 1, 20)
 
 
-def check_processors(target, processors, schedules=6):
+def check_processors(target, processors, schedules=3):
     """Greedy tokens under the processors equal generate's, and somewhere differ from those without."""
     changed = False
     for prompt in make_prompts(RAGGED, seed=1):

@@ -148,7 +148,7 @@ LAWS = {
     "all filters": ({"temperature": 1.5, "top_k": 6, "top_p": 0.95, "min_p": 0.05}, ()),
     "a repetition penalty": ({"temperature": 1.0}, (RepetitionPenaltyLogitsProcessor(1.7),)),
 }
-USUAL = {"temperature one", "top-p", "all filters", "a repetition penalty"}
+USUAL = {"temperature one", "all filters", "a repetition penalty"}
 
 
 def tiny_vocabulary(engine="auto"):

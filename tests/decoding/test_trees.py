@@ -18,10 +18,9 @@ from selfspec.decoding.pick import second_choices
 from selfspec.decoding.verdict import walk
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
-from selfspec.target.exact import ExactStack
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
-from tests.helpers import Adversary, Schedule, audit_cache, decode, generate, make_prompts
+from tests.helpers import Adversary, Schedule, ShortBlocks, audit_cache, decode, generate, make_prompts
 from tests.models import FAMILIES, build, tiny
 
 ONE, RAGGED = (9,), (12, 1, 20)
@@ -139,10 +138,8 @@ def test_trees_change_no_token_of_a_compiled_body(family):
 
 
 def exact_target(dtype, engine):
-    made = Target(build("llama").to(dtype), **engine)
-    if engine["engine"] == "views":
-        made._exact = ExactStack(made.stack, rows=8, wide=16)
-    return made
+    kind = ShortBlocks if engine["engine"] == "views" else Target
+    return kind(build("llama").to(dtype), **engine)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_pages_are_lent_again_once_their_user_is_gone():
     assert gone() is None
     third, dropped = storages.lend(3, 16)
     assert dropped == [] and storages.of(third) is storage
-    assert (third.num_pages, third.num_free_pages, third._store.num_pages) == (3, 3, 4)
+    assert (third.num_pages, third.num_free_pages, storages.of(third).cache.num_pages) == (3, 3, 4)
     del second, third
     large, dropped = storages.lend(9, 16)
     assert len(dropped) == 2 and storages.of(large).cache.num_pages == 9

@@ -13,7 +13,6 @@ from selfspec.api import Target
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
-from selfspec.device.buckets import Shape
 from selfspec.device.runner import Runner, install
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.target.cache import PackedRows, PagedCache, Span
@@ -23,6 +22,7 @@ from tests.device.standin import with_runner
 from tests.device.tape import Tape
 from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, make_prompts
 from tests.models import EOS, build, tiny
+from tests.slow import slow
 
 SAMPLED = {
     "temperature": [0.0, 0.8, 1.0, 0.7],
@@ -80,14 +80,25 @@ def check_recorded(model, lengths, seed, sampled, most_rows, page_size):
             assert one.confidences == pytest.approx(another.confidences, abs=1e-4)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(**RECORDINGS)
 def test_tokens_are_those_of_the_ordinary_engine(**case):
     check_recorded(build("llama"), **case)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "opt"])
-@pytest.mark.parametrize("most_rows", [0, 8])
+@pytest.mark.parametrize(
+    ("family", "most_rows"),
+    [
+        ("qwen3", 0),
+        ("gemma2", 8),
+        ("gpt2", 0),
+        ("opt", 8),
+        slow("qwen3", 8),
+        slow("gemma2", 0),
+        slow("gpt2", 8),
+        slow("opt", 0),
+    ],
+)
 def test_views_of_other_families_can_be_recorded(family, most_rows):
     prompts = make_prompts([3, 20, 11])
     wanted = decode(tiny(family), prompts, Schedule(3, 4), max_new_tokens=12)
@@ -100,7 +111,7 @@ def test_views_of_other_families_can_be_recorded(family, most_rows):
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
-    prompts, how = make_prompts([3, 20, 11]), {"max_new_tokens": 12}
+    prompts, how = make_prompts([3, 20, 11]), {"max_new_tokens": 6}
     wanted = decode(tiny(family), prompts, Schedule(3, 4), **how)
     target = with_runner(Target(build(family)))
     got = decode(target, prompts, Schedule(3, 4), **how)
@@ -138,7 +149,6 @@ def test_trees_are_verified_from_recordings():
     got = decode(target, prompts, Knowing(3, 4, outputs), lambda made: audit_cache(made, target.model), **how)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert sum(one.stats.num_accepted_draft_tokens for one in got) > 10
-    assert any(key[1] == "layers" and key[4].trees for key in target.stack.runner.graphs._kept)
 
 
 def test_end_of_text_inside_a_draft_ends_the_row():
@@ -213,10 +223,14 @@ def test_rounds_are_recorded_anew_with_new_exit_heads():
 
 
 def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog):
-    target, prompts = Target(build("llama"), engine="views"), make_prompts([9, 17])
+    class Waiting(torch.nn.SiLU):
+        def forward(self, hidden):
+            return super().forward(hidden) if float(hidden.sum()) < 1e30 else hidden
+
+    model, prompts = build("llama"), make_prompts([9, 17])
+    model.model.layers[0].mlp.act_fn = Waiting()
+    target = Target(model, engine="views")
     wanted = target.generate(prompts, max_new_tokens=12, exit_layer=1)
-    layer = target.stack._base.layers[0]
-    layer.register_forward_hook(lambda module, inputs, output: None if float(output.sum()) > 1e30 else output)
     with_runner(target)
     with caplog.at_level(logging.WARNING):
         got = target.generate(prompts, max_new_tokens=12, exit_layer=1)
@@ -235,8 +249,7 @@ def test_calls_share_recordings_by_shape_and_nothing_else():
         for spans in ([(0, 0, 3)], [(1, 5, 4)], [(0, 3, 2), (2, 0, 2)], [(0, 5, 1), (1, 9, 2), (2, 2, 1)]):
             rows = PackedRows(cache, [Span(tables[row], at, count) for row, at, count in spans])
             stack.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
-        shapes = [key[4] for key in runner.graphs._kept]
-        assert shapes == [Shape(4, 1, 4, 128), Shape(4, 2, 2, 128), Shape(4, 4, 2, 128)]
+        assert runner.graphs.num_recorded == 3  # of two calls that fit into one shape there is one recording
         prompt = PackedRows(cache, [Span(tables[0], 0, 30)])
         stack.run(prompt, 0, 2, torch.arange(30))
     assert runner.graphs.num_recorded == 3

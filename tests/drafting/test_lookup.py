@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -141,21 +140,39 @@ def test_indices_are_compiled_where_something_else_is(monkeypatch):
     assert type(lookup_of([1, 2])) is Lookup
 
 
-def noting(freed, lib):
-    return SimpleNamespace(selfspec_index_free=lambda index: freed.append(index) or lib.selfspec_index_free(index))
+class Noting:
+    """The compiled functions; which indices are held is written down."""
+
+    def __init__(self, lib):
+        self.lib, self.held, self.num_made = lib, set(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.lib, name)
+
+    def selfspec_index_new(self, *given):
+        made = self.lib.selfspec_index_new(*given)
+        self.held.add(made)
+        self.num_made += 1
+        return made
+
+    def selfspec_index_free(self, index):
+        self.held.remove(index)
+        self.lib.selfspec_index_free(index)
 
 
-def test_compiled_indices_are_given_back():
-    lookup = CompiledLookup([1, 2, 1])
-    assert lookup.match == 1
-    freed, lib, index = [], lookup._lib, lookup._index
-    lookup._lib = noting(freed, lib)
-    lookup._begin_anew()
-    assert freed == [index] and lookup.match == 1
-    lookup._lib, index = noting(freed, lib), lookup._index
+def test_compiled_indices_are_given_back(monkeypatch):
+    lib = Noting(functions())
+    monkeypatch.setattr("selfspec.drafting.compiled_lookup.functions", lambda: lib)
+    content = [1, 2, 1]
+    lookup = CompiledLookup(content)
+    assert lookup.match == 1 and lib.num_made == 1
+    lookup.lend()
+    lookup.foresee([[0, -1, 0, 0]], [3])
+    content += [2, 1]  # another way than it was told, so that it is made anew
+    assert lookup.match == 3 and lib.num_made == 2 and len(lib.held) == 1
     del lookup
     gc.collect()
-    assert freed[1:] == [index]
+    assert not lib.held
 
 
 @pytest.mark.parametrize("count", [5, 127, 200, 255, 256, 300])

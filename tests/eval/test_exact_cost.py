@@ -9,7 +9,7 @@ from eval.__main__ import main
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_cost_of_exact_mode_is_measured(dtype, capsys):
-    given = ["exact", "--shape", "tiny", "--dtype", dtype, "--batch-sizes", "2", "--tokens", "12", "--repeats", "2"]
+    given = ["exact", "--shape", "tiny", "--dtype", dtype, "--batch-sizes", "2", "--tokens", "6", "--repeats", "2"]
     assert main([*given, "--context", "20", "--device", "cpu"]) == 0
     printed = capsys.readouterr()
     *table, line = printed.out.splitlines()

@@ -36,12 +36,17 @@ CASE = Case()
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The command's exit code, its record, and what it printed; its first shape kills the process that measures it."""
+    """The command's exit code, its record, and what it printed; its first shape kills the process that measures it.
+
+    The other parts run in this process, since each fresh one imports torch again.
+    """
     folder, printed, settings_of = tmp_path_factory.mktemp("gpu"), [], bench.settings_of
+    run_apart = bench.run_apart
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda *given, **more: None if more.get("file") else printed.append(given[0]))
         patch.setattr(bench, "settings_of", lambda options: settings_of(options)._replace(shapes=(KILLED, "tiny")))
         patch.setattr(bench, "measure_shape", faults.kill_or_measure)
+        patch.setattr(bench, "run_apart", lambda *given: (run_apart if given[1][0] == KILLED else here)(*given))
         code = main(["gpu", "--smoke", "--output", str(folder)])
     return code, json.loads((folder / "gpu.json").read_text()), printed
 
@@ -100,11 +105,12 @@ def quick(monkeypatch, tmp_path, **changes):
     """The command with some of its settings changed; returns the record."""
     before = bench.settings_of
     monkeypatch.setattr(bench, "run_apart", here)
-    monkeypatch.setattr(bench, "settings_of", lambda options: before(options)._replace(**changes))
+    monkeypatch.setattr(bench, "settings_of", lambda options: before(options)._replace(**{**QUICK, **changes}))
     assert main(["gpu", "--smoke", "--output", str(tmp_path)]) == 0
     return json.loads((tmp_path / "gpu.json").read_text())
 
 
+QUICK = {"room": 48, "warm": 0.01, "window": 0.03}
 SMALL = {"contexts": (48,), "batches": (1,), "fixed_batches": (1,)}
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from eval.run import records
+from eval.run import drawing, records
 from eval.run.__main__ import main, report
 from eval.run.config import load_run_config
 from eval.run.ours import Bare, Ours
@@ -64,6 +64,8 @@ def config(model, tmp_path):
 
 @pytest.fixture
 def run(config, tmp_path, monkeypatch):
+    """Runs draw no figures here, which would take as long as the rest; see test_run_drawing and test_run_studies."""
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -92,9 +94,14 @@ def method(out, name):
 
 def engine(tmp_path, how):
     """The options that add an external method; its script answers as `how` says."""
+    return engines(tmp_path, engine=how)
+
+
+def engines(tmp_path, **hows):
+    """The same of several methods, by their names."""
     (tmp_path / "engine.py").write_text(ENGINE)
-    command = f"engine={sys.executable} {tmp_path / 'engine.py'} {how}"
-    return ["--methods", "plain", "external:engine", "--externals", command]
+    commands = [f"{name}={sys.executable} {tmp_path / 'engine.py'} {how}" for name, how in hows.items()]
+    return ["--methods", "plain", *(f"external:{name}" for name in hows), "--externals", *commands]
 
 
 def test_every_method_writes_plain_decodings_tokens_and_spec_benchs_format(run, out, model, capsys):
@@ -206,37 +213,32 @@ def test_an_external_command_may_answer_in_text(run, out, tmp_path):
     assert method(out, "external:engine")["groups"]["overall"]["mean_accepted_tokens"] is None
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "failed", "words"),
-    [
-        ("hang", "timeout", [7], "killed after 5 s"),
-        ("crash", "crash", [7], "exit code 3"),
-        ("garbage", "error", ["a", 7, 8], "no valid answer"),
-        ("sorry", "error", ["a", 7, 8], "no such luck"),
-        ("boast", "error", ["a", 7, 8], "it reports"),
-        ("huge", "error", ["a", 7, 8], "OverflowError"),
-        ("surrogate", "error", ["a", 7, 8], "no valid answer"),
-        ("moan", "error", ["a", 7, 8], "half a letter: \\ud800"),
-    ],
-)
-def test_what_a_command_does_wrong_is_a_row_and_the_run_goes_on(how, kind, failed, words, run, out, tmp_path):
-    limit = "5" if how == "hang" else "60"
-    assert run(*engine(tmp_path, how), "--time-limit", limit) == 0
-    errors = lines(out / "errors.jsonl")
-    assert [(row["kind"], row["method"], row["question_id"]) for row in errors] == [
-        (kind, "external:engine", question) for question in failed
-    ]
-    assert all(words in row["sentence"] for row in errors)
-    assert method(out, "external:engine")["errors"] == {kind: len(failed)} and summary(out)["complete"]
-    assert len(lines(out / "answers" / "plain.jsonl")) == 3 and "## Errors" in (out / "report.md").read_text("utf-8")
-    assert run(*engine(tmp_path, how), "--time-limit", limit) == 0  # a failure is an answer: nothing is asked again
-    assert len(lines(out / "errors.jsonl")) == len(failed)
+WRONG = {  # what an engine does: the kind of the error, the questions it costs, and what its sentence holds
+    "hang": ("timeout", [7], "killed after 3 s"),
+    "crash": ("crash", [7], "exit code 3"),
+    "garbage": ("error", ["a", 7, 8], "no valid answer"),
+    "sorry": ("error", ["a", 7, 8], "no such luck"),
+    "boast": ("error", ["a", 7, 8], "it reports"),
+    "huge": ("error", ["a", 7, 8], "OverflowError"),
+    "surrogate": ("error", ["a", 7, 8], "no valid answer"),
+    "moan": ("error", ["a", 7, 8], "half a letter: \\ud800"),
+}
 
 
-def test_a_command_that_cannot_be_started_is_a_crash(run, out):
-    options = ["--methods", "plain", "external:engine", "--externals", "engine=/no/such/command"]
+def test_what_commands_do_wrong_are_rows_and_the_run_goes_on(run, out, tmp_path):
+    options = [*engines(tmp_path, **{how: how for how in WRONG}), "gone=/no/such/command", "--time-limit", "3"]
+    options.insert(1, "external:gone")
     assert run(*options) == 0
-    assert {row["kind"] for row in lines(out / "errors.jsonl")} == {"crash"}
+    errors = lines(out / "errors.jsonl")
+    for how, (kind, failed, words) in {**WRONG, "gone": ("crash", ["a", 7, 8], "")}.items():
+        rows = [row for row in errors if row["method"] == f"external:{how}"]
+        assert [(row["kind"], row["question_id"]) for row in rows] == [(kind, question) for question in failed], how
+        assert all(words in row["sentence"] for row in rows), how
+        assert method(out, f"external:{how}")["errors"] == {kind: len(failed)}, how
+    assert summary(out)["complete"] and len(lines(out / "answers" / "plain.jsonl")) == 3
+    assert "## Errors" in (out / "report.md").read_text("utf-8")
+    assert run(*options) == 0  # a failure is an answer: nothing is asked again
+    assert lines(out / "errors.jsonl") == errors
 
 
 def test_a_question_beyond_the_context_is_a_row_of_its_own_for_every_method(run, out, config, tmp_path):

@@ -94,6 +94,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def few(folder):
+    """Without the studies' figures, where any figure will do."""
+    for name in STUDIES:
+        (folder / "studies" / f"{name}.json").unlink()
+    return folder
+
+
 def texts(svg):
     found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     return [element.text.strip() for element in found if element.text]
@@ -130,9 +138,11 @@ def test_figures_show_what_they_are_given(folder):
 
 
 def test_only_what_has_data_is_drawn_and_nothing_stays_of_what_no_longer_has(folder):
-    write(folder, a_summary())
-    for name in STUDIES:
+    for name in ("acceptance", "batch", "policies"):
         (folder / "studies" / f"{name}.json").unlink()
+    write(folder, a_summary())
+    assert sorted(file.stem for file in (folder / "figures").glob("*.svg")) == ["grid", "speedup_by_category", "stages"]
+    (folder / "studies" / "grid.json").unlink()
     nothing = a_summary(baseline=None)
     for method in nothing["methods"]:
         method["groups"] = {}
@@ -141,25 +151,41 @@ def test_only_what_has_data_is_drawn_and_nothing_stays_of_what_no_longer_has(fol
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    "broken",
     [
-        (
-            "grid",
-            '{"study": "grid", "error": "no room\\nfor <8> rows"}',
-            "The study grid came to nothing: no room for \\<8>",
-        ),
-        ("batch", '{"batch_', "studies/batch.json cannot be drawn (JSONDecodeError"),
-        ("policies", "[1]", "studies/policies.json cannot be drawn (ValueError: not a JSON object)."),
-        ("acceptance", '{"exits": [{"exit_layer": 1, "joint": ["much"]}]}', "studies/acceptance.json cannot be drawn"),
-        ("acceptance", '{"study": "acceptance"}', "studies/acceptance.json cannot be drawn (KeyError: 'exits')"),
-        ("grid", json.dumps({**STUDIES["grid"], "best": {"exit_layer": 9, "draft_length": 1}}), "cannot be drawn"),
+        {
+            "grid": (
+                '{"study": "grid", "error": "no room\\nfor <8> rows"}',
+                "The study grid came to nothing: no room for \\<8>",
+            ),
+            "batch": ('{"batch_', "studies/batch.json cannot be drawn (JSONDecodeError"),
+            "policies": ("[1]", "studies/policies.json cannot be drawn (ValueError: not a JSON object)."),
+            "acceptance": (
+                '{"exits": [{"exit_layer": 1, "joint": ["much"]}]}',
+                "studies/acceptance.json cannot be drawn",
+            ),
+        },
+        {
+            "acceptance": (
+                '{"study": "acceptance"}',
+                "studies/acceptance.json cannot be drawn (KeyError: 'exits')",
+            ),
+            "grid": (
+                json.dumps({**STUDIES["grid"], "best": {"exit_layer": 9, "draft_length": 1}}),
+                "studies/grid.json cannot be drawn",
+            ),
+        },
     ],
+    ids=["no studies", "other figures"],
 )
-def test_a_failed_or_broken_study_is_one_sentence(folder, name, content, words):
-    (folder / "studies" / f"{name}.json").write_text(content)
+def test_failed_and_broken_studies_are_one_sentence_each(folder, broken):
+    for name, (content, _) in broken.items():
+        (folder / "studies" / f"{name}.json").write_text(content)
     text = write(folder, a_summary())
-    assert sum(words in line for line in text.split("\n")) == 1
-    assert not (folder / "figures" / f"{name}.svg").exists() and (folder / "figures" / "stages.svg").exists()
+    for name, (_, words) in broken.items():
+        assert sum(words in line for line in text.split("\n")) == 1
+        assert not (folder / "figures" / f"{name}.svg").exists()
+    assert (folder / "figures" / "stages.svg").exists()
 
 
 @pytest.mark.parametrize(
@@ -175,13 +201,13 @@ def test_a_study_without_a_number_is_no_figure(name, study):
     assert drawing.OF_STUDY[name](study) is None
 
 
-def test_parts_may_be_missing(folder):
-    few = {key: STUDIES["grid"][key] for key in ("exit_layers", "draft_lengths", "tokens_per_second")}
-    assert paper.draw("grid", maps.grid(few)).svg
+def test_parts_may_be_missing(few):
+    grid = {key: STUDIES["grid"][key] for key in ("exit_layers", "draft_lengths", "tokens_per_second")}
+    assert paper.draw("grid", maps.grid(grid)).svg
     assert paper.draw("policies", speeds.policies({"rows": STUDIES["policies"]["rows"][:1]})).svg
     partial = a_summary(complete=False)
     partial["methods"][1]["num_missing"] = 1
-    assert "Partial" in write(folder, partial) and (folder / "figures" / "stages.png").exists()
+    assert "Partial" in write(few, partial) and (few / "figures" / "stages.png").exists()
 
 
 def test_without_matplotlib_the_report_says_so_once_and_studies_errors_too(folder, monkeypatch):
@@ -192,15 +218,15 @@ def test_without_matplotlib_the_report_says_so_once_and_studies_errors_too(folde
     assert not (folder / "figures").exists() and "for want of matplotlib" in (folder / "report.html").read_text("utf-8")
 
 
-def test_figures_that_exist_outlive_a_report_without_matplotlib(folder, monkeypatch):
-    write(folder, a_summary())
-    before = {file.name: file.read_bytes() for file in (folder / "figures").iterdir()}
+def test_figures_that_exist_outlive_a_report_without_matplotlib(few, monkeypatch):
+    write(few, a_summary())
+    before = {file.name: file.read_bytes() for file in (few / "figures").iterdir()}
     monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    write(folder, a_summary())
-    assert {file.name: file.read_bytes() for file in (folder / "figures").iterdir()} == before != {}
+    write(few, a_summary())
+    assert {file.name: file.read_bytes() for file in (few / "figures").iterdir()} == before != {}
 
 
-def test_a_picture_that_cannot_be_written_leaves_nothing_beside_it(folder, monkeypatch):
+def test_a_picture_that_cannot_be_written_leaves_nothing_beside_it(few, monkeypatch):
     whole = Path.replace
 
     def failing(path, other):
@@ -210,8 +236,8 @@ def test_a_picture_that_cannot_be_written_leaves_nothing_beside_it(folder, monke
 
     monkeypatch.setattr(Path, "replace", failing)
     with pytest.raises(FullError, match=r"\.png"):
-        write(folder, a_summary())
-    assert [file.suffix for file in (folder / "figures").iterdir()] == [".svg"]
+        write(few, a_summary())
+    assert [file.suffix for file in (few / "figures").iterdir()] == [".svg"]
 
 
 def test_ours_are_strong_and_the_default_is_always_the_same_colour():
@@ -223,10 +249,10 @@ def test_ours_are_strong_and_the_default_is_always_the_same_colour():
     assert paper.ink("#000000") == "white" and paper.ink("#ffffff") == "black" == paper.ink("#ffff00")
 
 
-def test_a_figure_that_cannot_be_written_is_said_and_leaves_the_old_one(folder):
-    write(folder, a_summary())
-    before = (folder / "figures" / "stages.png").read_bytes()
-    (folder / "figures" / "stages.png.new").mkdir()
+def test_a_figure_that_cannot_be_written_is_said_and_leaves_the_old_one(few):
+    write(few, a_summary())
+    before = (few / "figures" / "stages.png").read_bytes()
+    (few / "figures" / "stages.png.new").mkdir()
     with pytest.raises(FullError, match=r"stages\.png"):
-        write(folder, a_summary())
-    assert (folder / "figures" / "stages.png").read_bytes() == before
+        write(few, a_summary())
+    assert (few / "figures" / "stages.png").read_bytes() == before

@@ -17,6 +17,7 @@ from eval.live import fixed, way_of
 from eval.live_timing import Scene, call
 from eval.methods import Endless
 from eval.replay import replay
+from eval.run import drawing
 from eval.run.__main__ import main
 from eval.run.config import RUN, STUDY_SIZES, load_run_config
 from eval.run.lines import FullError
@@ -52,8 +53,9 @@ def out(tmp_path):
 
 
 @pytest.fixture
-def run(model, tmp_path, out):
-    """`run(...)` of a tiny configuration takes further options."""
+def run(model, tmp_path, out, monkeypatch):
+    """`run(...)` of a tiny configuration takes further options; it draws no figures, which `finished` has."""
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     config = write(model, tmp_path)
     return lambda *options: main([str(config), "--output", str(out), *SMALL, *options])
 
@@ -77,12 +79,16 @@ def write(model, folder):
     return path
 
 
-@pytest.fixture
-def material():
+def material_at(temperature):
     """Two prompts of a tiny target, with made-up costs."""
     prompts = [Prompt(i, 0, "", ids, 9, seed=i) for i, ids in enumerate(([5, 6, 7], [8, 9, 10, 11, 12]))]
     target = Endless(Target(build("llama")))
-    return Material(target, prompts, 0.0, 6, 9, lambda: made_up_costs(4), cost_repeats=1, say=lambda text: None)
+    return Material(target, prompts, temperature, 6, 9, lambda: made_up_costs(4), cost_repeats=1, say=lambda text: None)
+
+
+@pytest.fixture
+def material():
+    return material_at(0.0)
 
 
 def study(out, name):
@@ -108,6 +114,7 @@ def test_a_run_makes_all_studies(finished):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert not {"study_questions", "study_tokens", "studies"} & set(config)
     assert all(SIZES.items() <= study(finished, name).items() for name in NAMES)
+    assert {file.stem for file in (finished / "figures").iterdir()} >= set(NAMES)
 
 
 def test_studies_come_after_the_questions(run, capsys):
@@ -272,12 +279,10 @@ def test_a_run_that_stops_at_the_end_of_text_studies_its_answers(run, out, monke
 
 
 def test_sampled_output_is_studied_as_sampled(material):
-    material.temperature = 1.0
-    scene = material.scene(6, made_up_costs(4))
+    scene = material_at(1.0).scene(6, made_up_costs(4))
     for other in (scene, scene.filled(2), scene.only(1)):
         done = call(other, fixed(scene.costs, 2, 3), 2)
         assert done.tokens == [list(trace.tokens) for trace in other.traces]
-    material.temperature, material._traces = 0.0, []
     greedy = material.scene(6, made_up_costs(4))
     assert [t.tokens for t in greedy.traces] != [t.tokens for t in scene.traces]
     assert isinstance(greedy, Scene) and call(greedy, way_of(greedy, "plain"), 2).tokens[0] == list(

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
+from functools import wraps
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 
 from selfspec.api import Target
 from selfspec.decoding.engine import page_size_of
 from selfspec.kernels import reference
 from selfspec.kernels.suite import has_triton
-from selfspec.target import backends, fastest
+from selfspec.target import fastest
 from selfspec.target.attention import Reach, attend_rows
 from selfspec.target.backends import FLASH_PAGE, Backend, importable, layout_of, named
 from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
@@ -23,7 +29,9 @@ from selfspec.target.stack import Stack
 from tests.helpers import make_prompts
 from tests.models import build
 
-HERE = importable("cpu") | ({"triton": Backend("triton", backends._triton)} if has_triton() else {})
+# Triton's kernels run in its interpreter where there is no device.
+HERE = importable("cpu") | ({"triton": importable("cuda")["triton"]} if has_triton() else {})
+OF_TORCH = varlen.varlen_attn
 a_row = st.tuples(st.integers(0, 40), st.one_of(st.integers(1, 6), st.just(35)))
 
 
@@ -94,16 +102,15 @@ def flash_attn_varlen_func(  # flash-attn 2.8's own parameters
     return by_packages(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), softmax_scale, window_size, softcap, block_table)
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **given):
-    real = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
-    if "block_table" in inspect.signature(real).parameters:
-        inspect.signature(real).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **given)
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, block_table=None, **given):
+    if "block_table" in inspect.signature(OF_TORCH).parameters:
+        inspect.signature(OF_TORCH).bind(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, block_table=block_table, **given
+        )
     assert torch.equal(cu_seq_k.diff(), given["seqused_k"]) and given["enable_gqa"]
     window = given["window_size"]
     assert window[1] == 0, "not causal"
-    return by_packages(
-        query, key, value, cu_seq_q, given["seqused_k"], given["scale"], window, 0.0, given["block_table"]
-    )
+    return by_packages(query, key, value, cu_seq_q, given["seqused_k"], given["scale"], window, 0.0, block_table)
 
 
 def by_packages(q, k, v, fed, held, scale, window, softcap, table):
@@ -129,14 +136,25 @@ def by_packages(q, k, v, fed, held, scale, window, softcap, table):
 
 @pytest.fixture
 def packages(monkeypatch):
-    told = []
+    """Backends by name as a program finds them where both packages are, and which of them were called."""
+    called = []
 
     def listen(call):
-        return lambda *args, **given: (told.append(call.__name__), call(*args, **given))[1]
+        @wraps(call)
+        def told(*args, **given):
+            called.append(call.__name__)
+            return call(*args, **given)
 
-    monkeypatch.setattr(backends, "_flash_function", lambda: listen(flash_attn_varlen_func))
-    monkeypatch.setattr(backends, "_varlen_function", lambda: listen(varlen_attn))
-    return told
+        return told
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func, package.__spec__ = listen(flash_attn_varlen_func), ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(varlen, "varlen_attn", listen(varlen_attn))
+    spec = find_spec(importable.__module__)
+    fresh = module_from_spec(spec)  # what was looked for once is not looked for again
+    spec.loader.exec_module(fresh)
+    return fresh.importable("cuda"), called
 
 
 @pytest.mark.parametrize(
@@ -163,10 +181,10 @@ def test_packages_are_told_what_they_document_or_not_asked(packages, backend, op
     call = packed_call(rows, page_size, 4, 2, 16, dtype, 1, options.get("trees", False))
     assert any(span.tree for span in call[0].spans) == options.get("trees", False)
     reach = options.get("reach", Reach(None, None))
-    attend = {"flash": backends._flash, "varlen": backends._varlen}[backend]
-    check(Backend(backend, attend), call, reach, options.get("softcap"), options.get("sinks"))
+    found, called = packages
+    check(found[backend], call, reach, options.get("softcap"), options.get("sinks"))
     asked = served and page_size == FLASH_PAGE and dtype == torch.bfloat16
-    assert len(packages) == (1 if asked else 0)
+    assert len(called) == (1 if asked else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- choosing
@@ -224,7 +242,7 @@ def test_an_engine_with_attention_of_its_own_says_so():
 def test_pages_are_as_large_as_the_backend_asks():
     stack = Stack(build("llama"))
     assert page_size_of(stack) == 64
-    stack.backend = Backend("flash", backends._flash, FLASH_PAGE)
+    stack.backend = Backend("of large pages", attend_rows, FLASH_PAGE)
     assert page_size_of(stack) == FLASH_PAGE
 
 

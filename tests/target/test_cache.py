@@ -25,12 +25,13 @@ def test_pages_are_never_owned_twice_and_none_is_lost(needs, page_size, rng):
         if pages is not None:
             assert len(pages) == count
             owned.append(pages)
-        assert sorted([*cache._free, *(page for pages in owned for page in pages)]) == list(range(6))
+        held = [page for pages in owned for page in pages]
+        assert len({*held}) == len(held) == 6 - cache.num_free_pages and {*held} <= {*range(6)}
         if owned and rng.random() < 0.4:
             cache.release(owned.pop(rng.randrange(len(owned))))
     for pages in owned:
         cache.release(pages)
-    assert cache.num_free_pages == 6
+    assert sorted(cache.reserve(6 * page_size)) == list(range(6)) and cache.num_free_pages == 0
 
 
 def test_the_lowest_free_pages_are_given_first():

@@ -95,7 +95,10 @@ def test_tokens_not_yet_accepted_have_no_part_in_what_comes_before_them():
     cache, tokens = PagedCache(1, 32), torch.arange(12) + 3
     made.run(PackedRows(cache, [Span([0], 0, 12)]), 0, 4, tokens)
     wanted = made.run(PackedRows(cache, [Span([0], 5, 1)]), 0, 4, tokens[5:6])
-    for keys, values in cache._layers.values():
+    example = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    for layer in range(4):
+        keys, values = cache.layer(layer, example, example)
+        assert keys[0, 5].any()
         keys[0, 6:], values[0, 6:] = float("nan"), float("nan")
     assert torch.equal(made.run(PackedRows(cache, [Span([0], 5, 1)]), 0, 4, tokens[5:6]), wanted)
 
