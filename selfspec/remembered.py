@@ -9,12 +9,12 @@ from time import monotonic
 from typing import Any, NamedTuple, Self
 
 from selfspec import profile
+from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.led import Led
 from selfspec.control.plan import Policy
 from selfspec.control.policies import DEFAULT_POLICY
-from selfspec.control.priors import is_prior
 from selfspec.target.stack import Stack
 
 WRITE_EVERY = 0.1  # seconds

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from selfspec.control.agreement import Agreement
+from selfspec.control.acceptance import Agreement, SecondRates, Tracker
 from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
 from selfspec.control.costs import Costs
-from selfspec.control.fading import Passed
+from selfspec.control.decay import Passed
 from selfspec.control.laps import Seconds
 from selfspec.control.ngram_planner import LONG, grown, table
 from selfspec.control.ngram_stats import MOST_FOUND, NgramStats
@@ -38,8 +38,6 @@ from selfspec.control.plan import (
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.schedule import Schedule
-from selfspec.control.second_choices import SecondRates
-from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
 
 KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it

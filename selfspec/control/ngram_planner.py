@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from selfspec.control.decay import Floats
 from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST, bin_of
 from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import Lookups
-from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
 
 LONG = SHORTEST[-1]

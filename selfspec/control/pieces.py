@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from selfspec.control.costs import LOOKUP_SECONDS, Costs
+from selfspec.control.decay import Floats
 from selfspec.control.ngram_stats import MOST_FOUND
-from selfspec.control.tracker import Floats
 
 MOST = 18  # longest draft considered
 MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once

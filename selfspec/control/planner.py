@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from selfspec.control.acceptance import SecondRates
+from selfspec.control.decay import Floats
 from selfspec.control.parts import WHOLE, Part
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import Plan, SecondChoices, ShadowPlan, SurvivalStop
-from selfspec.control.second_choices import SecondRates
-from selfspec.control.tracker import Floats
 from selfspec.control.worth import Worth
 
 HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)

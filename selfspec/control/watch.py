@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.control.acceptance import Tracker
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RowOutcome, RowState
-from selfspec.control.tracker import Tracker
 
 
 class Watch(Policy):

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.control.costs import Costs
+from selfspec.control.decay import Floats
 from selfspec.control.measured import CONTEXT
 from selfspec.control.pieces import LOOKUP_GRID, MOST, ROUNDS, STEP, WIDTH, Coefficients, Pieces, coefficients
-from selfspec.control.tracker import Floats
 
 NOTICEABLE = 0.05  # smaller changes are not worth pricing everything anew
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from selfspec.control.acceptance import likely_seconds
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import CONFIDENCE_EDGES, Plan, SurvivalStop, confidence_bin
-from selfspec.control.second_choices import likely_seconds
 from selfspec.decoding.pick import Sampling, Subset
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.process import process

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.replay import replay
+from selfspec.control.acceptance import Tracker, is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.laps import Seconds
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import LOOKUP, Plan
 from selfspec.control.planner import UNKNOWN
-from selfspec.control.priors import is_prior
 from selfspec.control.rows import RowOutcome, RowState, Shadow, Tally
 from selfspec.control.table import Table
-from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_plan
 from tests.eval.replays import made_up_costs, trace_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.fading import Passed
+from selfspec.control.decay import Passed
 from selfspec.control.laps import Seconds
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.ngram_planner import table

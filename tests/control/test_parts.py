@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.laps import Seconds
 from selfspec.control.measured import Copies
@@ -14,7 +15,6 @@ from selfspec.control.parts import WHOLE, Parts
 from selfspec.control.pieces import MOST
 from selfspec.control.plan import DRAFTS
 from selfspec.control.rows import RowOutcome, RowState
-from selfspec.control.tracker import Tracker
 from selfspec.control.worth import Worth
 from tests.eval.replays import made_up_costs, with_dear_contexts
 

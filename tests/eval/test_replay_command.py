@@ -15,10 +15,10 @@ from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
 from eval.traces import load, save
 from selfspec import load as load_model
+from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.policies import POLICIES
-from selfspec.control.tracker import Tracker
 from selfspec.profile import store_prior
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace

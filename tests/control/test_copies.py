@@ -1,4 +1,4 @@
-"""How often copies are right where the layers are, and whom their misses are held against."""
+"""Drafts by copies of the layers: the policy finds out whether they are right where the layers are."""
 
 from __future__ import annotations
 
@@ -6,66 +6,12 @@ import numpy as np
 import pytest
 
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.agreement import AS_GOOD, BELIEVED, HALF_LIFE, KNOWN, OVERALL, Agreement
-from selfspec.control.fading import Passed
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from tests.control.test_adaptive import LAYERS
 from tests.control.test_parts import with_copies
 from tests.eval.replays import made_up_costs
-
-
-def test_full_agreement_is_believed_until_something_came():
-    seen = Agreement(LAYERS, Passed())
-    assert seen.pooled == 1 and not seen.is_good and (seen.ratios() == 1).all()
-    seen.add(2, 10.0, 40.0)
-    assert seen.pooled == pytest.approx(30 / 60) and seen.is_known and not seen.is_good
-    ratios = seen.ratios()
-    assert ratios[1] < ratios[0] == pytest.approx(0.5)
-
-
-def test_it_is_never_more_than_full_and_older_observations_fade():
-    passed = Passed()
-    seen = Agreement(LAYERS, passed)
-    seen.add(1, 0.0, 60.0)
-    before = seen.pooled
-    passed.tokens += 10 * HALF_LIFE
-    assert before < AS_GOOD < seen.pooled
-    seen.add(1, 50.0, 10.0)
-    assert seen.pooled == 1 and seen.ratios().max() == 1
-
-
-def test_it_is_known_once_more_tokens_came_than_are_believed_and_is_forgotten():
-    passed = Passed()
-    seen = Agreement(LAYERS, passed)
-    for _ in range(int(KNOWN * BELIEVED)):
-        assert not seen.is_known and not seen.is_good
-        seen.add(1, 0.9, 1.0)
-    assert seen.is_good and seen.is_known
-    passed.tokens += 40 * HALF_LIFE
-    assert not seen.is_known and not seen.is_good
-
-
-def test_a_later_one_starts_from_what_was_seen_and_from_nothing_that_is_nonsense():
-    passed = Passed()
-    seen = Agreement(LAYERS, passed)
-    seen.add(2, 10.0, 40.0)
-    passed.tokens += 100
-    seen.add(3, 5.0, 6.0)
-    later = Agreement(LAYERS, Passed(), seen.state())
-    assert later.state() == seen.state()
-    assert later.ratios().argmin() == 1 and later.ratios()[1] < 0.5 and not later.is_good
-    passed.tokens += 2.5 * OVERALL
-    kept = Agreement(LAYERS, Passed(), seen.state()).pooled
-    assert kept < AS_GOOD < seen.pooled, "it is kept for longer than it holds"
-    much = Agreement(LAYERS, Passed(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])
-    for _ in range(4):
-        much.add(1, 100.0, 100.0)
-    assert much.ratios()[0] > 0.8, "what comes soon says more"
-    ones, short = [1.0] * (LAYERS - 1), [1.0] * (LAYERS - 2)
-    for given in (None, 3, "x", [ones], [short, short], [ones, [float("nan")] * (LAYERS - 1)], [ones, [-1.0, *short]]):
-        assert Agreement(LAYERS, Passed(), given).pooled == 1
 
 
 def drafted_by(policy, costs, copies_are_right, num_rounds):
@@ -107,8 +53,7 @@ def test_what_copies_get_wrong_at_first_is_not_held_against_a_layer_that_a_promp
     policy.seed(RowState(0, 40, 40_000), Shadow(layers, hits, np.full(hits.shape, 0.9, np.float32)))
     by = drafted_by(policy, costs, False, 40)
     assert by[0] == 4 and by[-1] is None
-    recent = policy.tracker.recent
-    assert recent[0].sum() > 0 and recent[1].sum() == 0
+    assert np.sum(policy.state()["hits"]) > 0 and np.sum(policy.state()["misses"]) == 0
 
 
 def test_copies_that_were_never_right_do_not_draft_first_in_a_later_text():
