@@ -22,8 +22,6 @@ from selfspec.control.decay import Passed
 from selfspec.control.laps import Seconds
 from selfspec.control.ngram_planner import LONG, grown, table
 from selfspec.control.ngram_stats import MOST_FOUND, NgramStats
-from selfspec.control.parts import Parts, Vocabulary
-from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,
@@ -36,9 +34,11 @@ from selfspec.control.plan import (
     confidence_bins,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
+from selfspec.control.round_costs import MOST, Vocabulary
+from selfspec.control.round_costs import Drafters as Parts
+from selfspec.control.round_costs import RoundCosts as Worth
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from selfspec.control.schedule import Schedule
-from selfspec.control.worth import Worth
 
 KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it
 CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew

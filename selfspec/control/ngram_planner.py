@@ -8,9 +8,8 @@ import numpy as np
 
 from selfspec.control.decay import Floats
 from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST, bin_of
-from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import Lookups
-from selfspec.control.worth import Worth
+from selfspec.control.round_costs import MOST_PACKED, RoundCosts
 
 LONG = SHORTEST[-1]
 TYPICAL = 8  # drafted tokens per row around which one more token is priced
@@ -20,7 +19,7 @@ _BY_MATCH = [bin_of(match) for match in range(1, LONG + 1)]
 
 
 def table(
-    rates: Sequence[Sequence[float]], worth: Worth, usual: float, trust: float, most: int = MOST_FOUND
+    rates: Sequence[Sequence[float]], costs: RoundCosts, usual: float, trust: float, most: int = MOST_FOUND
 ) -> Lookups | None:
     """The drafts of all rows; None where no draft promises more than is usual.
 
@@ -30,7 +29,7 @@ def table(
         trust: by what forecasts of drafts by lookup are multiplied.
         most: longest draft of a row.
     """
-    count, seconds = len(rates), np.array(worth.lookups())
+    count, seconds = len(rates), np.array(costs.lookups())
     needs = usual * seconds / trust - count
     if not (needs < np.arange(len(needs))).any():
         return None  # not even if every draft were right

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import NUM_MATCH_BINS, Plan
 from selfspec.control.rows import RowState, Tally
-from selfspec.control.table import Table
 
 ROOMY, NOTHING = 10_000, (0,) * NUM_MATCH_BINS
 

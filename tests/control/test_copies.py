@@ -10,7 +10,7 @@ from selfspec.control.laps import Seconds
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.rows import RowOutcome, RowState, Shadow
 from tests.control.test_adaptive import LAYERS
-from tests.control.test_parts import with_copies
+from tests.control.test_drafters import with_copies
 from tests.eval.replays import made_up_costs
 
 

@@ -104,6 +104,15 @@ def planned(trace, costs, prior):
     return [round_.plan.exit_layer for round_ in done.rounds]
 
 
+def test_another_head_is_counted_in_layers_and_changes_nothing_else():
+    costs = made_up_costs(8)
+    other = compare.with_head(costs, 2.0)
+    assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
+    assert other.head(8) / other.head(1) == pytest.approx(costs.late[1](8) / costs.late[1](1))
+    assert other.early_pass(3, 2) == costs.early_pass(3, 2) and other.plain_round(1) > costs.plain_round(1)
+    assert compare.with_head(costs, 0.0).head(16) == 0
+
+
 def test_a_fresh_adaptive_begins_with_the_statistics_it_is_given():
     trace, costs = random_trace(0, 4, 40), made_up_costs(4)
     assert planned(trace, costs, sure_of(2))[:3] == [2] * 3
