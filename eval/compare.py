@@ -18,7 +18,7 @@ from eval.traces import Trace
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.control.policies import CHOOSES_EXIT, POLICIES
+from selfspec.control.registry import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
 BY_EXIT = "clairvoyant without lookup"

@@ -17,7 +17,7 @@ from eval.traces import WRONG_STEPS, Trace
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Policy
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 
 Array = NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.ngram_planner import table
 from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST, NgramStats, bin_of
 from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan
-from selfspec.control.policies import make_policy
+from selfspec.control.registry import make_policy
 from selfspec.control.round_costs import LOOKUP_GRID, MOST_PACKED, RoundCosts
 from selfspec.control.rows import Looked, RowOutcome, RowState, Tally
 from tests.control.rounds import found

@@ -13,7 +13,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import LOOKUP
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
 from tests.models import tiny

@@ -18,7 +18,7 @@ from selfspec import load as load_model
 from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 from selfspec.profile import store_prior
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
