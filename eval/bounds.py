@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from eval.round_costs import RoundCosts
 from eval.traces import Bools, Trace
-from selfspec.control.measured import CONTEXT
+from selfspec.control.costs import CONTEXT
 from selfspec.control.plan import DRAFTS
 from selfspec.drafting.lookup import Lookup, num_right
 

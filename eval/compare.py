@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -15,14 +16,26 @@ from eval.tasks import Recorded
 from eval.timing import Say
 from eval.traces import Trace
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.control.policies import CHOOSES_EXIT, POLICIES
+from selfspec.control.registry import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED, CLAIRVOYANT = "best static (E, D)", "best static (E, D, stop)", "clairvoyant"
 BY_EXIT = "clairvoyant without lookup"
 BESIDE_CHAIN = (CHAIN, WITH_SOURCES)  # policies to compare where nothing can be looked up
 KEEPS_PRIOR = ("adaptive",)  # policies that can begin with what was seen before
 BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
+
+
+def with_head(costs: Costs, layers: float) -> Costs:
+    """The same machine with a head that costs as much as `layers` layers of a plain forward, at any width."""
+    one = costs.plain(1) / costs.num_layers
+    grows = [costs.late[1](n) / costs.late[1](1) for n in costs.head.points]
+    head = Table(costs.head.points, tuple(layers * one * g for g in grows))
+    copies = costs.copies
+    if copies is not None:
+        copies = replace(copies, head=copies.head.scaled(head(1) / max(costs.head(1), 1e-12)))
+    return replace(costs, head=head, copies=copies, plain_head=None)
 
 
 def compare(tasks: Sequence[Recorded], config: ReplayConfig, say: Say) -> list[dict[str, Any]]:
@@ -63,7 +76,7 @@ def _row(cells: Sequence[Cell], tasks: Sequence[Recorded]) -> dict[str, Any]:
 def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig) -> list[Cell]:
     """One task's cells from top to bottom."""
     traces = [trace.cut(length) for trace in task.traces]
-    costs = task.costs if isinstance(head, str) else task.costs.with_head(head)
+    costs = task.costs if isinstance(head, str) else with_head(task.costs, head)
     of_rounds = RoundCosts(costs, MOST_ACCEPTED)
     plain = plain_seconds(traces, of_rounds)
     prior = task.prior if config.prior == STORED else None

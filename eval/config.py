@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from eval.keys import check_key, knob, read_keys
 from eval.sources import split_policy
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 
 FOLDER = Path(__file__).parents[1] / "configs" / "eval"
 DEFAULT, QUICK, REPLAY = FOLDER / "bench.yaml", FOLDER / "quick.yaml", FOLDER / "replay.yaml"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.traces import WRONG_STEPS, Trace
+from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import Plan, SecondChoices, confidence_bin
 from selfspec.control.rows import RowOutcome
-from selfspec.control.second_choices import likely_seconds
 from selfspec.drafting.lookup import Guess, num_right
 
 

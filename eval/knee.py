@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from eval.replay import make, replay
 from eval.traces import WRONG_STEPS, Trace
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Policy
-from selfspec.control.policies import POLICIES
-from selfspec.control.table import Table
+from selfspec.control.registry import POLICIES
 
 Array = NDArray[np.float64]
 

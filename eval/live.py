@@ -30,7 +30,7 @@ from eval.traces import save
 from selfspec import load as load_model
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.policies import CHOOSES_EXIT
+from selfspec.control.registry import CHOOSES_EXIT
 from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import SpecStats
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.api import Target
+from selfspec.control.acceptance import is_prior
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.control.priors import is_prior
-from selfspec.control.worth import deepest_copy
+from selfspec.control.round_costs import deepest_copy
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.picker import Picker, told_of
 from selfspec.decoding.shadow import shadow_picks

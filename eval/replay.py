@@ -21,7 +21,7 @@ from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
-from selfspec.control.policies import make_policy
+from selfspec.control.registry import make_policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.costs import Costs
-from selfspec.control.measured import CONTEXT
+from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP
-from selfspec.control.worth import deepest_copy
+from selfspec.control.round_costs import deepest_copy
 
 
 class RoundCosts:

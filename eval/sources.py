@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.control.plan import DRAFTS
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 
 WITH_SOURCES = "adaptive"
 BESIDE = {"copies", "tree"}  # which only change how others draft

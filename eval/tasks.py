@@ -17,8 +17,8 @@ from eval.timing import Say
 from eval.traces import Trace, load, load_prior, save
 from selfspec import load as load_model
 from selfspec.api import Target
+from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
-from selfspec.control.priors import is_prior
 from selfspec.decoding.measure import measure
 from selfspec.decoding.pick import Sampling
 

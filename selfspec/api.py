@@ -231,7 +231,7 @@ class Target:
 
         Args:
             prompts: a text, a list of texts, or a list of token-id lists.
-            policy: one of `selfspec.control.policies.POLICIES`, or an object of your own; default: `adaptive`, which
+            policy: one of `selfspec.control.registry.POLICIES`, or an object of your own; default: `adaptive`, which
                 chooses exit layer and draft lengths round by round, or `fixed` where one of the next two is named.
             exit_layer: layers the draft runs, 1..num_layers - 1; `fixed` and its kin default to the model's own, else a
                 quarter of the layers.

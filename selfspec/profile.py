@@ -22,9 +22,8 @@ import torch
 import transformers
 
 import selfspec
+from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
-from selfspec.control.measured import Copies
-from selfspec.control.table import Table
 from selfspec.decoding.measure import measure
 from selfspec.kernels.places import cache_folder, say_unkept
 from selfspec.target.exact import ExactStack

@@ -9,12 +9,12 @@ from time import monotonic
 from typing import Any, NamedTuple, Self
 
 from selfspec import profile
+from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.led import Led
 from selfspec.control.plan import Policy
-from selfspec.control.policies import DEFAULT_POLICY
-from selfspec.control.priors import is_prior
+from selfspec.control.registry import DEFAULT_POLICY
 from selfspec.target.stack import Stack
 
 WRITE_EVERY = 0.1  # seconds
@@ -130,7 +130,7 @@ class Remembered:
 def way_of(
     policy: Any, exit_layer: Any, num_draft_tokens: Any, drafts: Any, exact: bool, has_corpus: bool
 ) -> Way | None:
-    """Of what a caller asks for, see `control.policies.make_policy`; None where that is nothing of `adaptive`."""
+    """Of what a caller asks for, see `control.registry.make_policy`; None where that is nothing of `adaptive`."""
     if policy is None and exit_layer is None and num_draft_tokens is None:
         policy = DEFAULT_POLICY
     if not isinstance(policy, str) or policy != "adaptive":

@@ -14,7 +14,7 @@ import selfspec
 from selfspec.api import Target
 from selfspec.commands.options import SOURCES, PolicyName
 from selfspec.control.plan import DRAFTS
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 import selfspec
 from selfspec import hub, profile
-from selfspec.control.tracker import Tracker
+from selfspec.control.acceptance import Tracker
 from selfspec.target.exit_heads import FILE as EXIT_HEADS
 from selfspec.target.exit_heads import ExitHeads
 from tests import cli_fixtures

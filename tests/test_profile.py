@@ -18,8 +18,8 @@ import torch
 from eval.methods import Endless
 from selfspec import profile
 from selfspec.api import Target
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.control.table import Table
 from tests.models import build, tiny
 
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -15,10 +15,10 @@ from eval.replay import replay
 from selfspec import profile
 from selfspec.api import Target
 from selfspec.control import policies
+from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.cost_table import Table
 from selfspec.control.plan import LOOKUP
-from selfspec.control.priors import is_prior
-from selfspec.control.table import Table
 from tests.eval.replays import made_up_costs, trace_of
 from tests.models import build
 

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from selfspec import load, profile
-from selfspec.control.watch import Watch
+from selfspec.control.acceptance import Tracker
+from selfspec.control.plan import Plan, Policy, ShadowPlan
+from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.errors import UnsupportedModelError, whole
 from selfspec.hub import folder_of
 from train.config import load_config
@@ -43,6 +45,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"train.prior: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+class Watch(Policy):
+    """Plain decoding whose `tracker` sees what each layer would have picked at every position.
+
+    That takes longer than any draft saves: it is for statistics that a model's later users start from.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.tracker = Tracker(num_layers)
+        self._layers = tuple(range(1, num_layers))
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        lengths, shadow = (0,) * len(rows), ShadowPlan(self._layers, tuple(range(len(rows))), 1)
+        return Plan(None, lengths, shadow=shadow if self._layers else None)
+
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        for round_ in rounds:
+            for outcome in round_.rows:
+                if outcome.shadow is not None:
+                    self.tracker.add_shadow(outcome.shadow)
+            self.tracker.pass_time(1)
 
 
 def store(given: argparse.Namespace) -> Path:

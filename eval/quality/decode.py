@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec.api import Target
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 from selfspec.decoding.request import Completion
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from eval.sources import FORMS as WITH_SOURCES
 from eval.sources import split_policy
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 
 PEERS = ("transformers", "early_exit", "prompt_lookup", "assistant")
 PLAIN_KINDS = ("plain", "transformers")  # methods that guess nothing: what a speedup may be over

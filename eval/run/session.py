@@ -29,7 +29,7 @@ from eval.run.turns import Method
 from eval.timing import Say
 from selfspec import load
 from selfspec.control.costs import Costs
-from selfspec.control.policies import NEEDS_COSTS
+from selfspec.control.registry import NEEDS_COSTS
 
 
 class Session:

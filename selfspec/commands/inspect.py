@@ -73,7 +73,7 @@ def examine(name: str, model: Any, tokenizer: Any) -> Report:
 
 
 def _defaults(target: Any) -> dict[str, Any]:
-    from selfspec.control.policies import DEFAULT_POLICY
+    from selfspec.control.registry import DEFAULT_POLICY
 
     return {
         "split_error": target.split_error,

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from selfspec.commands.failure import Failure
 from selfspec.commands.threads import check_threads
 
-# The names of `selfspec.control.policies.POLICIES`, whose import would bring numpy and torch with it.
+# The names of `selfspec.control.registry.POLICIES`, whose import would bring numpy and torch with it.
 PolicyName = Literal[
     "adaptive",
     "plain",
@@ -272,7 +272,7 @@ def _check_pairs(given: Generate) -> None:
 def _check_drafts(given: Generate) -> None:
     sources = given.sources
     if sources is not None and not set(sources) <= set(SOURCES):
-        from selfspec.control.policies import removed_among
+        from selfspec.control.registry import removed_among
 
         raise Failure(f"--drafts must hold some of {','.join(SOURCES)}, got {given.drafts!r}{removed_among(sources)}")
     if sources is not None and set(sources) <= {"copies", "tree"}:

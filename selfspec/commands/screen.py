@@ -15,7 +15,7 @@ from selfspec.commands.job import Job, Run
 from selfspec.commands.options import Generate
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import DRAFTS, LOOKUP
-from selfspec.control.policies import BY_LOOKUP, CHOOSES_EXIT
+from selfspec.control.registry import BY_LOOKUP, CHOOSES_EXIT
 from selfspec.decoding.offers import policy_for
 from selfspec.decoding.results import Round, RowResult
 from selfspec.pieces import Painter, Piece, Pieces

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.commands.forecast import ACCEPTANCE, Choice, exits_of
-from selfspec.control.costs import Costs
-from selfspec.control.measured import CONTEXT
+from selfspec.control.costs import CONTEXT, Costs
 
 WIDTHS = (1, 2, 4, 8)  # tokens per row of a verification
 HEAD_TOKENS = (1, 4, 16, 64, 128)
@@ -22,7 +21,7 @@ def by_rows(costs: Costs, sizes: Sequence[int]) -> Titled:
     """Whole forwards, early passes and verifications; a column per batch size."""
     table = _table("rows", sizes)
     table.add_row("plain: all layers, a token per row", *(_ms(costs.plain(rows)) for rows in sizes))
-    table.add_row("head: after all layers, a token per row", *(_ms(costs.whole_head(rows, rows)) for rows in sizes))
+    table.add_row("head: after all layers, a token per row", *(_ms(costs.verify_head(rows, rows)) for rows in sizes))
     for e in exits_of(costs.num_layers):
         name = f"early pass: {e} layer{'s' * (e > 1)}, a token per row"
         table.add_row(name, *(_ms(costs.early_pass(e, rows)) for rows in sizes))

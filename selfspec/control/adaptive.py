@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from selfspec.control.agreement import Agreement
+from selfspec.control.acceptance import Agreement, SecondRates, Tracker
 from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
 from selfspec.control.costs import Costs
-from selfspec.control.fading import Passed
+from selfspec.control.decay import Passed
 from selfspec.control.ngram_planner import table
 from selfspec.control.ngram_stats import MOST_FOUND, NgramStats
-from selfspec.control.parts import Parts, Vocabulary
-from selfspec.control.pieces import MOST
 from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,
@@ -35,11 +33,9 @@ from selfspec.control.plan import (
     match_bin,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
+from selfspec.control.round_costs import MOST, Drafters, RoundCosts, Vocabulary
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
 from selfspec.control.schedule import Schedule
-from selfspec.control.second_choices import SecondRates
-from selfspec.control.tracker import Tracker
-from selfspec.control.worth import Worth
 
 KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it
 CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew
@@ -83,9 +79,9 @@ class Adaptive(Policy):
         self._schedule = Schedule(costs, self._has_prior)
         self._vocabulary: Vocabulary | None = None
         self._has_copies = False
-        self._parts = Parts(costs)
-        self._worth: Worth | None = None
-        self._worth_for = (0, 0)
+        self._drafters = Drafters(costs)
+        self._round_costs: RoundCosts | None = None
+        self._round_costs_for = (0, 0)
         self.decision = Decision()
         self._lookups: LookupTable | None = None
         self._rows: list[tuple[int, int]] = []  # of the last decision, see `RowState.identity`
@@ -105,11 +101,11 @@ class Adaptive(Policy):
         """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
         if (has_copies and self._may_copy) != self._has_copies:
             self._has_copies = has_copies and self._may_copy
-            self._worth = None
+            self._round_costs = None
             self._draft_anew()
 
     def _draft_anew(self) -> None:
-        self._parts = Parts(self.costs, self._vocabulary, self._has_copies)
+        self._drafters = Drafters(self.costs, self._vocabulary, self._has_copies)
         self._schedule.decide_now()
 
     def tell_correction(self, correction: Any) -> None:
@@ -134,7 +130,7 @@ class Adaptive(Policy):
             return ()
         positions = min(SEED_POSITIONS, row.content_length - 1)
         budget = SEED_SHARE * row.room * self.costs.plain_round(1)
-        layers = could_pay(self._worth_of(1, row.content_length), self._layers, HANDICAP, 1.0)
+        layers = could_pay(self._costs_of(1, row.content_length), self._layers, HANDICAP, 1.0)
         count = len(layers)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
@@ -162,10 +158,10 @@ class Adaptive(Policy):
 
     def _probe(self, num_rows: int) -> ShadowPlan | None:
         """The layers to look at that do not draft but could be worth it."""
-        if not self._layers or self._worth is None:
+        if not self._layers or self._round_costs is None:
             return None
         slower = self._correction.ratio(BY_EXIT, num_rows)
-        layers = could_pay(self._worth, self._layers, max(HANDICAP, self.decision.speedup), slower)
+        layers = could_pay(self._round_costs, self._layers, max(HANDICAP, self.decision.speedup), slower)
         layers = tuple([layer for layer in layers if layer != self.decision.exit_layer])
         return self._schedule.probe(layers, num_rows, 1 + self.decision.length)
 
@@ -173,18 +169,20 @@ class Adaptive(Policy):
         """How layers draft, and how much is drafted by lookup after which match."""
         before, identities, count = self.decision, [row.identity for row in rows], len(rows)
         is_other, self._rows = identities != self._rows, identities
-        worth = self._worth_of(count, self.costs.context_of(self._held))
-        worth.price(1.0, lookups=self._correction.ratio(BY_LOOKUP, count))
+        round_costs = self._costs_of(count, self.costs.context_of(self._held))
+        round_costs.price(1.0, lookups=self._correction.ratio(BY_LOOKUP, count))
         if self._layers:
-            self.decision = decide(before, worth, self._parts.now(self._processes), self._layers, self._evidence(count))
+            self.decision = decide(
+                before, round_costs, self._drafters.now(self._processes), self._layers, self._evidence(count)
+            )
         else:
-            self.decision = Decision(count / worth.plain_seconds)
-        self._lookups = self._table(rows, worth) if self._looks_up else None
-        round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or worth.plain_seconds
+            self.decision = Decision(count / round_costs.plain_seconds)
+        self._lookups = self._table(rows, round_costs) if self._looks_up else None
+        round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or round_costs.plain_seconds
         exit_layer = self.decision.exit_layer
         is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= KNOWN
         self._schedule.decided(round_seconds, is_other, is_known)
-        kind = BY_LOOKUP if exit_layer is None else kind_of(exit_layer, self.decision.part.bits)
+        kind = BY_LOOKUP if exit_layer is None else kind_of(exit_layer, self.decision.drafter.draft_bits)
         apart = self._schedule.rounds_apart(max(1.0, self.decision.speedup))
         if (exit_layer is not None or self._lookups is not None) and self._correction.wants_plain(kind, apart):
             self._schedule.compare()
@@ -196,23 +194,26 @@ class Adaptive(Policy):
         agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
         return Evidence(right, share, seen, agreement, self._trusts[0].ratio, slower, margin, self._seconds)
 
-    def _table(self, rows: Sequence[RowState], worth: Worth) -> LookupTable | None:
+    def _table(self, rows: Sequence[RowState], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
         for row in rows:
             if row.lookup is not None:
                 self._ngrams.take(row.lookup.take_tally(), row.request_id)
             rates.append(self._ngrams.rates(row.request_id))
         self._ngrams.keep_rows([row.request_id for row in rows])
-        return table(rates, worth, self.decision.usual, self._trusts[1].ratio, self._most_found)
+        return table(rates, round_costs, self.decision.usual, self._trusts[1].ratio, self._most_found)
 
-    def _worth_of(self, num_rows: int, context: float) -> Worth:
+    def _costs_of(self, num_rows: int, context: float) -> RoundCosts:
         step = int(context) // CONTEXT_STEP
-        if self._worth is None or self._worth_for[0] != num_rows:
-            self._worth, self._worth_for = Worth(self.costs, num_rows, copies=self._has_copies), (num_rows, -1)
-        if self._worth_for[1] != step:
-            self._worth.move((step + 0.5) * CONTEXT_STEP)
-            self._worth_for = num_rows, step
-        return self._worth
+        if self._round_costs is None or self._round_costs_for[0] != num_rows:
+            self._round_costs, self._round_costs_for = (
+                RoundCosts(self.costs, num_rows, copies=self._has_copies),
+                (num_rows, -1),
+            )
+        if self._round_costs_for[1] != step:
+            self._round_costs.move((step + 0.5) * CONTEXT_STEP)
+            self._round_costs_for = num_rows, step
+        return self._round_costs
 
     # ------------------------------------------------------------------------------------------------------- learning
 
@@ -256,7 +257,7 @@ class Adaptive(Policy):
     def _look_at_clock(self, plan: Plan, round_: RoundOutcome) -> None:
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         drafted, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
-        context, share = self.costs.context_of(self._held), self._parts.share(plan.draft_vocab)
+        context, share = self.costs.context_of(self._held), self._drafters.share(plan.draft_vocab)
         copies = plan.draft_bits is not None
         expected = self.costs.stages(exit_layer, drafted, context, beside if any(beside) else [], share, copies)
         took = seconds.draft + seconds.verify + seconds.head + seconds.pick

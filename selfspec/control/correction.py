@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from selfspec.control.fading import Fading, Passed
+from selfspec.control.decay import Decayed, Passed
 from selfspec.control.plan import LOOKUP
 
 PLAIN, BY_EXIT, BY_COPIES, BY_LOOKUP = range(4)
@@ -109,23 +109,17 @@ class Correction:
             self._ratios = {(kind, size): (value, 0) for kind, size, value in ratios}
 
 
-class Trust(Fading):
+class Trust:
     """Tokens that came beside tokens that were forecast: the best of many estimates is too good on average."""
 
     def __init__(self, passed: Passed) -> None:
-        super().__init__(HALF_LIFE, passed)
-        self._came = self._forecast = 0.0
+        self._counts = Decayed((2,), HALF_LIFE, passed)  # came, forecast
 
     @property
     def ratio(self) -> float:
-        self._fade()
-        believed = BELIEVED * self._weight
-        return (self._came + believed) / (self._forecast + believed)
+        came, forecast = self._counts.now().tolist()
+        return float((came + BELIEVED) / (forecast + BELIEVED))
 
     def add(self, came: float, forecast: float) -> None:
-        self._fade()
-        self._came += came * self._weight
-        self._forecast += forecast * self._weight
-
-    def _divide(self, by: float) -> None:
-        self._came, self._forecast = self._came / by, self._forecast / by
+        self._counts.add(0, came)
+        self._counts.add(1, forecast)

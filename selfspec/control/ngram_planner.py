@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from selfspec.control.decay import Floats
 from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST
-from selfspec.control.pieces import MOST_PACKED
 from selfspec.control.plan import LookupTable, match_bin
-from selfspec.control.tracker import Floats
-from selfspec.control.worth import Worth
+from selfspec.control.round_costs import MOST_PACKED, RoundCosts
 
 TYPICAL = 8  # drafted tokens per row around which one more token is priced
 # [bins, MOST_FOUND]: every further token of a draft follows a longer match.
@@ -18,7 +17,7 @@ _BINS = np.array([[match_bin(match + at) for at in range(MOST_FOUND)] for match 
 
 
 def table(
-    rates: Sequence[Sequence[float]], worth: Worth, usual: float, trust: float, most: int = MOST_FOUND
+    rates: Sequence[Sequence[float]], costs: RoundCosts, usual: float, trust: float, most: int = MOST_FOUND
 ) -> LookupTable | None:
     """The drafts of all rows; None where no draft promises more than is usual.
 
@@ -28,7 +27,7 @@ def table(
         trust: by what forecasts of drafts by lookup are multiplied.
         most: longest draft of a row.
     """
-    count, seconds = len(rates), np.array(worth.lookups())
+    count, seconds = len(rates), np.array(costs.lookups())
     needs = usual * seconds / trust - count
     if not (needs < np.arange(len(needs))).any():
         return None  # not even if every draft were right

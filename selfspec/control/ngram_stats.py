@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
-from selfspec.control.fading import Fading, Passed
+import numpy as np
+
+from selfspec.control.decay import Decayed, Passed
 from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS, match_bin
 from selfspec.control.rows import Tally
 
@@ -16,38 +16,22 @@ PRIOR_WEIGHT = 8.0  # observations that the prior is worth beside those of all r
 ROW_WEIGHT = 6.0  # and those of all rows beside a row's own
 HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # emitted tokens per row after which an observation counts half
 MOST_OF_PROMPT = 16.0  # tokens that a row's prompt counts for
+_PRIOR = np.array(PRIOR)
+_SHAPE = 2, NUM_MATCH_BINS  # hits, seen
 LEAST_CHANCE = 0.05  # tokens less likely to be right are not drafted
 MOST_FOUND = 63  # longest draft
 
 
-@dataclass(slots=True)
-class _Row:
-    hits: array[float] = field(default_factory=lambda: array("d", bytes(8 * NUM_MATCH_BINS)))
-    seen: array[float] = field(default_factory=lambda: array("d", bytes(8 * NUM_MATCH_BINS)))
-    at: float = 0.0  # when they were last faded
-
-    def fade(self, now: float) -> None:
-        if now > self.at:
-            share = 0.5 ** ((now - self.at) / ROW_HALF_LIFE)
-            for counts in (self.hits, self.seen):
-                counts[:] = array("d", [share * n for n in counts])
-            self.at = now
-
-
-class NgramStats(Fading):
+class NgramStats:
     """Decayed hits and misses by bin of match length: of all rows, and of each row alone.
 
     A row's own counts correct those of all rows: one row repeats itself while another only seems to.
     """
 
     def __init__(self, passed: Passed) -> None:
-        super().__init__(HALF_LIFE, passed)
-        self._hits, self._seen = _zeros(), _zeros()
-        self._rows: dict[int, _Row] = {}
-
-    def _divide(self, by: float) -> None:
-        for counts in (self._hits, self._seen):
-            counts[:] = array("d", [count / by for count in counts])
+        self._clock = passed
+        self._pooled = Decayed(_SHAPE, HALF_LIFE, passed)
+        self._rows: dict[int, Decayed] = {}
 
     def keep_rows(self, rows: Collection[int]) -> None:
         """Forget all rows but these."""
@@ -69,36 +53,22 @@ class NgramStats(Fading):
         for place in range(min(num_right + 1, num_drafted)):
             self._count(own, match_bin(match + place), place < num_right, 1.0)
 
-    def _count(self, own: _Row, at: int, right: float, seen: float) -> None:
-        self._hits[at] += self._weight * right
-        self._seen[at] += self._weight * seen
-        own.hits[at] += right
-        own.seen[at] += seen
+    def _own(self, request_id: int) -> Decayed:
+        if request_id not in self._rows:
+            self._rows[request_id] = Decayed(_SHAPE, ROW_HALF_LIFE, self._clock)
+        return self._rows[request_id]
 
-    def _own(self, request_id: int) -> _Row:
-        self._fade()
-        own = self._rows.get(request_id)
-        if own is None:
-            own = self._rows[request_id] = _Row(at=self.passed.tokens)
-        own.fade(self.passed.tokens)
-        return own
+    def _count(self, own: Decayed, at: int, right: float, seen: float) -> None:
+        for counts in (self._pooled, own):
+            counts.add(at, right)
+            counts.add(at + NUM_MATCH_BINS, seen)
 
     def rates(self, request_id: int) -> list[float]:
         """By bin: how likely the token that followed a match in this row is to come again."""
-        self._fade()
-        prior, own = PRIOR_WEIGHT * self._weight, self._rows.get(request_id)
-        pooled = [
-            (hits + prior * first) / (seen + prior)
-            for hits, seen, first in zip(self._hits, self._seen, PRIOR, strict=True)
-        ]
-        if own is None:
-            return pooled
-        own.fade(self.passed.tokens)
-        return [
-            (hits + ROW_WEIGHT * rate) / (seen + ROW_WEIGHT)
-            for hits, seen, rate in zip(own.hits, own.seen, pooled, strict=True)
-        ]
-
-
-def _zeros() -> array[float]:
-    return array("d", bytes(8 * NUM_MATCH_BINS))
+        hits, seen = self._pooled.now()
+        rates = (hits + PRIOR_WEIGHT * _PRIOR) / (seen + PRIOR_WEIGHT)
+        if request_id in self._rows:
+            hits, seen = self._rows[request_id].now()
+            rates = (hits + ROW_WEIGHT * rates) / (seen + ROW_WEIGHT)
+        by_bin: list[float] = rates.tolist()
+        return by_bin

@@ -13,7 +13,7 @@ import numpy as np
 from selfspec.control.rows import RoundOutcome, RowState, Shadow
 
 if TYPE_CHECKING:
-    from selfspec.control.parts import Vocabulary
+    from selfspec.control.round_costs import Vocabulary
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""

@@ -1,4 +1,10 @@
-"""The exit layer and stops of most expected tokens per second, or plain decoding where drafts promise too little."""
+"""The draft of most expected tokens per second, over every drafter, exit layer, length and stop; or plain decoding.
+
+    promised(drafter, exit layer) = max over stops of  rows * (1 + E[accepted tokens]) / E[seconds of the round]
+
+`RoundCosts.rates` has the fraction. It is divided by how much slower such rounds were than the table of costs says, and
+multiplied by how far forecasts came true. Where the best of it promises less than plain decoding, nothing is drafted.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.parts import WHOLE, Part
-from selfspec.control.pieces import MOST
+from selfspec.control.acceptance import SecondRates
+from selfspec.control.decay import Floats
 from selfspec.control.plan import LookupTable, Plan, SecondChoices, ShadowPlan, SurvivalStop
-from selfspec.control.second_choices import SecondRates
-from selfspec.control.tracker import Floats
-from selfspec.control.worth import Worth
+from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, each_of, one_more
 
 HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
-OFF = 0.97  # and to go on: drafts tell more of their worth than shadow picks do
-STAY = 0.02  # what another exit layer must promise more than the present one, where one row tells which is better
+OFF = 0.97  # and to go on: drafts show more of what they gain than shadow picks do
+STAY = 0.02  # what another exit layer must promise more than the present one, where one row shows which is better
 MARGIN = 1.1  # what drafts by copies must promise over those by layers, as long as nobody knows how good they are
-# Models that were trained to leave early do so best near a quarter of the depth: what such an exit counts more than its
-# promise before it was seen; how that falls off, in logarithms of depth; and the picks after which it counts half.
-FAVOUR, FAVOUR_WIDTH, FAVOUR_SEEN = 0.3, 0.5, 24.0
+# A prior of the best exit layer. Models that were trained to leave early do so best near a quarter of the depth: until
+# a layer was seen, what it promises is raised by so much there, and by less the farther its depth's logarithm is away.
+# Evidence outweighs it: after so many picks of the layer, half of it is left.
+EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
 MOST_BESIDE = 8  # second choices drafted for a row
 TOO_SOON = 0.75  # of a draft's expected length: a stop that would end a middling one before that is not used
 UNKNOWN = 4  # tokens drafted at most by a layer of which as few picks were seen; of more, as many as those
@@ -46,7 +51,7 @@ class Decision(NamedTuple):
     usual: float = 0.0  # tokens per second believed, of all rows: of plain rounds where nothing is drafted
     speedup: float = 1.0  # that over plain rounds; where nothing is drafted, what drafts would have come to
     exit_layer: int | None = None
-    part: Part = WHOLE
+    drafter: Drafter = BY_LAYERS
     length: float = 0.0  # drafted tokens expected per row
     tokens: float = 0.0  # per row and second, by the table
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # their seconds, by drafted tokens per row
@@ -67,113 +72,127 @@ class Decision(NamedTuple):
             keep_confidence=self.exit_layer is not None,
             shadow=shadow,
             second_choices=self.second_choices,
-            draft_vocab=self.part.size,
-            draft_bits=self.part.bits,
+            draft_vocab=self.drafter.draft_vocab,
+            draft_bits=self.drafter.draft_bits,
             speedup=1.0 if self.exit_layer is None else self.speedup,
         )
 
 
-def decide(now: Decision, worth: Worth, parts: Sequence[Part], layers: Sequence[int], evidence: Evidence) -> Decision:
+def decide(
+    now: Decision, costs: RoundCosts, drafters: Sequence[Drafter], layers: Sequence[int], evidence: Evidence
+) -> Decision:
     """The best way to draft.
 
     Args:
         now: what holds until then; another way must promise more.
-        parts: ways of drafting to choose from, the layers themselves first.
+        drafters: ways of drafting to choose from, the layers themselves first.
         layers: exit layers to choose from.
     """
-    plain = worth.num_rows / worth.plain_seconds
-    least = HANDICAP if now.exit_layer is None else OFF
-    rates, drafted, covered = _rates(worth, parts, evidence)
-    slower = np.array([evidence.slower[part.bits is not None] for part in parts])
-    promised = np.maximum.reduce(rates, 2) / slower[:, None]
-    at, exit_layer = _choose(now, worth.num_rows, parts, layers, promised, evidence)
-    part, line = parts[at], exit_layer - 1
+    costs.drafters = drafters
+    by_copies = np.array([drafter.by_copies for drafter in drafters])
+    coverages = np.array([[drafter.coverage] for drafter in drafters]) * np.where(
+        by_copies[:, None], evidence.agreement, 1.0
+    )
+    rates, drafted = costs.rates(evidence.right, evidence.share, coverages)  # [drafters, L - 1, stops], [L - 1, stops]
+    promised = rates.max(2) / np.where(by_copies, evidence.slower[1], evidence.slower[0])[:, None]
+    at, exit_layer = _choose(now, costs.num_rows, drafters, layers, promised, evidence)
+    line, plain = exit_layer - 1, costs.num_rows / costs.plain_seconds
     trusted = evidence.trust * float(promised[at, line])
-    if trusted < least * plain:
+    if trusted < (HANDICAP if now.exit_layer is None else OFF) * plain:
         return Decision(plain, trusted / plain)
-    worth.draft_by(*part.priced_as)
-    stop_at = int(rates[at, line].argmax())
-    rate, length = float(rates[at, line, stop_at]), float(drafted[line, stop_at])
-    right = tuple((evidence.right[line] * covered[at, line]).tolist())
-    drafting = _drafting(exit_layer, part, rate, length, right, worth, evidence)
+    stop = int(rates[at, line].argmax())
+    rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
+    right = tuple((evidence.right[line] * coverages[at, line]).tolist())
+    drafting = _drafting(exit_layer, drafters[at], rate, length, right, costs, evidence)
     return drafting._replace(usual=trusted, speedup=trusted / plain)
-
-
-def _rates(worth: Worth, parts: Sequence[Part], evidence: Evidence) -> tuple[Floats, Floats, Floats]:
-    """Tokens per second `[parts, L - 1, stops]`, drafted tokens `[L - 1, stops]`, coverage `[parts, L - 1]`."""
-    coverages = np.array([[part.coverage] for part in parts]).repeat(len(evidence.right), 1)
-    coverages[[part.bits is not None for part in parts]] *= evidence.agreement
-    rates, drafted = worth.rates(evidence.right, evidence.share, [part.priced_as for part in parts], coverages)
-    return rates, drafted, coverages
 
 
 def _choose(
     now: Decision,
     num_rows: int,
-    parts: Sequence[Part],
+    drafters: Sequence[Drafter],
     layers: Sequence[int],
     promised: Floats,
     evidence: Evidence,
 ) -> tuple[int, int]:
-    """Which of the parts, and the exit layer."""
-    favour = _favour(len(evidence.right) + 1) * FAVOUR_SEEN / (FAVOUR_SEEN + evidence.seen)
-    weighed = promised * (1 + favour / num_rows)  # many rows soon tell which layers are right
-    weighed[[part.bits is not None for part in parts]] /= evidence.margin
-    for line, part in zip(weighed, parts, strict=True):
-        line[[e not in layers or e > (part.deepest or e) for e in range(1, len(line) + 1)]] = 0
+    """Which of the drafters, and the exit layer."""
+    weighed = promised * (1 + _exit_prior(evidence.seen) / num_rows)  # many rows soon show which layers are right
+    exits = np.arange(1, promised.shape[1] + 1)
+    may_draft = np.isin(exits, layers)
+    for line, drafter in zip(weighed, drafters, strict=True):
+        if drafter.by_copies:
+            line /= evidence.margin
+        line[~may_draft | (exits > (drafter.deepest or len(exits)))] = 0
     at, line = divmod(int(weighed.argmax()), weighed.shape[1])
-    if now.exit_layer is not None:
-        for before, part in enumerate(parts):
-            if (
-                part.way == now.part.way
-                and weighed[at, line] < (1 + STAY / num_rows) * weighed[before, now.exit_layer - 1]
-            ):
-                return before, now.exit_layer
+    present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
+    if now.exit_layer is not None and present:
+        before = present[0], now.exit_layer - 1
+        if weighed[at, line] < (1 + STAY / num_rows) * weighed[before]:
+            return present[0], now.exit_layer
     return at, line + 1
 
 
-def _favour(num_layers: int) -> Floats:
+def _exit_prior(seen: Floats) -> Floats:
+    """What every exit layer's promise is raised by, `[L - 1]`."""
+    num_layers = len(seen) + 1
     away = np.log(4 * np.arange(1, num_layers) / num_layers)
-    return np.asarray(FAVOUR * np.exp(-(away**2) / FAVOUR_WIDTH))
+    return np.asarray(
+        EXIT_PRIOR * np.exp(-(away**2) / EXIT_PRIOR_WIDTH) * EXIT_PRIOR_WEIGHT / (EXIT_PRIOR_WEIGHT + seen)
+    )
 
 
 def _drafting(
-    exit_layer: int, part: Part, rate: float, length: float, right: tuple[float, ...], worth: Worth, evidence: Evidence
+    exit_layer: int,
+    drafter: Drafter,
+    rate: float,
+    length: float,
+    right: tuple[float, ...],
+    costs: RoundCosts,
+    evidence: Evidence,
 ) -> Decision:
-    """How the chosen layer drafts; `right` is by bin of confidence, `rate` by the table."""
-    line = exit_layer - 1
+    """How the chosen layer drafts; `right` is by bin of confidence, `rate` by the table.
+
+    A row goes on while its draft is likelier to be right than a token more takes of what the round gains per second.
+    """
+    line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
     acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
-    least_likely, most = value * worth.one_more(exit_layer, length), MOST
-    if least_likely > acceptance ** (TOO_SOON * length):  # costs rise in steps: the next token is dearer than the last
-        least_likely, most = min(least_likely, value * worth.each(exit_layer, length)), max(1, math.ceil(length))
+    least, most = value * one_more(rounds, length, rows), MOST
+    if least > acceptance ** (TOO_SOON * length):  # costs rise in steps: the next token is dearer than the last
+        least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
     return Decision(
         exit_layer=exit_layer,
-        part=part,
+        drafter=drafter,
         length=length,
-        tokens=rate / worth.num_rows,
-        rounds=worth.rounds(exit_layer),
-        stop=SurvivalStop(right, least_likely),
-        second_choices=_second_choices(exit_layer, right, length, rate, worth, evidence.seconds),
+        tokens=rate / rows,
+        rounds=rounds,
+        stop=SurvivalStop(right, least),
+        second_choices=_second_choices(exit_layer, drafter, right, length, rate, costs, evidence.seconds),
         most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
     )
 
 
 def _second_choices(
-    exit_layer: int, right: tuple[float, ...], length: float, rate: float, worth: Worth, seconds: SecondRates | None
+    exit_layer: int,
+    drafter: Drafter,
+    right: tuple[float, ...],
+    length: float,
+    rate: float,
+    costs: RoundCosts,
+    seconds: SecondRates | None,
 ) -> SecondChoices | None:
-    """Which of them are drafted beside a draft of about `length` tokens; None where none is worth its time."""
+    """Which of them are drafted beside a draft of about `length` tokens; None where none gains more than it takes."""
     if seconds is None:
         return None
     second = seconds.of(exit_layer)
-    fixed, each = worth.beside(exit_layer, length)
+    fixed, each = costs.beside(exit_layer, length, drafter)
     # Of a first token; later ones are come to less often.
     if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
         return None
-    return SecondChoices(right, second, each * rate, MOST_BESIDE, fixed * rate / worth.num_rows)
+    return SecondChoices(right, second, each * rate, MOST_BESIDE, fixed * rate / costs.num_rows)
 
 
-def could_pay(worth: Worth, layers: Sequence[int], speedup: float, slower: float) -> tuple[int, ...]:
+def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, slower: float) -> tuple[int, ...]:
     """Exit layers of such a speedup if they were always right: to probe the others would be for nothing."""
-    least, limits = slower * speedup * worth.num_rows / worth.plain_seconds, worth.limits()
+    least, limits = slower * speedup * costs.num_rows / costs.plain_seconds, costs.limits()
     return tuple([layer for layer in layers if limits[layer - 1] >= least])

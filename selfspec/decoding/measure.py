@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from selfspec.control.costs import Costs
-from selfspec.control.measured import CONTEXT
+from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
 from selfspec.decoding.around import Around
 from selfspec.decoding.pick import Sampling

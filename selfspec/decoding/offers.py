@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from selfspec.control.costs import Costs
 from selfspec.control.led import Led
 from selfspec.control.plan import Policy
-from selfspec.control.policies import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.decoding.generation_config import Stored
 from selfspec.target.stack import Stack
 

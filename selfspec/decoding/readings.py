@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
-from selfspec.control.measured import Copies
 from selfspec.control.plan import LOOKUP
-from selfspec.control.table import Table
 
 LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts, if their mean does not
 MOST_OF_MEDIAN = 4.0  # times the median that a reading counts for in a mean: more is an interruption

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.replay import replay
+from selfspec.control.acceptance import Tracker, is_prior
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.cost_table import Table
 from selfspec.control.laps import Seconds
-from selfspec.control.pieces import MOST
 from selfspec.control.plan import LOOKUP, Plan
-from selfspec.control.priors import is_prior
+from selfspec.control.round_costs import MOST, RoundCosts
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Tally
-from selfspec.control.table import Table
-from selfspec.control.tracker import Tracker
-from selfspec.control.worth import Worth
 from selfspec.decoding.checks import check_lookups, check_plan
 from tests.control.rounds import Found, play
 from tests.eval.replays import made_up_costs, trace_of
@@ -129,7 +127,7 @@ def test_a_prompt_is_looked_at_as_far_as_the_output_can_pay_for_it():
 
 def test_layers_are_looked_at_only_where_being_always_right_would_pay():
     costs = made_up_costs(LAYERS)
-    limits = Worth(costs, 1).limits() * costs.plain_round(1)
+    limits = RoundCosts(costs, 1).limits() * costs.plain_round(1)
     rounds = [round_ for round_ in replay(traces(0.8, count=1), Adaptive(costs), costs).rounds if round_.plan.shadow]
     assert any((round_.plan.speedup or 1) > 1.1 * limits[-1] for round_ in rounds)
     for round_ in rounds:  # limits fall a little as the context grows

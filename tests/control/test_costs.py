@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.costs import Costs
-from selfspec.control.measured import CONTEXT, Copies
-from selfspec.control.pieces import Pieces
+from selfspec.control.cost_table import Copies, Table
+from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP
-from selfspec.control.table import Table
 
 seconds = st.floats(0, 1, allow_nan=False)
 points = st.integers(1, 300)
@@ -167,7 +165,6 @@ def test_the_head_after_a_whole_forward_has_a_price_of_its_own():
     without, after = (each.round(2, (2, 1), copies=True) for each in of_copies)
     assert after == pytest.approx(without + 2.0), "copies have a head of their own"
     assert replace(costs, plain_head=line(0.0, 0.0)).round(None, (0,)) == costs.round(None, (0,))
-    assert other.with_head(1.0) == costs.with_head(1.0)
 
 
 def test_a_rounds_first_pass_has_a_price_of_its_own():
@@ -237,20 +234,9 @@ def test_shadow_picks_cost_a_shortlist_or_the_whole_head():
 
 def test_what_is_made_of_costs_is_made_once_and_not_of_others():
     costs = some_costs()
-    pieces = Pieces.of(costs, 2)
-    assert Pieces.of(costs, 2) is pieces and Pieces.of(costs, 1) is not pieces
-    assert pieces.plain_seconds == pytest.approx(costs.plain_round(2))
-    assert Pieces.of(costs.with_head(2.0), 2).plain_seconds == pytest.approx(costs.with_head(2.0).plain_round(2))
-
-
-def test_another_head_is_counted_in_layers_and_changes_nothing_else():
-    costs = some_costs()
-    costs.early_pass(3, 2)  # remembered values must not be shared
-    other = costs.with_head(2.0)
-    assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
-    assert other.head(8) / other.head(1) == pytest.approx(costs.late[1](8) / costs.late[1](1))
-    assert other.early_pass(3, 2) == costs.early_pass(3, 2) and other._known is not costs._known
-    assert costs.with_head(0.0).head(16) == 0
+    made = costs.cached("mine", lambda: [1])
+    assert costs.cached("mine", lambda: [2]) is made
+    assert replace(costs, plain_head=None).cached("mine", lambda: [2]) == [2]
 
 
 # --------------------------------------------------------------------------------------------------- plain numbers

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.fading import Passed
+from selfspec.control.decay import Passed
 from selfspec.control.lookup import PromptLookup, SmartSpecLookup
 from selfspec.control.ngram_planner import table
 from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST, NgramStats
-from selfspec.control.pieces import LOOKUP_GRID, MOST_PACKED
 from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan, match_bin
-from selfspec.control.policies import make_policy
+from selfspec.control.registry import make_policy
+from selfspec.control.round_costs import LOOKUP_GRID, MOST_PACKED, RoundCosts
 from selfspec.control.rows import RowOutcome, RowState, Tally
-from selfspec.control.worth import Worth
 from tests.control.rounds import Found, tell
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs, trace_of, with_dear_contexts
@@ -111,9 +110,9 @@ def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
     st.integers(1, MOST_FOUND),
 )
 def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, speedup, most):
-    worth = Worth(made_up_costs(LAYERS), 1)
-    usual, seconds = speedup / worth.plain_seconds, worth.lookups()
-    found = table([rates], worth, usual, 1.0, most)
+    round_costs = RoundCosts(made_up_costs(LAYERS), 1)
+    usual, seconds = speedup / round_costs.plain_seconds, round_costs.lookups()
+    found = table([rates], round_costs, usual, 1.0, most)
     for match in SHORTEST:
         chances = np.cumprod([rates[match_bin(match + at)] for at in range(most)])
         kept = [1.0, *(1 + np.cumsum(np.where(chances < LEAST_CHANCE, 0, chances)))]
@@ -129,24 +128,24 @@ def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, speedup, 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.floats(0.05, 0.99), st.integers(0, 99))
 def test_rows_of_a_batch_draft_where_all_together_promise_more_than_is_usual(count, rate, seed):
-    worth = Worth(made_up_costs(LAYERS, rows=(1, 4, 8)), count)
-    usual = count / worth.plain_seconds
-    found = table([[rate] * NUM_MATCH_BINS] * count, worth, usual, 1.0)
+    round_costs = RoundCosts(made_up_costs(LAYERS, rows=(1, 4, 8)), count)
+    usual = count / round_costs.plain_seconds
+    found = table([[rate] * NUM_MATCH_BINS] * count, round_costs, usual, 1.0)
     matches = np.random.default_rng(seed).integers(0, 40, count).tolist()
     lengths = None if found is None else found.drafted(matches, [100] * count)
     if lengths is not None:
         kept = count + sum(sum(rate ** (at + 1) for at in range(n)) for n in lengths)
-        assert kept / worth.lookups()[sum(lengths)] >= usual * (1 - 1e-9)
+        assert kept / round_costs.lookups()[sum(lengths)] >= usual * (1 - 1e-9)
         assert all(match or not length for match, length in zip(matches, lengths, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("context", [10, 700])
-def test_worth_and_costs_agree_on_rounds_by_lookup(rows, context):
+def test_rounds_by_lookup_take_what_the_table_says(rows, context):
     costs = with_dear_contexts(made_up_costs(LAYERS))
-    worth = Worth(costs, rows)
-    worth.move(context)
-    prices = worth.lookups()
+    round_costs = RoundCosts(costs, rows)
+    round_costs.move(context)
+    prices = round_costs.lookups()
     assert len(prices) == 1 + min(rows * MOST_FOUND, MOST_PACKED)
     assert prices[0] == pytest.approx(costs.plain_round(rows, context))
     for drafted in LOOKUP_GRID[1:]:

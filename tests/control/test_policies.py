@@ -9,7 +9,7 @@ import pytest
 import selfspec
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import Plan, Policy, always
-from selfspec.control.policies import make_policy
+from selfspec.control.registry import make_policy
 from selfspec.control.rows import RowState
 from tests.helpers import Schedule, decode, generate, make_prompts
 from tests.models import tiny

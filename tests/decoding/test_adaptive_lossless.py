@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.plan import LOOKUP
-from selfspec.control.table import Table
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import WAYS, check_equals_plain

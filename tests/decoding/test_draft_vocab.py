@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.control import parts
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed
-from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling, Subset, pick, pick_surely, scored
 from selfspec.decoding.request import Request

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from selfspec.api import Target
-from selfspec.control.costs import Costs
-from selfspec.control.measured import CONTEXT
+from selfspec.control.cost_table import Table
+from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
-from selfspec.control.table import Table
 from selfspec.decoding import measure as module
 from selfspec.decoding import timed
 from selfspec.decoding.around import Around

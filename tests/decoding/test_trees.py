@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.api import Target
+from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, TokenTree
-from selfspec.control.second_choices import likely_seconds
 from selfspec.decoding.pick import second_choices
 from selfspec.decoding.verdict import walk
 from selfspec.target.attention import Reach, attend_rows

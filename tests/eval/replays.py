@@ -12,6 +12,7 @@ import numpy as np
 from eval.recording import record
 from eval.replay import replay
 from eval.traces import Trace
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.laps import Seconds
 from selfspec.control.plan import (
@@ -25,7 +26,6 @@ from selfspec.control.plan import (
     ShadowPlan,
     SurvivalStop,
 )
-from selfspec.control.table import Table
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
 

@@ -14,11 +14,10 @@ from hypothesis.extra import numpy as arrays
 from eval.bounds import MOST_DRAFTED, best_static, clairvoyant, plain_seconds, statics
 from eval.replay import replay
 from eval.round_costs import RoundCosts
+from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.measured import Copies
 from selfspec.control.plan import DRAFTS, LOOKUP, Plan, Policy
-from selfspec.control.table import Table
 from selfspec.drafting.lookup import Lookup, num_right
 from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
 

@@ -20,7 +20,7 @@ from eval.traces import load
 from selfspec.api import Target
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs
 from tests.helpers import Schedule

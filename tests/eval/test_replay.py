@@ -10,10 +10,10 @@ from eval.methods import Endless
 from eval.replay import make
 from selfspec import load
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.cost_table import Table
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import LOOKUP
-from selfspec.control.policies import POLICIES
-from selfspec.control.table import Table
+from selfspec.control.registry import POLICIES
 from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
 from tests.models import tiny

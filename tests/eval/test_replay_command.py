@@ -15,10 +15,10 @@ from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
 from eval.traces import load, save
 from selfspec import load as load_model
+from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.policies import POLICIES
-from selfspec.control.tracker import Tracker
+from selfspec.control.registry import POLICIES
 from selfspec.profile import store_prior
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
@@ -102,6 +102,15 @@ def sure_of(layer, num_layers=4):
 def planned(trace, costs, prior):
     (done,) = compare.play("adaptive:exit", [trace], costs, prior=prior)
     return [round_.plan.exit_layer for round_ in done.rounds]
+
+
+def test_another_head_is_counted_in_layers_and_changes_nothing_else():
+    costs = made_up_costs(8)
+    other = compare.with_head(costs, 2.0)
+    assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
+    assert other.head(8) / other.head(1) == pytest.approx(costs.late[1](8) / costs.late[1](1))
+    assert other.early_pass(3, 2) == costs.early_pass(3, 2) and other.plain_round(1) > costs.plain_round(1)
+    assert compare.with_head(costs, 0.0).head(16) == 0
 
 
 def test_a_fresh_adaptive_begins_with_the_statistics_it_is_given():

@@ -17,7 +17,7 @@ from eval.run.ours import Bare, Ours
 from eval.run.questions import prompt_text
 from eval.run.session import Session
 from selfspec import load
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 
 QUESTIONS = [

@@ -7,7 +7,7 @@ import pytest
 from eval.run.names import FORMS, parse_method
 from eval.sources import split_policy
 from selfspec.control.plan import DRAFTS
-from selfspec.control.policies import POLICIES
+from selfspec.control.registry import POLICIES
 
 
 def test_every_policy_and_some_sources_of_drafts_are_names():

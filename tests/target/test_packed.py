@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
-<<<<<<< HEAD
-from selfspec.target.llama import Linear
-=======
 from selfspec.target.draft_head import DraftHead
-from selfspec.target.lean import Linear
->>>>>>> wt-b
+from selfspec.target.llama import Linear
 from selfspec.target.packed import Packed, fits_half
 from tests.helpers import generate, make_prompts
 from tests.models import build, rounded
@@ -117,14 +113,6 @@ def test_the_smallest_kind_is_taken_that_loses_nothing():
     assert large.num_bytes == 2 * half.num_bytes == 2 * small.num_bytes == 4 * 128 * 64
 
 
-<<<<<<< HEAD
-def kinds(target):
-    body = target.stack.compiled
-    return {one.struct.kind for layer in body._products for one in layer} | {body.packed_head.struct.kind}
-
-
-=======
->>>>>>> wt-b
 def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
     model, [prompt] = rounded(build("qwen2")), make_prompts([9])
     target = Target(model, engine="compiled")
@@ -135,29 +123,17 @@ def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
         assert tokens == generate(model, prompt, 8)
         return tokens
 
-<<<<<<< HEAD
     first, small = decode(), target.stack.compiled.num_bytes
-    assert kinds(target) == {smallest()}
-=======
-    first, small = decode(), target.stack.lean.num_bytes
-    whole = Target(build("qwen2"), engine="compiled").stack.lean.num_bytes
+    whole = Target(build("qwen2"), engine="compiled").stack.compiled.num_bytes
     assert 1.5 * small < whole
->>>>>>> wt-b
     before = up.detach().clone()
     with torch.no_grad():
         up.mul_(-1 / 3)
     assert decode() != first
-<<<<<<< HEAD
-    assert kinds(target) == {smallest(), c.FULL} and target.stack.compiled.num_bytes > small
+    assert small < target.stack.compiled.num_bytes < whole
     up.data = before
     assert decode() == first
-    assert kinds(target) == {smallest()} and target.stack.compiled.num_bytes == small
-=======
-    assert small < target.stack.lean.num_bytes < whole
-    up.data = before
-    assert decode() == first
-    assert target.stack.lean.num_bytes == small
->>>>>>> wt-b
+    assert target.stack.compiled.num_bytes == small
 
 
 def test_a_part_of_the_vocabulary_is_packed_as_small():

@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.measured import Copies
-from selfspec.control.parts import WHOLE, Parts
-from selfspec.control.pieces import MOST
+from selfspec.control.cost_table import Copies
 from selfspec.control.plan import DRAFTS
+from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, Drafters, RoundCosts
 from selfspec.control.rows import RowOutcome, RowState
-from selfspec.control.tracker import Tracker
-from selfspec.control.worth import Worth
 from tests.control.rounds import play, tell
 from tests.eval.replays import made_up_costs, with_dear_contexts
 
@@ -64,11 +62,14 @@ def test_elsewhere_drafts_are_over_all_of_it(head, text):
 
 def test_small_vocabularies_have_no_parts_however_dear_their_head():
     dear = made_up_costs(LAYERS, head=DEAR)
-    sizes = {v: [part.size for part in Parts(dear, Text(v)).now()] for v in (4096, 16383, 16384, 32768, VOCAB)}
+    sizes = {
+        v: [drafter.draft_vocab for drafter in Drafters(dear, Text(v)).now()]
+        for v in (4096, 16383, 16384, 32768, VOCAB)
+    }
     assert sizes == {4096: [None], 16383: [None], 16384: [None, 4096], 32768: [None, 4096, 8192]} | {
         VOCAB: [None, 16384, 32768]
     }
-    assert Parts(dear).now() == [WHOLE]
+    assert Drafters(dear).now() == [BY_LAYERS]
 
 
 def test_rows_with_processors_are_priced_over_the_whole_vocabulary():
@@ -114,25 +115,22 @@ def test_it_leaves_a_part_that_no_longer_covers_the_text():
 
 @pytest.mark.parametrize("share", [0.125, 1.0])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_worth_and_costs_agree_on_rounds_that_draft_over_a_part(share, rows):
+def test_rounds_that_draft_over_a_part_take_what_the_table_says(share, rows):
     costs = made_up_costs(LAYERS, head=DEAR)
     costs = replace(costs, pick=costs.pick.scaled(20))
-    worth = Worth(costs, rows)
-    worth.draft_by(share)
+    rounds = RoundCosts(costs, rows).rounds(3, Drafter(share=share))
     for drafted in (1, 5, MOST):
-        expected = costs.round(3, [drafted] * rows, draft_share=share)
-        assert worth.rounds(3)[drafted] == pytest.approx(expected)
+        assert rounds[drafted] == pytest.approx(costs.round(3, [drafted] * rows, draft_share=share))
 
 
-def test_drafting_over_all_of_it_again_prices_drafts_as_before():
-    costs = made_up_costs(LAYERS, head=DEAR)
+def test_drafts_over_a_part_promise_more_tokens_per_second_where_they_cover_the_text():
     right, share = np.full((LAYERS - 1, 12), 0.8), np.full((LAYERS - 1, 12), 1 / 12)
-    worth, fresh = Worth(costs, 1), Worth(costs, 1)
-    part = worth.rates(right, share, [(0.125, False)])[0]
-    worth.draft_by(0.125)
-    worth.draft_by(1.0)
-    assert np.array_equal(worth.rates(right, share)[0], fresh.rates(right, share)[0])
-    assert (part > fresh.rates(right, share)[0]).all()
+    round_costs = RoundCosts(made_up_costs(LAYERS, head=DEAR), 1)
+    round_costs.drafters = [BY_LAYERS, Drafter(16384, 0.125)]
+    over_all, over_a_part = round_costs.rates(right, share, np.ones((2, LAYERS - 1)))[0]
+    assert (over_a_part > over_all).all()
+    _, covering_little = round_costs.rates(right, share, np.array([[1.0], [0.1]]).repeat(LAYERS - 1, 1))[0]
+    assert (covering_little < over_a_part).all()
 
 
 def with_copies(costs, faster=4.0):
@@ -149,7 +147,7 @@ def drafting(faster=4.0, has_copies=True, drafts=DRAFTS, **kinds):
     return policy.plan([RowState(0, 40, 100, **kinds)])
 
 
-def test_copies_draft_where_that_is_worth_reading_all_layers_afterwards():
+def test_copies_draft_where_that_pays_for_reading_all_layers_afterwards():
     assert drafting().draft_bits == 4
     assert drafting(faster=0.7).draft_bits is None
     assert drafting().speedup > drafting(faster=0.7).speedup
@@ -179,7 +177,7 @@ def test_copies_do_not_draft_where_there_are_none_or_they_may_not():
 def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear():
     def ways(head):
         costs = with_copies(made_up_costs(LAYERS, head=head), 4.0)
-        return [part.way for part in Parts(costs, Text(s16384=1.0), copies=True).now()]
+        return [drafter.key for drafter in Drafters(costs, Text(s16384=1.0), copies=True).now()]
 
     assert ways(2e-4) == [(None, None), (None, 4)]
     assert ways(DEAR) == [(None, None), (None, 4), (16384, None), (16384, 4), (32768, None), (32768, 4)]
@@ -192,14 +190,15 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_worth_and_costs_agree_on_rounds_that_copies_draft_in(rows, share):
+def test_rounds_that_copies_draft_in_take_what_the_table_says(rows, share):
     costs = with_dear_contexts(with_copies(made_up_costs(LAYERS), 3.0))
-    worth, how = Worth(costs, rows, 300), {"copies": True, "draft_share": share}
-    worth.draft_by(share, True)
+    copies, how = Drafter(share=share, draft_bits=4, deepest=4), {"copies": True, "draft_share": share}
+    round_costs = RoundCosts(costs, rows, 300)
+    round_costs.drafters = [BY_LAYERS, copies]
     for drafted in (1, 5, MOST):
-        assert worth.rounds(3)[drafted] == pytest.approx(costs.round(3, [drafted] * rows, 300, **how))
+        assert round_costs.rounds(3, copies)[drafted] == pytest.approx(costs.round(3, [drafted] * rows, 300, **how))
     limit = max(rows * (1 + n) / costs.round(3, [n] * rows, 300, **how) for n in range(1, MOST + 1))
-    assert worth.limits()[2] >= limit * (1 - 1e-9)
+    assert round_costs.limits()[2] >= limit * (1 - 1e-9)
 
 
 def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():

@@ -1,4 +1,4 @@
-"""What drafts are worth: prices in arrays are those of the table of costs, forecasts are what adding up gives."""
+"""Seconds of rounds in arrays are those of the table of costs, and tokens per second are what adding up gives."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.pieces import MOST
 from selfspec.control.plan import NUM_BINS, SurvivalStop
-from selfspec.control.worth import CAPS, Worth
+from selfspec.control.round_costs import CAPS, MOST, RoundCosts
 from tests.eval.replays import made_up_costs, with_dear_contexts
 
 LAYERS = 8
+ALL = np.ones((1, LAYERS - 1))  # coverages
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), st.integers(1, 900))
 def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, rows, context):
     costs = with_dear_contexts(made_up_costs(LAYERS))
-    worth = Worth(costs, rows, context)
+    round_costs = RoundCosts(costs, rows, context)
     limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
-    assert worth.limits()[layer - 1] == pytest.approx(limit)
+    assert round_costs.limits()[layer - 1] == pytest.approx(limit)
     right = np.ones((LAYERS - 1, NUM_BINS))
-    assert worth.rates(right, right / NUM_BINS)[0][0, layer - 1].max() <= 1.001 * limit
+    assert round_costs.rates(right, right / NUM_BINS, ALL)[0][0, layer - 1].max() <= 1.001 * limit
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, NUM_BINS - 1), st.integers(1, LAYERS - 1), st.sampled_from([*CAPS]))
-def test_the_worth_of_a_way_to_stop_is_what_adding_up_all_drafts_gives(seed, bin_, exit_layer, cap):
+def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, bin_, exit_layer, cap):
     rng = np.random.default_rng(seed)
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
     costs, line = made_up_costs(LAYERS), exit_layer - 1
-    [rates], drafted = Worth(costs, 1).rates(right, share)
+    [rates], drafted = RoundCosts(costs, 1).rates(right, share, ALL)
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     chance, expected, kept = 1.0, 0.0, 0.0
     for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right
@@ -43,27 +43,38 @@ def test_the_worth_of_a_way_to_stop_is_what_adding_up_all_drafts_gives(seed, bin
         expected += length * chance_here
         kept += also_right ** (length - 1) * (share * right)[line].sum()
         chance *= on
-    way = bin_ * len(CAPS) + CAPS.index(cap)
-    assert drafted[line, way] == pytest.approx(expected, rel=1e-4)
+    stop = bin_ * len(CAPS) + CAPS.index(cap)
+    assert drafted[line, stop] == pytest.approx(expected, rel=1e-4)
     low, part = int(expected), expected - int(expected)
     fixed = [costs.round(exit_layer, [n]) for n in (low, min(low + 1, MOST))] if low else None
     if fixed is not None:
-        assert (1 + kept) / rates[line, way] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
+        assert (1 + kept) / rates[line, stop] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
 
 
 @given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), st.integers(1, 900))
-def test_worth_and_costs_agree_on_what_a_round_takes_its_dear_first_pass_included(exit_layer, drafted, rows, context):
+def test_rounds_take_what_the_table_says_their_dear_first_pass_included(exit_layer, drafted, rows, context):
     costs = with_dear_contexts(made_up_costs(LAYERS))
     costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()})
     costs = replace(costs, plain_head=costs.head.scaled(1.3))
-    worth = Worth(costs, rows)
-    worth.move(context)
+    round_costs = RoundCosts(costs, rows)
+    round_costs.move(context)
     expected = costs.round(exit_layer, [drafted] * rows, context)
-    assert worth.rounds(exit_layer)[drafted] == pytest.approx(expected)
-    assert worth.plain_seconds == pytest.approx(costs.plain_round(rows, context))
+    assert round_costs.rounds(exit_layer)[drafted] == pytest.approx(expected)
+    assert round_costs.plain_seconds == pytest.approx(costs.plain_round(rows, context))
 
 
 def test_rows_draft_on_together_while_their_mean_survival_pays():
     stop = SurvivalStop((0.5,) * NUM_BINS, least=0.4)
     assert stop.goes_on([0.9, 0.1]) and stop.goes_on([0.4])
     assert not stop.goes_on([0.9, 0.1, 0.1]) and not stop.goes_on([0.39])
+
+
+@pytest.mark.parametrize("exit_layer", [1, 3, 6])
+@pytest.mark.parametrize("drafted", [1, 4, 12])
+def test_tokens_beside_a_draft_add_what_the_table_says(exit_layer, drafted):
+    costs = made_up_costs(LAYERS)
+    fixed, each = RoundCosts(costs, 1).beside(exit_layer, drafted)
+    without = costs.round(exit_layer, [drafted])
+    for count in (1, 3, 5):
+        added = costs.round(exit_layer, [drafted], beside=[count]) - without
+        assert fixed + count * each == pytest.approx(added, rel=0.05, abs=1e-6)

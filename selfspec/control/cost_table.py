@@ -1,10 +1,15 @@
-"""`Table`: seconds at measured points, and what lies between them."""
+"""`Table`: measured seconds by a number of tokens, rows or layers.
+
+Values between measured points are interpolated, values beyond the last continue its slope; nothing is fitted over the
+whole range, since real costs have steps (arXiv 2310.18813; the field's engines agree on tables).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,30 @@ class Table:
         return {str(p): s for p, s in zip(self.points, self.seconds, strict=True)}
 
 
-def interpolate(points: Sequence[int], at: float, value: Callable[[int], float]) -> float:
-    """Linear between the two points around `at`; beyond the last, along the last slope."""
-    if at <= points[0] or len(points) == 1:
-        return value(points[0])
-    i = min(bisect_left(points, at), len(points) - 1)
-    low, high = points[i - 1], points[i]
-    a = value(low)
-    b = max(a, value(high))  # more rows never take less, whatever noise says
-    return a + (at - low) / (high - low) * (b - a)
+def written(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:
+    """Plain numbers for a profile file."""
+    return {str(rows): table.as_dict() for rows, table in tables.items()}
+
+
+def read_by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:
+    """What `written` wrote."""
+    return {int(rows): Table.read(table) for rows, table in given.items()}
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Drafting by copies of the layers and the head in 4 bits: as `first`, `early` and `head` of `Costs`."""
+
+    first: Mapping[int, Table]
+    early: Mapping[int, Table]
+    head: Table
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"first": written(self.first), "early": written(self.early), "head": self.head.as_dict()}
+
+    @classmethod
+    def from_dict(cls, given: Any) -> Copies:
+        first, early = read_by_rows(given["first"]), read_by_rows(given["early"])
+        if not (1 in first and 1 in early):
+            raise ValueError("tables of copies for a single row are missing")
+        return cls(first, early, Table.read(given["head"]))

@@ -9,10 +9,10 @@ import torch
 
 from selfspec import load, profile
 from selfspec.api import Target
-from selfspec.control.watch import Watch
 from selfspec.target.exit_heads import ExitHeads
 from tests.helpers import make_prompts
 from tests.models import build, tiny
+from train.prior import Watch
 
 
 def watched(target, **options):
