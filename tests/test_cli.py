@@ -229,7 +229,7 @@ def test_plans_of_the_default_and_of_several_rows(generate):
     call = ("--prompts", "-", "--exit-layer", 2, "--num-draft-tokens", 4, "--max-new-tokens", 9)
     done = generate(*call, "--show-plan", stdin=prompts)
     assert done.out == generate(*call, stdin=prompts).out
-    assert re.match(r"round    1   2 rows  exit  2  up to 2\.\.4  drafted  6  accepted  \d\n", done.err)
+    assert re.match(r"round    1   2 rows  exit  2  up to  4  drafted  6  accepted  \d\n", done.err)
 
 
 @pytest.mark.parametrize("drafts", [[], ["--show-drafts"]])
