@@ -14,7 +14,7 @@ import eval.replay as replays
 from eval.replay import replay
 from selfspec import profile
 from selfspec.api import Target
-from selfspec.control import policies
+from selfspec.control import registry
 from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
@@ -70,7 +70,7 @@ def target(monkeypatch):
     made = Target(build("llama"))
     costs = made_up_costs(made.stack.num_layers)
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
-    monkeypatch.setattr(policies, "Adaptive", Counted)
+    monkeypatch.setattr(registry, "Adaptive", Counted)
     monkeypatch.setattr(Counted, "latest", None)
     for name in ("made", "rounds", "met", "forgotten"):
         monkeypatch.setattr(Counted, name, 0)
@@ -106,7 +106,7 @@ def test_a_policy_of_other_costs_is_left_and_what_it_saw_is_kept(target, monkeyp
     others = made_up_costs(target.stack.num_layers, rows=(1, 4, 8))
     monkeypatch.setattr(target, "costs", lambda *given, **named: others)
     made = []
-    monkeypatch.setattr(policies, "Adaptive", lambda costs, prior, *more: made.append(prior) or Adaptive(costs, prior))
+    monkeypatch.setattr(registry, "Adaptive", lambda costs, prior, *more: made.append(prior) or Adaptive(costs, prior))
     tokens(target, PROMPTS[0])
     assert made == [seen]
 

@@ -26,6 +26,7 @@ CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # of offset and slope; a sl
 DEPTH_SLOPE = 0.7  # by which the mean offset rises where the depth grows e-fold; it is CURVE_MEAN at a quarter of it
 MOST_STEP = 1.5  # by which a fit moves offset or slope
 PRIOR_FITS = 4  # Newton steps to a prior
+FIT_EVERY = 6  # estimates between two steps later on; the first so many have one each
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0  # observations per layer that a prior counts for, lasting and overall
 
 AGREEMENT_HALF_LIFE = 4000.0  # it depends on the model more than on the text
@@ -34,14 +35,16 @@ AGREEMENT_KNOWN = 40.0  # tokens from which on it is known
 GOOD_AGREEMENT = 0.9  # from which on a copy's misses are the layer's
 AGREEMENT_PRIOR_SIZE = 100.0  # tokens that a prior counts for
 
-SECOND_EDGES = (0.35, 0.6)  # bounds between the confidences of first choices that are told apart
+SECOND_EDGES = (0.35, 0.6)  # bounds between the groups of confidences of first choices
 SECOND_PRIOR, SECOND_WEIGHT = (0.2, 0.35, 0.5), 8.0  # rates of second choices, and observations that they count as
 SECOND_HALF_LIFE = 200.0
 
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
+_POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)
 _VARIANCE = np.array(CURVE_VARIANCE)[:, None]
+_RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))[:, None]
 _SECOND_GROUPS = [bisect_right(SECOND_EDGES, edge) for edge in (0.0, *CONFIDENCE_EDGES)]  # of every confidence bin
 
 
@@ -65,6 +68,8 @@ class Tracker:
         self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # [2, L - 1]: offset, slope
         self._mean[0] += DEPTH_SLOPE * np.log(4 * np.arange(1, num_layers) / num_layers)
         self._curve = self._mean.copy()
+        self._draw()
+        self._num_asked = 0  # estimates
         if prior is not None:
             counts = read_prior(prior, num_layers)
             self.lasting[:] = _thinned(counts, PRIOR_SIZE)
@@ -124,8 +129,10 @@ class Tracker:
     def estimates(self) -> tuple[Floats, Floats]:
         """(how often a pick of each bin is right, ascending along the bins; how often each bin occurs)."""
         self._recall()
-        self._fit()
-        rates, shares = self._rates(), np.full((1, NUM_BINS), 1 / NUM_BINS)
+        self._num_asked += 1
+        if self._num_asked <= FIT_EVERY or self._num_asked % FIT_EVERY == 0:
+            self._fit()
+        rates, shares = self._rates, np.full((1, NUM_BINS), 1 / NUM_BINS)
         for counts, weight, share_weight in (
             (self.lasting, CURVE_WEIGHT, SHARE_WEIGHTS[1]),
             (self.recent, LASTING_WEIGHT, SHARE_WEIGHTS[0]),
@@ -148,20 +155,22 @@ class Tracker:
             beyond = np.maximum(self.overall - lasting, 0)
             lasting += beyond * np.minimum(missing / np.maximum(np.add.reduce(beyond, (0, 2)), 1e-9), 1)[:, None]
 
-    def _rates(self) -> Floats:
-        """By the curves."""
-        offset, slope = self._curve[:, :, None]
-        return np.asarray(1 / (1 + np.exp(-(offset + slope * LOG_ODDS))))
-
     def _fit(self) -> None:
         """One Newton step of every layer's curve to the lasting counts; the next one follows at a later estimate."""
         hits, misses = self.lasting
-        seen, rates = hits + misses, self._rates()
-        error, bend = hits - seen * rates, seen * rates * (1 - rates)
-        offset, slope = np.stack((error.sum(1), error @ LOG_ODDS)) - (self._curve - self._mean) / _VARIANCE
-        a, b, d = bend.sum(1) + 1 / CURVE_VARIANCE[0], bend @ LOG_ODDS, bend @ LOG_ODDS**2 + 1 / CURVE_VARIANCE[1]
-        step = np.stack((d * offset - b * slope, a * slope - b * offset)) / (a * d - b * b)
+        expected = (hits + misses) * self._rates
+        # Sums over the bins, [L - 1] each: of errors, of errors by log-odds; and of their slopes by 1, x and x^2.
+        errors, bends = np.array((hits - expected, expected * (1 - self._rates))) @ _POWERS
+        offset, slope = errors.T[:2] - (self._curve - self._mean) / _VARIANCE
+        a, b, d = bends.T + _RIDGE
+        step = np.array((d * offset - b * slope, a * slope - b * offset)) / (a * d - b * b)
         self._curve += np.minimum(np.maximum(step, -MOST_STEP), MOST_STEP)
+        self._draw()
+
+    def _draw(self) -> None:
+        """Rates by the curves."""
+        offset, slope = self._curve[:, :, None]
+        self._rates = 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
 
 
 class Agreement:

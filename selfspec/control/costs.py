@@ -274,11 +274,11 @@ class Costs:
                 most = 1.0 if name == "padding" else 1e9
                 if not 0 <= value <= most:
                     raise ValueError(f"{name} must lie in 0..{most:g}, got {value}")
-            parts: dict[str, Any] = {**many, **numbers, **{name: Table.read(read[name]) for name in _TABLES}}
-            parts |= {name: Table.read(read[name]) for name in _OPTIONAL if read.get(name) is not None}
+            fields: dict[str, Any] = {**many, **numbers, **{name: Table.read(read[name]) for name in _TABLES}}
+            fields |= {name: Table.read(read[name]) for name in _OPTIONAL if read.get(name) is not None}
             if read.get("copies") is not None:
-                parts["copies"] = Copies.from_dict(read["copies"])
-            return cls(int(read["num_layers"]), **parts)
+                fields["copies"] = Copies.from_dict(read["copies"])
+            return cls(int(read["num_layers"]), **fields)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 

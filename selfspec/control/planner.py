@@ -89,12 +89,10 @@ def decide(
         layers: exit layers to choose from.
     """
     costs.drafters = drafters
-    by_copies = np.array([drafter.by_copies for drafter in drafters])
-    coverages = np.array([[drafter.coverage] for drafter in drafters]) * np.where(
-        by_copies[:, None], evidence.agreement, 1.0
-    )
+    coverages = np.array([[drafter.coverage] for drafter in drafters]).repeat(len(evidence.right), 1)
+    coverages[[drafter.by_copies for drafter in drafters]] *= evidence.agreement
     rates, drafted = costs.rates(evidence.right, evidence.share, coverages)  # [drafters, L - 1, stops], [L - 1, stops]
-    promised = rates.max(2) / np.where(by_copies, evidence.slower[1], evidence.slower[0])[:, None]
+    promised = np.maximum.reduce(rates, 2) / np.array([[evidence.slower[drafter.by_copies]] for drafter in drafters])
     at, exit_layer = _choose(now, costs.num_rows, drafters, layers, promised, evidence)
     line, plain = exit_layer - 1, costs.num_rows / costs.plain_seconds
     trusted = evidence.trust * float(promised[at, line])
@@ -117,12 +115,12 @@ def _choose(
 ) -> tuple[int, int]:
     """Which of the drafters, and the exit layer."""
     weighed = promised * (1 + _exit_prior(evidence.seen) / num_rows)  # many rows soon show which layers are right
-    exits = np.arange(1, promised.shape[1] + 1)
-    may_draft = np.isin(exits, layers)
+    weighed[:, [e - 1 for e in range(1, weighed.shape[1] + 1) if e not in layers]] = 0
     for line, drafter in zip(weighed, drafters, strict=True):
         if drafter.by_copies:
             line /= evidence.margin
-        line[~may_draft | (exits > (drafter.deepest or len(exits)))] = 0
+        if drafter.deepest is not None:
+            line[drafter.deepest :] = 0
     at, line = divmod(int(weighed.argmax()), weighed.shape[1])
     present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
     if now.exit_layer is not None and present:

@@ -76,9 +76,9 @@ class Drafters:
         if only_layers or self._vocabulary is None:
             return [BY_LAYERS] if only_layers else [*self._over_all]
         sizes = [self._vocabulary.vocab_size // divisor for divisor in VOCAB_DIVISORS]
-        parts = [(size, self.share(size), self._vocabulary.coverage(size)) for size in sizes if size >= LEAST_VOCAB]
+        vocabs = [(size, self.share(size), self._vocabulary.coverage(size)) for size in sizes if size >= LEAST_VOCAB]
         dear = self._with_dear_heads
-        return [*self._over_all, *[Drafter(*part, one.draft_bits, one.deepest) for part in parts for one in dear]]
+        return [*self._over_all, *[Drafter(*vocab, one.draft_bits, one.deepest) for vocab in vocabs for one in dear]]
 
     def share(self, size: int | None) -> float:
         """Of the vocabulary."""
@@ -147,21 +147,23 @@ class RoundCosts:
             share: `[L - 1, bins]`, how often each bin occurs.
             coverages: `[drafters, L - 1]`, by what `right` is multiplied.
         """
-        seconds = np.stack([self._seconds(drafter) for drafter in self.drafters])
+        seconds = [self._seconds(drafter) for drafter in self.drafters]
         drafted_right = right * share * coverages[:, :, None]
         if self.num_rows > 1:
             acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
-            return self.num_rows * kept / seconds[:, :, 1:], np.tile(_LENGTHS, (len(share), 1))
+            return self.num_rows * kept / np.array(seconds)[:, :, 1:], np.tile(_LENGTHS, (len(share), 1))
         # P(a token lies above the bound), P(it does, and is right): [1 + drafters, L - 1, bins]
         likely = np.concatenate((share[None], drafted_right))
         above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
         # Tokens of a draft that ends below the bound or at a cap, and right ones among those before its last.
         expected = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(len(above), len(share), -1)
         drafted, kept = expected[0], expected[1:]
-        low, lines = drafted.astype(np.int64), np.arange(len(share))[:, None]  # below `MOST`
-        rounds = seconds[:, lines, low]
-        rounds += (drafted - low) * (seconds[:, lines, low + 1] - rounds)
+        low, rounds = drafted.astype(np.int64), np.empty(kept.shape)  # below `MOST`
+        at = low + np.arange(0, len(share) * (MOST + 1), MOST + 1)[:, None]
+        for line, of_drafter in zip(rounds, seconds, strict=True):
+            below, beyond = of_drafter.take(at), of_drafter.take(at + 1)
+            line[:] = below + (drafted - low) * (beyond - below)
         return (1 + above[1:, :, :1] * kept) / rounds, drafted
 
     def limits(self) -> Floats:

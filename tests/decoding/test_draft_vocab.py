@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.api import Target
-from selfspec.control import parts
+from selfspec.control import round_costs
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
@@ -260,7 +260,7 @@ class Watched(Adaptive):
 @pytest.mark.parametrize("engine", ["auto", "views"])
 @pytest.mark.parametrize("lengths", [(9,), RAGGED], ids=["one row", "ragged"])
 def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(engine, lengths, monkeypatch):
-    monkeypatch.setattr(parts, "LEAST", 12)  # of 96 tokens
+    monkeypatch.setattr(round_costs, "LEAST_VOCAB", 12)  # of 96 tokens
     model = build("llama")
     with torch.no_grad():
         model.lm_head.weight[20:] *= 0.1  # it writes the first tokens only, nearly always
@@ -278,7 +278,7 @@ def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(eng
 
 
 def test_processors_make_the_default_draft_over_the_whole_vocabulary(monkeypatch):
-    monkeypatch.setattr(parts, "LEAST", 12)
+    monkeypatch.setattr(round_costs, "LEAST_VOCAB", 12)
     target, prompts = Target(build("llama")), make_prompts(RAGGED, seed=1)
     policy = Watched()
     plain = target.generate(prompts, policy="plain", max_new_tokens=30, logits_processor=Ban())
