@@ -35,7 +35,7 @@ demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured draf
 	fi
 
 # A fresh mypy takes a minute of one core, so it runs beside the tests.
-test: lint-text  ## lint, and types beside every test that needs neither network nor GPU nor patience
+test: lint-text  ## lint, then types beside every test that needs neither network nor GPU nor patience
 	@$(MAKE) --no-print-directory -j2 types test-fast
 
 test-fast: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,15 @@ from hypothesis import settings
 FRESH = settings(derandomize=False, max_examples=60, print_blob=True)
 
 
+# One of each kind: plain, windows, soft caps, experts, learned positions, sinks, chunks.
+KINDS = ("llama", "mistral", "gemma2", "mixtral", "gpt2", "gpt_oss", "llama4_text")
+
+
 def slow(*values: Any) -> Any:
     """A case of a parametrized test that only `make test-slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def of_each_kind(families: Iterable[str]) -> list[Any]:
+    """Families as cases, all but one of each kind slow: for what a test of every family shows of them already."""
+    return [family if family in KINDS else slow(family) for family in families]

@@ -26,6 +26,8 @@ SOME = [
     "gpt_oss",
 ]  # compiled, soft caps, experts, learned positions, sinks
 
+CASES = [("llama", ONE), *((family, RAGGED) for family in SOME), *(slow(family, ONE) for family in SOME[1:])]
+
 
 def ways(count):
     return {name: values[:count] for name, values in WAYS.items()}
@@ -65,15 +67,13 @@ def test_the_default_with_costs_measured_here_changes_no_token(family, lengths):
     check_equals_plain(target, prompts, None, max_new_tokens=30, **ways(len(prompts)))
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+@pytest.mark.parametrize(("family", "lengths"), CASES)
 def test_the_default_where_drafts_pay_equals_generate(family, lengths):
     done = check_equals_generate(tiny(family), make_prompts(lengths, seed=1), Adaptive(where_drafts_pay()), 40)
     assert sum(c.stats.num_draft_tokens for c in done) > 0
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+@pytest.mark.parametrize(("family", "lengths"), CASES)
 def test_the_default_where_drafts_pay_samples_the_tokens_of_plain_decoding(family, lengths):
     policy = Adaptive(where_drafts_pay())
     done = check_equals_plain(
@@ -105,8 +105,7 @@ def test_the_default_on_a_trained_model_changes_no_token(stories):
 # ------------------------------------------------------------------------------------------------------ the adversary
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+@pytest.mark.parametrize(("family", "lengths"), CASES)
 @pytest.mark.parametrize("seed", [1, slow(3)])
 def test_whatever_a_plan_asks_for_equals_generate(family, lengths, seed):
     policy = Adversary(seed, 4)
@@ -115,8 +114,7 @@ def test_whatever_a_plan_asks_for_equals_generate(family, lengths, seed):
     assert len({plan.exit_layer for plan, _ in policy.seen}) > 1
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one row", "ragged"])
+@pytest.mark.parametrize(("family", "lengths"), CASES)
 @pytest.mark.parametrize("seed", [1, slow(3)])
 def test_whatever_a_plan_asks_for_samples_the_tokens_of_plain_decoding(family, lengths, seed):
     policy, prompts = Adversary(seed, 4), make_prompts(lengths, seed=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from selfspec.decoding.engine import Engine
 from tests.helpers import Always, Schedule, audit_cache, decode, drain, make_prompts
 from tests.models import FAMILIES, tiny
-from tests.slow import slow
+from tests.slow import of_each_kind, slow
 
 RAGGED = (12, 7, 1, 20, 33, 2)
 
@@ -27,7 +27,7 @@ def check_cache(target, policy, page_size=64, lengths=RAGGED, max_new_tokens=14,
     return decode(target, make_prompts(lengths), policy, audit, settings, max_new_tokens=limits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 @pytest.mark.parametrize("page_size", [5, slow(64)])  # 64: schedules that equal generate are audited, too
 def test_every_layer_agrees_after_every_round_of_every_family(family, page_size):
     check_cache(tiny(family), Schedule(1, 4), page_size)

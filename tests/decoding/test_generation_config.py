@@ -69,7 +69,7 @@ def generated(model, prompt, **options):
 @pytest.mark.parametrize("name", PROCESSED)
 def test_settings_that_process_logits_are_applied_as_generate_applies_them(model, name):
     values, beside = PROCESSED[name]
-    prompts = make_prompts((12, 7), seed=1)
+    prompts = make_prompts((12, 1), seed=1)
     set_all(model, beside)
     without = [generated(model, prompt, max_new_tokens=20) for prompt in prompts]
     set_all(model, {**beside, **values})

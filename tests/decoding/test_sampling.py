@@ -48,7 +48,7 @@ def check_equals_plain(target, prompts, policy, engine=None, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_speculation_samples_the_tokens_of_plain_decoding(family, seed):
     done = check_equals_plain(tiny(family), make_prompts(RAGGED), Schedule(seed, 4), max_new_tokens=18, **WAYS)
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
@@ -131,7 +131,7 @@ def test_another_seed_gives_another_text_and_the_same_seed_the_same():
 
 # --------------------------------------------------------------------------------- the law, by exact enumeration
 
-VOCAB, PROMPT, DRAWS = 8, [3, 5, 1], 4000
+VOCAB, PROMPT, DRAWS = 8, [3, 5, 1], 2500
 WARPERS = {
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,

@@ -22,6 +22,7 @@ from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.helpers import Adversary, Schedule, ShortBlocks, audit_cache, decode, generate, make_prompts
 from tests.models import FAMILIES, build, tiny
+from tests.slow import of_each_kind
 
 ONE, RAGGED = (9,), (12, 1, 20)
 VOCAB = 96
@@ -104,7 +105,7 @@ def check_seconds(family, lengths=RAGGED, new=24, audit=True, target=None, **opt
 # ----------------------------------------------------------------------------------------------------- whole outputs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 def test_trees_with_the_right_branch_change_no_token_of_any_family(family):
     check_known_trees(family)
 

@@ -133,6 +133,7 @@ def test_not_a_number_in_rejected_slots_changes_nothing(place):
     prompts = make_prompts([5, 23])
     wanted = decode(eager, prompts, Always(None, 0), max_new_tokens=20)
     engine = Engine(recorded, policy=Schedule(4, 4), max_batch_size=2, max_cached_tokens=256, page_size=64)
+    example = torch.ones(1, 2, 8, device=place)
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=20)
     tokens = {0: [], 1: []}
@@ -144,8 +145,8 @@ def test_not_a_number_in_rejected_slots_changes_nothing(place):
                 if row.num_cached < len(row.content) - 1:
                     continue
                 for position in range(row.num_cached, 64 * len(row.pages)):
-                    for storage in engine.cache._layers.values():
-                        for pages in storage:
+                    for layer in range(4):
+                        for pages in engine.cache.layer(layer, example, example):
                             pages[row.pages[position // 64], position % 64] = float("nan")
     assert [tokens[0], tokens[1]] == [one.tokens for one in wanted]
 

@@ -13,13 +13,14 @@ import selfspec
 from selfspec import hub, profile
 from selfspec.target.quantized import KINDS, dense, is_dense
 from tests import cli_fixtures
+from tests.slow import slow
 
 run, model_folder = cli_fixtures.run, cli_fixtures.model_folder
 PROMPTS = [[5, 9, 14, 5, 9], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.0, slow(0.9)])
 def test_drafts_change_no_token_of_a_quantised_model(kind, temperature):
     target = selfspec.load("demo", quantize=kind, device="cpu")
     options = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
