@@ -86,18 +86,17 @@ class CpuExecutor(Executor):
         assert self._rounds is not None
         seconds = self.new_seconds()
         begin, rooms = seconds.now(), [row.room - 1 for row in rows]
-        lengths = [0] * len(rows)
-        if plan.exit_layer and given is None:
-            lengths = [min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)]
-        drafter = self._drafter(plan) if any(lengths) else None
+        drafter = self._drafter(plan) if plan.exit_layer and given is None else None
+        planned = [0] * len(rows) if drafter is None else plan.draft_lengths
+        lengths = [min(length, room) for length, room in zip(planned, rooms, strict=True)]
         spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
         done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen)
         around = seconds.now() - begin - sum([sum(one.steps) + sum(one.taken) for one in done])
         for one in done:
             _add_stages(seconds, one, around)
-            is_found = given is not None or any(row.match for row in one.rows)
-            exit_layer = LOOKUP if is_found else None if one.is_given else plan.exit_layer
+            is_found, has_drafted = any(row.match for row in one.rows), any(row.drafted for row in one.rows)
+            exit_layer = LOOKUP if is_found else plan.exit_layer if has_drafted else None
             yield Executed(exit_layer, [_verdict(row) for row in one.rows], seconds)
             seconds, around = self.new_seconds(), 0.0
 

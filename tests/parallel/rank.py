@@ -35,7 +35,7 @@ class Dice(Policy):
         lengths = tuple(self.random.randint(0, min(4, row.room - 1)) for row in rows)
         return Plan(self.random.randint(1, 3), lengths, self.random.choice([0.0, 0.3]))
 
-    def observe(self, plan, outcomes, seconds):
+    def observe(self, plan, rounds):
         self.seen += 1
 
 

@@ -73,16 +73,14 @@ class Run {
 
     // To where the next round begins; whether there may be one.
     bool move() {
-        bool goes_on = true, has_room = false;
+        bool goes_on = true;
         for (int64_t r = 0; r < d.num_rows; r++) {
             const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
             positions[r] += count, last[r] = picks[count - 1], p.rooms[r] -= count;
             if (p.indices && !selfspec_index_add(p.indices[r], picks, count)) throw std::bad_alloc();
             goes_on = goes_on && p.rooms[r] >= 0 && !ends(r, picks, count);
             lengths[r] = std::min(lengths[r], std::max<int64_t>(0, p.rooms[r]));
-            has_room = has_room || lengths[r];
         }
-        if (!has_room) exit_layer = 0;
         return goes_on;
     }
 
