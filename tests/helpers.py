@@ -44,7 +44,7 @@ class Schedule(Policy):
         self.random = random.Random(seed)
         self.exits = [*([None] if plain else []), *([LOOKUP] if lookup else []), *range(1, num_layers)]
         self.longest, self.confidences = longest, confidences
-        self.seen = []  # (plan, outcomes) of every round
+        self.seen = []  # (plan, its rounds) of every program
 
     def plan(self, rows):
         exit_layer = self.random.choice(self.exits)
@@ -52,17 +52,21 @@ class Schedule(Policy):
         return Plan(exit_layer, tuple(lengths), self.random.choice(self.confidences))
 
     def observe(self, plan, rounds):
-        self.seen += [(plan, round_.rows) for round_ in rounds]
+        self.seen.append((plan, rounds))
+
+    @property
+    def outcomes(self):
+        """What the policy was told of every row of every round."""
+        return [outcome for _, rounds in self.seen for round_ in rounds for outcome in round_.rows]
 
 
 class Adversary(Schedule):
     """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
 
-    vocab = 96
-
-    def __init__(self, seed, num_layers, exact=None, **options):
+    def __init__(self, seed, num_layers, exact=None, most_rounds=6, **options):
         super().__init__(seed, num_layers, **options)
         self.dice, self.layers, self.exact = random.Random(seed), range(1, num_layers), exact
+        self.most_rounds = most_rounds
         self.seeds = []  # (row, shadow) of every look into a prompt
         self.shadows = []  # (row before the round, shadow, whether it was exact)
         self.rows = ()
@@ -92,7 +96,7 @@ class Adversary(Schedule):
             keep_divergence=dice.random() < 0.5,
             shadow=dice.choice([None, shadow, shadow, shadow]),
             lookups=dice.choice([None, self.some_lookups(rows)]) if plan.exit_layer != LOOKUP else None,
-            num_rounds=dice.randint(1, 6),
+            num_rounds=dice.randint(1, self.most_rounds),
         )
 
     def some_lookups(self, rows):

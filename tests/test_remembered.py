@@ -51,7 +51,7 @@ class Counted(Adaptive):
         self.inside.remove(threading.get_ident())
 
     def plan(self, rows):
-        Counted.rounds += 1
+        Counted.rounds += len(rounds)
         with self.alone():
             return super().plan(rows)
 
@@ -159,7 +159,7 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     assert is_prior(target.prior, target.stack.num_layers)
     monkeypatch.undo()
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
-    monkeypatch.setattr(policies, "Adaptive", Counted)
+    monkeypatch.setattr(registry, "Adaptive", Counted)
     before = Counted.made
     assert tokens(target, PROMPTS[2]) == wanted
     assert Counted.made == before + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from selfspec.control.costs import Costs
+from selfspec.control.plan import FOR_EVER, Plan, Policy
+from selfspec.control.rows import RowState
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.results import Round
 from selfspec.target.draft_head import Frequencies
@@ -30,6 +32,14 @@ class _Plain:
         raise NotImplementedError("plain decoding needs no costs")
 
 
+class _Warmed(Policy):
+    """Plain decoding whose first program is a single round: what reading a prompt takes is not timed."""
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        is_new = rows[0].content_length == PROMPT
+        return Plan(None, (0,) * len(rows), num_rounds=1 if is_new else FOR_EVER)
+
+
 class Around:
     """Times plain rounds as engines decode them, many in one call.
 
@@ -53,7 +63,7 @@ class Around:
         engine = self._engines.get(rows)
         if engine is None:
             room = rows * (PROMPT + MOST_ROUNDS + 1)
-            engine = Engine(self._target, policy="plain", max_batch_size=rows, max_cached_tokens=room)
+            engine = Engine(self._target, policy=_Warmed(), max_batch_size=rows, max_cached_tokens=room)
             engine.frequencies = Frequencies(engine.stack.vocab_size)  # these tokens are nobody's
             self._engines[rows] = engine
         for token in tokens:

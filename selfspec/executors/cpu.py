@@ -98,8 +98,8 @@ class CpuExecutor(Executor):
         around = seconds.now() - begin - sum([sum(one.steps) + sum(one.taken) for one in done])
         for one in done:
             _add_stages(seconds, one, around)
-            is_found = given is not None or any(row.match for row in one.rows)
-            exit_layer = LOOKUP if is_found else None if one.is_given else plan.exit_layer
+            is_found, has_drafted = any(row.match for row in one.rows), any(row.drafted for row in one.rows)
+            exit_layer = LOOKUP if is_found else plan.exit_layer if has_drafted else None
             yield Executed(exit_layer, [_verdict(row) for row in one.rows], seconds)
             seconds, around = self.new_seconds(), 0.0
 

@@ -68,7 +68,7 @@ def test_a_policy_sees_every_rows_state_and_what_became_of_its_plan():
     done = decode(tiny("llama"), prompts, policy, max_new_tokens=[6, 11])
     assert len(policy.states) == len(policy.seen)
     lengths = {0: 5, 1: 9}
-    for states, (plan, outcomes) in zip(policy.states, policy.seen, strict=True):
+    for states, (plan, [(_, outcomes, _)]) in zip(policy.states, policy.seen, strict=True):
         assert [o.request_id for o in outcomes] == [s.request_id for s in states]
         for state, outcome, planned in zip(states, outcomes, plan.draft_lengths, strict=True):
             assert state.content_length == lengths[state.request_id]

@@ -226,8 +226,8 @@ def test_a_policy_is_told_where_no_draft_could_have_been_right(draft_vocab):
     target, seen = Target(build("llama")), []
 
     class Notes(Fixed):
-        def observe(self, plan, outcomes, seconds):
-            seen.extend(outcomes)
+        def observe(self, plan, rounds):
+            seen.extend(outcome for round_ in rounds for outcome in round_.rows)
 
     policy = Notes(2, 3, draft_vocab=draft_vocab)
     engine = Engine(target, policy=policy, max_batch_size=1)
@@ -236,7 +236,7 @@ def test_a_policy_is_told_where_no_draft_could_have_been_right(draft_vocab):
     expected = []
     while engine.has_work:
         members = target.stack.frequencies.part(draft_vocab).members if draft_vocab else range(96)
-        for row in engine.step().rows:
+        for row in [row for round_ in engine.step() for row in round_.rows]:
             if row.tokens:
                 refused = row.num_accepted < len(row.drafted) and len(row.tokens) > row.num_accepted
                 expected.append(bool(row.drafted) and refused and row.tokens[-1] not in members)
@@ -252,9 +252,9 @@ class Watched(Adaptive):
         super().__init__(costs)
         self.seen = []
 
-    def observe(self, plan, outcomes, seconds):
-        self.seen += [(plan, outcome) for outcome in outcomes]
-        super().observe(plan, outcomes, seconds)
+    def observe(self, plan, rounds):
+        self.seen += [(plan, outcome) for round_ in rounds if round_.exit_layer for outcome in round_.rows]
+        super().observe(plan, rounds)
 
 
 @pytest.mark.parametrize("engine", ["auto", "views"])
@@ -294,8 +294,8 @@ def test_where_a_row_ended_before_the_refusal_nothing_was_left_out():
         model.lm_head.weight[30:] *= 0.5  # some of its tokens are not drafted, and most are
 
     class Notes(Fixed):
-        def observe(self, plan, outcomes, seconds):
-            seen.extend(outcomes)
+        def observe(self, plan, rounds):
+            seen.extend(outcome for round_ in rounds for outcome in round_.rows)
 
     engine = Engine(Target(model), policy=Notes(3, 4, draft_vocab=30))
     for prompt in make_prompts([5] * 80):

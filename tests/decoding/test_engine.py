@@ -69,7 +69,7 @@ def test_rows_join_between_rounds_of_a_running_batch(target):
     rounds = []
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=12)
-        rounds += [engine.step(), engine.step()]
+        rounds += [*engine.step(), *engine.step()]
         audit_cache(engine, target.model)
     sizes = [len(round_.rows) for round_ in rounds]
     assert sizes[0] == 1 < max(sizes)
@@ -94,7 +94,7 @@ def test_a_prompt_is_read_in_chunks_while_others_decode(target):
     first, second = engine.submit(short, max_new_tokens=20), engine.submit(long, max_new_tokens=4)
     cached, rounds = [], []
     while len(cached) < 7:
-        rounds.append(engine.step())
+        rounds += engine.step()
         audit_cache(engine, target.model)
         cached.append(next(row.num_cached for row in engine.rows if row.request_id == second))
     assert cached == [3, 7, 11, 15, 19, 23, 27]  # one token of the first chunk was the other row's
@@ -106,7 +106,7 @@ def test_a_prompt_is_read_in_chunks_while_others_decode(target):
 def test_a_step_that_only_reads_prompts_decodes_nothing(target):
     engine = Engine(target, prefill_chunk=3)
     engine.submit(make_prompts([8])[0], max_new_tokens=2)
-    round_ = engine.step()
+    [round_] = engine.step()
     assert (round_.rows, round_.plan) == ([], None)
     assert round_.seconds.prefill > 0 == round_.seconds.verify
 
@@ -115,7 +115,7 @@ def test_an_engine_with_nothing_to_do_says_so(target):
     engine = Engine(target)
     assert not engine.has_work
     assert list(engine.run()) == []
-    assert engine.step().rows == []
+    assert [round_.rows for round_ in engine.step()] == [[]]
 
 
 # ------------------------------------------------------------------------------------------------------- cancelling
@@ -125,13 +125,13 @@ def test_a_cancelled_row_keeps_its_tokens_and_frees_its_pages_at_the_next_step(t
     engine = Engine(target, policy=Schedule(0, 4), max_batch_size=2, max_cached_tokens=60, page_size=5)
     prompts = make_prompts([5, 5, 5])
     first, second, third = submit_all(engine, prompts, max_new_tokens=20)
-    before = [engine.step() for _ in range(3)]
+    before = [round_ for _ in range(3) for round_ in engine.step()]
     so_far = [token for round_ in before for row in round_.rows if row.request_id == first for token in row.tokens]
     free = engine.cache.num_free_pages
     owned = next(len(row.pages) for row in engine.rows if row.request_id == first)
     engine.cancel(first)
     assert engine.cache.num_free_pages == free
-    round_ = engine.step()
+    [round_] = engine.step()
     [ended] = [row for row in round_.rows if row.request_id == first]
     assert (ended.tokens, ended.text, ended.drafted, ended.completion.tokens) == ([], "", [], so_far)
     assert ended.completion.finish_reason == "cancelled"
@@ -147,7 +147,7 @@ def test_a_cancelled_waiting_request_ends_with_no_tokens(target):
     first, second = submit_all(engine, make_prompts([5, 5]), max_new_tokens=6)
     before = engine.step()
     engine.cancel(second)
-    done = drain(engine, before=[before]).completions
+    done = drain(engine, before=before).completions
     assert (done[second].tokens, done[second].finish_reason) == ([], "cancelled")
     assert engine.num_waiting == 0
     assert done[first].finish_reason == "length"
@@ -208,7 +208,7 @@ def test_the_first_in_line_is_not_overtaken(target):
     order = []
     submit_all(engine, [big, big, small], max_new_tokens=4)
     while engine.has_work:
-        order += [row.request_id for row in engine.step().rows if row.completion]
+        order += [row.request_id for round_ in engine.step() for row in round_.rows if row.completion]
     assert order == [0, 1, 2]
 
 
@@ -232,7 +232,7 @@ def test_a_setting_out_of_range_is_refused_by_name(target, options, sentence):
 def test_a_round_tells_its_plan_and_where_its_time_went(target):
     engine = Engine(target, policy="fixed", exit_layer=2, num_draft_tokens=3)
     engine.submit(make_prompts([6])[0], max_new_tokens=9)
-    round_ = engine.step()
+    round_ = engine.step()[0]
     assert (round_.plan.exit_layer, round_.plan.draft_lengths) == (2, (3,))
     [row] = round_.rows
     assert len(row.drafted) == 3

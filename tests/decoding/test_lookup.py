@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from selfspec.control.plan import LOOKUP, Plan
 from selfspec.decoding.engine import Engine
+from selfspec.drafting import sources
+from selfspec.drafting.compiled_lookup import lookup_of
 from selfspec.drafting.lookup import Guess, Lookup
 from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain
-from tests.helpers import Adversary, Always, Schedule, make_prompts
+from tests.helpers import Adversary, Always, Schedule, decode, make_prompts
 from tests.models import EOS, tiny
 from tests.slow import slow
 
@@ -96,6 +98,14 @@ def test_any_batch_of_lookups_and_early_exits_equals_plain_decoding(lengths, max
     target, prompts, policy = tiny(family), echoes(lengths, seed), Adversary(seed, 4)
     check_equals_generate(target, prompts, policy, max_new_tokens)
     check_equals_plain(target, prompts, policy, max_new_tokens=max_new_tokens, **seeded(len(lengths)))
+
+
+@pytest.mark.parametrize(("exit_layer", "count"), [(2, 0), (None, 0), (LOOKUP, 1)])
+def test_the_index_is_made_when_it_is_first_asked_for(exit_layer, count, monkeypatch):
+    made = []
+    monkeypatch.setattr(sources, "lookup_of", lambda content: made.append(content) or lookup_of(content))
+    decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), max_new_tokens=8)
+    assert len(made) == count
 
 
 @pytest.mark.parametrize("exit_layer", [-1, 4])

@@ -98,7 +98,7 @@ def check_any_arrival(target, dice):
                 doomed.add(victim)
         if doomed and rng.random() < 0.3:
             engine.cancel(rng.choice(sorted(doomed)))
-        rounds.append(engine.step())
+        rounds += engine.step()
     done = {row.request_id: row.completion for round_ in rounds for row in round_.rows if row.completion}
     assert {names[i]: c.tokens for i, c in done.items() if i in names} == dict(enumerate(expected))
     assert set(done) == set(names) | doomed

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.control.plan import LOOKUP, Plan, Policy, TokenTree
+from selfspec.control.plan import LOOKUP
 from selfspec.decoding.engine import Engine
+from selfspec.drafting.lookup import Guess
+from selfspec.drafting.sources import Guesser
 from selfspec.hf import SelfSpeculative
 from tests.helpers import Always, make_prompts
 from tests.models import tiny
@@ -47,8 +49,8 @@ def test_a_row_without_a_token_to_sample_is_cancelled_and_no_other_suffers(polic
     assert engine.cache.num_free_pages == engine.cache.num_pages
 
 
-def ended(round_):
-    return {row.request_id: row.completion for row in round_.rows if row.completion is not None}
+def ended(rounds):
+    return {row.request_id: row.completion for one in rounds for row in one.rows if row.completion is not None}
 
 
 @pytest.mark.parametrize("policy", ["plain", Always(3, 5)], ids=["plain", "exit"])
@@ -62,32 +64,20 @@ def test_positions_that_are_drafted_beyond_the_end_raise_nothing(policy):
     assert done[0].tokens == wanted.tokens
 
 
-def test_a_row_that_ends_before_raises_nothing():
+def test_a_row_that_ends_before_raises_nothing(monkeypatch):
     """Its end lies in the same block as the position where nothing is left."""
     [prompt], options = make_prompts([9]), {"temperature": 0.8, "seed": 3}
     [wanted] = tiny("llama").generate([prompt], max_new_tokens=AT - 9, **options)
-    engine, done, content = engine_of(FromText([*prompt, *wanted.tokens, 5, 5])), {}, []
+    text = [*prompt, *wanted.tokens, 5, 5]
+    monkeypatch.setattr(Guesser, "match", 1)
+    monkeypatch.setattr(Guesser, "guess", lambda self, n: Guess(text[len(self._content) :][:n], 1))
+    engine, done, content = engine_of(Always(LOOKUP, 5)), {}, []
     stop = [lambda ids, scores: content.append(ids.shape[1]) or ids.shape[1] == AT]
     engine.submit(prompt, logits_processor=[emptied(float("-inf"))], stopping_criteria=stop, **options)
     while engine.has_work:
         done |= ended(engine.step())
     assert done[0].tokens == wanted.tokens and done[0].finish_reason == "stop"
     assert done[0].stats.num_accepted_draft_tokens > 0
-
-
-class FromText(Policy):
-    """Drafts what follows in a given text."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def plan(self, rows):
-        chains = [self.text[row.content_length :][: row.room - 1] for row in rows]
-        trees = tuple(TokenTree(tuple(chain), tuple(range(len(chain)))) for chain in chains)
-        return Plan(LOOKUP, tuple(map(len, chains)), trees=trees)
-
-    def observe(self, plan, outcomes, seconds):
-        pass
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])

@@ -14,7 +14,7 @@ import torch
 
 from eval.gpu.samples import layout_of
 from selfspec.api import Target
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop, TokenTree
+from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from tests.device.standin import with_runner
 from tests.helpers import make_prompts
@@ -24,7 +24,6 @@ FILE = Path(__file__).with_name("launches.json")
 HOT = {"temperature": 0.8, "seed": 3}
 FILTERED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 4}
 CALIBRATED = SurvivalStop((0.9,) * NUM_BINS, 0.3)
-TREE = TokenTree((5, 6, 7, 8), (0, 0, 1, 1))
 RULE = SecondChoices((0.5,) * NUM_BINS, (0.5,) * NUM_BINS, 0.1, 4)
 
 
@@ -54,7 +53,6 @@ PLANS = {
     "stopped by confidence, sampled": (2, HOT, lambda n: Plan(1, (4,) * n, 0.5, keep_confidence=True)),
     "looks at layers": (2, {}, lambda n: Plan(2, (2,) * n, shadow=ShadowPlan((1, 3), (0, 1), 4))),
     "second choices": (1, {}, lambda n: Plan(2, (3,) * n, second_choices=RULE)),
-    "a tree": (2, {}, lambda n: Plan(LOOKUP, (4, 0), trees=(TREE, None))),
 }
 
 
@@ -66,9 +64,6 @@ class Once(Policy):
 
     def plan(self, rows):
         return self.make(len(rows))
-
-    def observe(self, plan, outcomes, seconds):
-        pass
 
 
 def launches(name):

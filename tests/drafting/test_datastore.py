@@ -18,6 +18,7 @@ from selfspec.drafting import suffixes
 from selfspec.drafting.datastore import MOST_PLACES, Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.datastore_file import DEPTH, FORMAT, MAGIC, PAGE, verify
+from selfspec.drafting.lookup import Guess
 from selfspec.errors import DatastoreError
 from selfspec.target.fingerprint import vocabulary_of
 from tests.tokenizers import byte_tokenizer, spaced_tokenizer
@@ -68,7 +69,7 @@ def test_it_finds_what_a_naive_search_finds(file, corpus, most, num_tokens):
         length, ends = naive(documents, context, most)
         match = store.find(context, most)
         if length == 0:
-            assert match is None and store.draft(context, num_tokens) == ([], 0)
+            assert match is None and store.draft(context, num_tokens) == Guess([], 0)
             continue
         assert (match.length, match.num_places) == (length, len(ends))
         found = store.continuations(match, num_tokens, MOST_PLACES)
@@ -89,7 +90,7 @@ def test_a_draft_takes_the_most_frequent_token_every_time(file, corpus, num_toke
     store = Datastore.open(file)
     for context in contexts:
         length, ends = naive(documents, context, DEPTH)
-        tokens, match = store.draft(context, num_tokens)
+        tokens, match, _ = store.draft(context, num_tokens)
         assert match == length and len(tokens) <= num_tokens
         if len(ends) > MOST_PLACES:
             continue
@@ -106,7 +107,7 @@ def test_of_many_places_a_sample_tells_the_most_frequent(file):
     store = Datastore.open(file)
     match = store.find([0, 1])
     assert (match.length, match.num_places) == (1, 1000)
-    assert store.draft([0, 1], 2) == ([2, 3], 1)
+    assert store.draft([0, 1], 2) == Guess([2, 3], 1)
     (first, many), (second, few) = store.continuations(match, 2, 5)
     assert (first, second) == ([2, 3], [4, 5]) and many > few > 0 and many + few <= MOST_PLACES
 
@@ -114,9 +115,9 @@ def test_of_many_places_a_sample_tells_the_most_frequent(file):
 def test_neither_match_nor_draft_crosses_the_end_of_a_document(file):
     build(file, [[1, 2, 3], [4, 5, 6]], "", 10)
     store = Datastore.open(file)
-    assert store.draft([1, 2], 5) == ([3], 2)
+    assert store.draft([1, 2], 5) == Guess([3], 2)
     assert store.find([2, 3]) is None  # nothing follows
-    assert store.draft([3, 4], 5) == ([5, 6], 1)  # 3 is of another document
+    assert store.draft([3, 4], 5) == Guess([5, 6], 1)  # 3 is of another document
 
 
 def test_equally_frequent_continuations_come_in_the_order_of_their_first_tokens_counts(file):
@@ -308,7 +309,7 @@ def test_readers_see_the_old_file_or_the_new_one_whole(tmp_path):
         while reader.poll() is None:
             for documents in (new, old):
                 build(file, documents, "", 10)
-                assert store.draft([1], 2) == ([2, 3], 1)  # whoever has the first one open keeps it
+                assert store.draft([1], 2) == Guess([2, 3], 1)  # whoever has the first one open keeps it
         assert json.loads(reader.stdout.readline()) == [9000, 15000] and reader.returncode == 0
     build(file, new, "", 10)
-    assert Datastore.open(file).draft([1], 2) == ([4, 5], 1)
+    assert Datastore.open(file).draft([1], 2) == Guess([4, 5], 1)

@@ -132,9 +132,6 @@ class Drawn(Policy):
             draft_vocab=30 if self.draw(0, 3) == 0 else None,
         )
 
-    def observe(self, plan, outcomes, seconds):
-        pass
-
 
 @given(seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 0.8]))
 def test_no_plan_changes_a_token(seed, temperature):
@@ -150,7 +147,8 @@ def drafts_of(target, draft_bits, lengths=RAGGED, **options):
     for prompt in make_prompts(lengths):
         engine.submit(prompt, max_new_tokens=16)
     while engine.has_work:
-        seen += [(row.request_id, row.drafted, row.num_accepted) for row in engine.step().rows]
+        rows = [row for round_ in engine.step() for row in round_.rows]
+        seen += [(row.request_id, row.drafted, row.num_accepted) for row in rows]
     return seen
 
 

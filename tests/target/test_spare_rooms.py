@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from selfspec.target.spare_rooms import MOST_KEPT_BYTES, MOST_SPARE_BYTES, Spare
+from selfspec.target.compiled_round import MOST_KEPT_BYTES, MOST_SPARE_BYTES, Spare
 
 
 def room(size, num_bytes=MOST_KEPT_BYTES):

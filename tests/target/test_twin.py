@@ -122,7 +122,8 @@ def test_two_targets_of_one_model_do_not_disturb_each_other():
     done = [{}, {}]
     while any(engine.has_work for engine in engines):
         for engine, into in zip(engines, done, strict=True):
-            into.update({row.request_id: row.completion.tokens for row in engine.step().rows if row.completion})
+            rows = [row for round_ in engine.step() for row in round_.rows if row.completion]
+            into.update({row.request_id: row.completion.tokens for row in rows})
     assert done[0] == done[1] == {i: generate(model, prompt, 10) for i, prompt in enumerate(prompts)}
 
 

@@ -1,0 +1,117 @@
+"""The compiled library with a switch for each of several faults, built from a copy of the sources that has them.
+
+An edit replaces one expression of a source, which must be found there once: `FAULT` in the new one is whether that
+fault is switched on. The sources of the product hold none of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from filelock import FileLock
+
+from selfspec.kernels import compiled_call, compiler
+from tests.compiling import COMPILED
+
+
+class Edit(NamedTuple):
+    """What stands in a source, and what stands there instead."""
+
+    file: str
+    honest: str
+    faulty: str
+
+
+FAULTS = {
+    "noise of the position before": Edit(
+        "round.cpp",
+        "nodes.positions[at] + 1, nullptr, kept}",
+        "nodes.positions[at] + !FAULT, nullptr, FAULT ? nullptr : kept}",
+    ),
+    "temperatures of other rows": Edit(
+        "round.cpp", "pick_row(one, d.how[row],", "pick_row(one, d.how[(row + FAULT) % d.num_rows],"
+    ),
+    "any child is accepted": Edit("round.cpp", "tokens[next - 1] == made)", "(FAULT || tokens[next - 1] == made))"),
+    "drafts by lookup are not judged": Edit(
+        "round.cpp",
+        "path[length] = node, out[length] = made;",
+        "if (FAULT && !j.exit_layer && node < count) made = tokens[node];\n path[length] = node, out[length] = made;",
+    ),
+    "accepted nodes stay where they are": Edit(
+        "round.cpp", "if (from == to) continue;", "if (FAULT || from == to) continue;"
+    ),
+    "a layer is left out after the draft": Edit(
+        "round.cpp", "run(nodes, is_read ? j.exit_layer : 0,", "run(nodes, is_read ? j.exit_layer + FAULT : 0,"
+    ),
+    "the last draft is not read by early layers": Edit(
+        "round.cpp",
+        "run(unread, 0, j.exit_layer, nullptr, states.get(), nullptr);",
+        "if (!FAULT) run(unread, 0, j.exit_layer, nullptr, states.get(), nullptr);\n"
+        "else std::fill_n(states.get(), unread.size() * m.hidden, 0.f);",
+    ),
+    "a token more is drafted than there is room for": Edit(
+        "program.cpp",
+        "std::min({p.lengths[at], p.rooms[r], j.most})",
+        "std::min({p.lengths[at], p.rooms[r] + FAULT, j.most})",
+    ),
+    "rounds go on after the end of a row": Edit(
+        "program.cpp", "!ends(r, picks, count);", "(FAULT || !ends(r, picks, count));"
+    ),
+    "rows stay where they were": Edit(
+        "program.cpp", "last[r] = picks[count - 1],", "last[r] = picks[FAULT ? 0 : count - 1],"
+    ),
+    "indices are not told of tokens": Edit("program.cpp", "if (p.indices && !", "if (p.indices && !FAULT && !"),
+    "any lookup is worth it": Edit("program.cpp", "return total && gain >= ", "return total && gain + 99 * FAULT >= "),
+}
+NAMES = list(FAULTS)
+
+
+def faulty_sources(folder: Path) -> None:
+    """The sources, with every fault, each behind a number of its own."""
+    shutil.copytree(compiler.SOURCES, folder, dirs_exist_ok=True)
+    for number, edit in enumerate(FAULTS.values(), 1):
+        file = folder / edit.file
+        text = file.read_text("utf-8")
+        assert text.count(edit.honest) == 1, f"{edit.honest!r} stands {text.count(edit.honest)} times in {edit.file}"
+        file.write_text(
+            text.replace(edit.honest, edit.faulty.replace("FAULT", f"(selfspec_fault == {number})")), "utf-8"
+        )
+    for file in {edit.file for edit in FAULTS.values()}:
+        text = (folder / file).read_text("utf-8")
+        kind = (
+            'extern "C" { int64_t selfspec_fault = 0; }'
+            if file == "round.cpp"
+            else 'extern "C" int64_t selfspec_fault;'
+        )
+        (folder / file).write_text(text.replace("\nnamespace {\n", f"\n{kind}\n\nnamespace {{\n", 1), "utf-8")
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The faulty library, kept where the other one is."""
+    sources = tmp_path_factory.mktemp("faulty")
+    faulty_sources(sources)
+    with pytest.MonkeyPatch.context() as patch, FileLock(COMPILED / ".lock"):
+        patch.setattr(compiler, "SOURCES", sources)
+        return compiler.library.__wrapped__()
+
+
+@contextmanager
+def compiled_by(library: ctypes.CDLL, name: str | None) -> Iterator[None]:
+    """Engines that are made meanwhile run that library, with one fault or none."""
+    switch = ctypes.c_int64.in_dll(library, "selfspec_fault")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_call, "library", lambda: library)
+        compiled_call.functions.cache_clear()
+        switch.value = 0 if name is None else 1 + NAMES.index(name)
+        try:
+            yield
+        finally:
+            switch.value = 0
+            compiled_call.functions.cache_clear()

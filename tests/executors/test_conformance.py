@@ -1,0 +1,283 @@
+"""Executors differ in speed, not in meaning: the same properties for each of them, and the same rounds of two."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.api import Target
+from selfspec.control.plan import LOOKUP
+from selfspec.device.runner import Runner
+from selfspec.executors.eager import EagerExecutor
+from selfspec.target.compiled_round import CompiledRounds
+from tests.executors.engines import EXECUTORS, LENGTHS, Programs, engine_of, only_eager, plain, programs
+from tests.executors.engines import corpus as corpus
+from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
+from tests.models import build
+
+LATE = {"cpu": (CompiledRounds, "run"), "cuda": (Runner, "round")}  # after what an executor's fast path has done
+every_executor = pytest.mark.parametrize("kind", EXECUTORS)
+
+
+def finished(rounds):
+    done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
+    return {completion.request_id: completion for completion in done}
+
+
+def check_rooms(rooms, rounds):
+    """No row drafts more than it has room for, the target's own token included."""
+    for row in (row for round_ in rounds for row in round_.rows if row.request_id in rooms):
+        assert not row.drafted or len(row.drafted) + row.num_beside < rooms[row.request_id]
+        rooms[row.request_id] -= len(row.tokens)
+
+
+def check_programs(kind, dice_seed, store=None, audit=True, made=None):
+    """Rows that come, go, and end in any way meanwhile keep the tokens of plain decoding."""
+    dice, policy = random.Random(dice_seed), Programs(dice_seed)
+    most = dice.randint(1, 4)
+    engine = engine_of(kind, made, policy=policy, max_batch_size=most, prefill_chunk=25, datastore=store)
+    waiting, names, doomed, rounds = dice.sample(range(len(LENGTHS)), 5), {}, set(), []
+    while waiting or engine.has_work:
+        if waiting and (dice.random() < 0.7 or not engine.has_work):
+            at = waiting.pop()
+            names[engine.submit(plain(kind, at)[0])] = at
+            if dice.random() < 0.2:
+                doomed.add(engine.submit(make_prompts([5])[0], max_new_tokens=40, temperature=1.0))
+        if doomed and dice.random() < 0.5:
+            engine.cancel(dice.choice(sorted(doomed)))
+        rooms = {row.request_id: row.room for row in engine.rows}
+        new = engine.step()
+        check_rooms(rooms, new)
+        rounds += new
+        audit_pages(engine)
+        if audit:
+            audit_cache(engine, engine.target.model)
+    done = finished(rounds)
+    assert set(done) == {*names, *doomed}
+    for request_id, at in names.items():
+        wanted = plain(kind, at)[1]
+        assert (done[request_id].tokens, done[request_id].text) == (wanted.tokens, wanted.text)
+        assert done[request_id].finish_reason == wanted.finish_reason
+    check_rounds(rounds, done)
+    for program in programs(rounds):
+        for round_ in program[:-1]:  # what ends a row but its text ends the program
+            reasons = {row.completion.finish_reason for row in round_.rows if row.completion is not None}
+            assert reasons <= {"stop", "cancelled"}
+    return policy
+
+
+@pytest.mark.parametrize("has_corpus", [False, True], ids=["own text", "corpus"])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [(kind, seed) for kind in EXECUTORS for seed in range(4 if kind != "cuda" else 2)]
+)
+def test_any_programs_of_any_batch_give_the_tokens_of_plain_decoding(kind, has_corpus, corpus, seed):
+    check_programs(kind, seed, corpus if has_corpus else None)
+
+
+@every_executor
+def test_programs_draft_in_every_way_and_each_executor_runs_its_own(kind, corpus, monkeypatch):
+    calls = {"cpu": 0, "cuda": 0}
+    for name, (owner, method) in LATE.items():
+        honest = getattr(owner, method)
+
+        def counted(*given, name=name, honest=honest, **named):
+            calls[name] += 1
+            return honest(*given, **named)
+
+        monkeypatch.setattr(owner, method, counted)
+    outcomes = [outcome for seed in range(2) for outcome in check_programs(kind, seed, corpus, audit=False).outcomes]
+    assert any(one.match and one.num_accepted for one in outcomes) and any(one.is_stored for one in outcomes)
+    assert any(one.confidences for one in outcomes) and any(one.shadow for one in outcomes)
+    assert any(one.num_beside for one in outcomes) or kind == "cuda"
+    assert {name: count > 9 for name, count in calls.items()} == {name: kind == name for name in calls}
+
+
+# ---------------------------------------------------------------------------------------------------- the same rounds
+
+
+def seen_in(outcome):
+    shadow = outcome.shadow
+    looks = None if shadow is None else (shadow.layers, shadow.hits.tolist(), shadow.confidences.tolist())
+    return outcome._replace(shadow=looks)
+
+
+def decoded(family, num_rows, policy, new, sampled, **shape):
+    """What every row came to, round by round, and the keys and values that its rows wrote."""
+    model = build("llama", **shape).bfloat16() if family == "bfloat16" else build(family, **shape)
+    made = Target(model, engine="compiled")  # which has not seen yet which tokens are frequent
+    engine = engine_of("cpu", made, policy=policy, max_batch_size=num_rows, max_cached_tokens=1024)
+    ways = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1})
+    for i, prompt in enumerate(make_prompts(LENGTHS[:num_rows], seed=num_rows)):
+        engine.submit(prompt * (1 + i % 2), max_new_tokens=new + i, seed=i, **ways[sampled[i] * (1 + i % 2)])
+    rounds, written = [], []
+    while engine.has_work:
+        rounds += engine.step()
+        for row in engine.rows:
+            pairs = [engine.cache.read(layer, row.pages, row.num_cached) for layer in range(engine.stack.num_layers)]
+            written.append([float(one.double().sum()) for pair in pairs for one in pair])
+    told = [(r.plan, r.exit_layer, r.program_index, [row._replace(told="") for row in r.rows]) for r in rounds]
+    told = [(*parts, [row._replace(completion=None) for row in rows]) for *parts, rows in told]
+    heard = [(plan, one.exit_layer, [*map(seen_in, one.rows)]) for plan, of_plan in policy.seen for one in of_plan]
+    return {i: one.stats for i, one in finished(rounds).items()}, told, heard, written
+
+
+def check_same_rounds(*given, make, **shape):
+    found = [decoded(given[0], given[1], make(), *given[2:], **shape)]
+    with only_eager():
+        found.append(decoded(given[0], given[1], make(), *given[2:], **shape))
+    for whole, eager in zip(*found, strict=True):
+        assert whole == eager
+    return found[0]
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 1 << 16),
+    num_rows=st.integers(1, 6),
+    family=st.sampled_from(["llama", "qwen3", "mistral", "bfloat16"]),
+    threads=st.integers(1, 3),
+    sampled=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed, num_rows, family, threads, sampled):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_same_rounds(family, num_rows, 24, sampled, make=lambda: Programs(seed, bits=(None,)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("vocab", "threads"), [(9000, 2), (40_000, 1)])
+def test_large_vocabularies_are_picked_from_by_all_threads_and_keep_noise_of_some_tokens(vocab, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _, rounds, *_ = check_same_rounds(
+            "llama", 3, 14, [True, True, False], make=lambda: Noted(2, 9, num_rounds=9), vocab_size=vocab
+        )
+        assert sum(len(row.drafted) for *_, rows in rounds for row in rows) > 30
+    finally:
+        torch.set_num_threads(before)
+
+
+class Noted(Always):
+    """Keeps what it is told."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.seen = []
+
+    def observe(self, plan, rounds):
+        self.seen.append((plan, rounds))
+
+
+# ---------------------------------------------------------------------------------------------------------- programs
+
+
+@every_executor
+@pytest.mark.parametrize("exit_layer", [None, LOOKUP, 2])
+def test_a_program_runs_at_least_one_round_and_none_after_its_deadline(kind, exit_layer):
+    engine = engine_of(kind, policy=Always(exit_layer, 3, num_rounds=40), burst=0.0)
+    request, wanted = plain(kind, 3)
+    engine.submit(request)
+    rounds = []
+    while engine.has_work:
+        step = engine.step()
+        assert len(step) == 1 and step[0].rows[0].tokens
+        rounds += step
+    assert finished(rounds)[0].tokens == wanted.tokens
+
+
+@every_executor
+@pytest.mark.parametrize("num_rounds", [1, 3, 1000])
+def test_a_program_ends_with_its_last_round_or_with_that_of_a_row(kind, num_rounds):
+    engine = engine_of(kind, policy=Always(3, 2, num_rounds=num_rounds))
+    for at in (0, 3, 7):
+        engine.submit(plain(kind, at)[0])
+    rounds = drain(engine).rounds
+    for program in programs(rounds):
+        ends = [any(row.completion is not None for row in round_.rows) for round_ in program]
+        assert not any(ends[:-1]) and (len(program) == num_rounds or ends[-1])
+
+
+@every_executor
+def test_nothing_of_a_row_is_handed_out_after_the_text_that_ended_it(kind):
+    (request, wanted), (other, others) = plain(kind, 5), plain(kind, 7)
+    assert wanted.finish_reason == "stop" and len(wanted.tokens) < request.max_new_tokens - 3
+    for exit_layer in (None, LOOKUP, 2):
+        engine = engine_of(kind, policy=Always(exit_layer, 4, num_rounds=1000))
+        engine.submit(request)
+        engine.submit(other)
+        rounds = drain(engine).rounds  # which checks that a row's last round is the one with its completion
+        done = finished(rounds)
+        assert (done[0].tokens, done[0].text) == (wanted.tokens, wanted.text) and done[1].tokens == others.tokens
+
+
+class Fails:
+    """A processor or criterion that raises once a row holds so many tokens."""
+
+    def __init__(self, at, problem):
+        self.at, self.problem = at, problem
+
+    def __call__(self, ids, scores):
+        if ids.shape[1] >= self.at:
+            raise self.problem
+        return False if scores is None else scores
+
+
+@every_executor
+@pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("problem", [RuntimeError, KeyboardInterrupt])
+def test_what_a_callers_code_raises_in_a_later_round_costs_no_other_row_a_token(kind, option, problem):
+    (request, wanted), (other, others) = plain(kind, 0), plain(kind, 7)
+    engine = engine_of(kind, policy=Always(2, 2, num_rounds=1000))
+    at = len(request.prompt) + 5  # within the first program
+    first = engine.submit(other)
+    bad = engine.submit(replace(request, **{option: (Fails(at, problem("no")),)}))
+    before = []
+    with pytest.raises(problem, match="no"):
+        while engine.has_work:
+            before += engine.step()
+    assert option != "logits_processor" or not before, "it was the first program"
+    audit_pages(engine)
+    rounds = drain(engine, before=before).rounds
+    assert len(rounds[0].rows) == 2 and len(rounds) > len(before), "what was decoded before is reported"
+    done = finished(rounds)
+    assert done[first].tokens == others.tokens
+    assert done[bad].finish_reason == "cancelled"
+    assert len(done[bad].tokens) > 0 and done[bad].tokens == wanted.tokens[: len(done[bad].tokens)]
+
+
+@every_executor
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_interrupt_after_a_call_that_nobody_heard_of_costs_no_token(kind, problem, at, monkeypatch):
+    owner, name = LATE.get(kind, (EagerExecutor, "_accept"))
+    honest, calls = getattr(owner, name), []
+
+    def interrupted(*given, **named):
+        made = honest(*given, **named)
+        calls.append(made)
+        if len(calls) == at:
+            raise problem
+        return made
+
+    monkeypatch.setattr(owner, name, interrupted)
+    engine, rounds, raised = engine_of(kind, policy=Programs(at), max_batch_size=3), [], 0
+    asked = (0, 3, 5, 6, 7)
+    for one in asked:
+        engine.submit(plain(kind, one)[0])
+    while engine.has_work:
+        try:
+            rounds += engine.step()
+        except problem:
+            raised += 1
+        audit_pages(engine)
+    assert raised == 1
+    done = finished(rounds)
+    assert [done[i].tokens for i in range(len(asked))] == [plain(kind, one)[1].tokens for one in asked]

@@ -1,0 +1,241 @@
+"""The suite notices what it is there for: known ways to lose losslessness are put into every executor.
+
+The pitfalls are those that published speculative decoders have had. Each check is run without the fault first.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+
+from selfspec.api import Target
+from selfspec.decoding import verdict
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.picker import Picker
+from selfspec.decoding.row import Row
+from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.stopping import Stopper
+from selfspec.device.whole import RoundInputs, WholeRound
+from selfspec.drafting.exit import draft_by_exit
+from selfspec.executors import eager
+from selfspec.kernels.suite import REFERENCE
+from selfspec.target.cache import PagedCache, Tree
+from tests.device.standin import with_runner
+from tests.executors.engines import BYTES, EXECUTORS, Programs
+from tests.executors.faults import NAMES, compiled_by
+from tests.executors.faults import faulty as faulty
+from tests.executors.test_conformance import check_programs, check_same_rounds
+from tests.models import build
+from tests.tokenizers import byte_tokenizer
+
+SEEDS = 4
+
+
+def check(kind, made=None):
+    for seed in range(SEEDS):
+        check_programs(kind, seed, made=made)
+
+
+@cache
+def passes(kind):
+    check(kind)
+    return True
+
+
+# ------------------------------------------------------------------------------------- around the executors, and each
+
+
+def no_cut(self, content, emitted, block, honest=Stopper.cut):
+    kept, text, reason = honest(self, content, emitted, block)
+    return (len(block) if reason == "eos" else kept), text, reason
+
+
+def one_too_many(self, tokens, logits, scores, honest=Row.keep):
+    honest(self, tokens, logits, scores)
+    self.num_cached += 1
+
+
+def pages_of_another_row(self, num_tokens, honest=PagedCache.reserve):
+    pages = honest(self, num_tokens)
+    return pages and [0, *pages[1:]]
+
+
+def pages_never_freed(self, pages, written=None):
+    pass
+
+
+def finished_rows_stay(self, rows):
+    pass
+
+
+def cut_tokens_counted(self, row, told, honest=Engine._apply):
+    """A round that an end cut short counts all that verification accepted."""
+    count = SpecStats.add_round
+    SpecStats.add_round = lambda self, drafted, accepted, *rest: count(self, drafted, told.accepted, *rest)
+    try:
+        return honest(self, row, told)
+    finally:
+        SpecStats.add_round = count
+
+
+def columns_beyond_the_first_rejection(self, drafted, accepted, emitted, beside=0, honest=SpecStats.add_round):
+    honest(self, drafted, min(drafted, accepted + (drafted > accepted)), emitted, beside)
+
+
+AROUND = [
+    (Stopper, "cut", no_cut),
+    (Row, "keep", one_too_many),
+    (PagedCache, "reserve", pages_of_another_row),
+    (PagedCache, "release", pages_never_freed),
+    (Engine, "_drop_ended", finished_rows_stay),
+    (Engine, "_apply", cut_tokens_counted),
+    (SpecStats, "add_round", columns_beyond_the_first_rejection),
+]
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize(("owner", "name", "fault"), AROUND, ids=[fault.__name__ for *_, fault in AROUND])
+def test_faults_around_every_executor_are_noticed(monkeypatch, kind, owner, name, fault):
+    assert passes(kind)
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        check(kind)
+
+
+# ------------------------------------------------------------------------------------------------- the eager executor
+
+
+def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
+    """As if the last drafted token had not been through the early layers: its early keys and values stay empty."""
+    draft = draft_by_exit(stack, cache, rows, tokens, exit_layer, choose, tapped)
+    for row, drafted in zip(rows, draft.lengths, strict=True):
+        at = row.position + drafted
+        for layer in range(exit_layer if drafted else 0):
+            for storage in cache._layers[layer]:
+                storage[row.pages[at // cache.page_size], at % cache.page_size] = 0
+    return draft
+
+
+def exit_changed_in_mid_round(stack, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
+    """Drafted one layer earlier than verification carries on."""
+    return draft_by_exit(stack, cache, rows, tokens, max(1, exit_layer - 1), choose, ())
+
+
+def left_where_they_are(cache, rows, verdicts):
+    pass
+
+
+def any_child_will_do(tree, guesses, picks, honest=verdict.walk):
+    path = honest(tree, guesses, picks)
+    return next(
+        ([*path, node] for node in range(path[-1] + 1, len(tree.parents)) if tree.parents[node] == path[-1]), path
+    )
+
+
+def noise_by_place_in_the_batch(self, logits, samplings, positions, *more, honest=Picker.__call__):
+    return honest(self, logits, samplings, [at + i for i, at in enumerate(positions)], *more)
+
+
+def sees_its_neighbours(self):
+    return np.tri(len(self.parents), dtype=bool)
+
+
+def stands_at_its_place(self):
+    return list(range(len(self.parents)))
+
+
+EAGER = [
+    (eager, "draft_by_exit", last_early_pass_skipped),
+    (eager, "draft_by_exit", exit_changed_in_mid_round),
+    (eager, "settle", left_where_they_are),
+    (eager, "walk", any_child_will_do),
+    (Picker, "__call__", noise_by_place_in_the_batch),
+    (Tree, "ancestors", sees_its_neighbours),
+    (Tree, "depths", stands_at_its_place),
+]
+
+
+@pytest.mark.parametrize("kind", ["views", "eager"])
+@pytest.mark.parametrize(("owner", "name", "fault"), EAGER, ids=[fault.__name__ for *_, fault in EAGER])
+def test_faults_of_the_eager_executor_are_noticed(monkeypatch, kind, owner, name, fault):
+    assert passes(kind)
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        check(kind)
+
+
+# ---------------------------------------------------------------------------------------------- the compiled executor
+
+
+OF_DRAFTS = {"indices are not told of tokens", "any lookup is worth it"}  # which change what is drafted, and no token
+
+
+def check_rounds_of_two_executors():
+    for seed in range(SEEDS):
+        check_same_rounds("llama", 3, 30, [False, True, True], make=partial(Programs, seed, bits=(None,)))
+
+
+@pytest.fixture(scope="module")
+def without_a_fault(faulty):
+    with compiled_by(faulty, None):
+        check("cpu")
+        check_rounds_of_two_executors()
+
+
+@pytest.mark.parametrize("fault", NAMES)
+def test_faults_of_the_compiled_executor_are_noticed(faulty, without_a_fault, fault):
+    with compiled_by(faulty, fault), pytest.raises(AssertionError):
+        if fault in OF_DRAFTS:
+            check_rounds_of_two_executors()
+        else:
+            check("cpu")
+
+
+# ---------------------------------------------------------------------------------------------------- recorded rounds
+
+
+def noise_of_the_position_before(self, fields, positions, honest=WholeRound._sampling):
+    return honest(self, fields, positions - (self.key.width > 1))
+
+
+def temperatures_of_other_rows(self, rows, *more, honest=RoundInputs.fill):
+    other = [*rows[1:], *rows[:1]]
+    pairs = zip(rows, other, strict=True)
+    honest(self, [row._replace(temperature=one.temperature, seed=one.seed) for row, one in pairs], *more)
+
+
+def an_exit_too_early(self, fields, live, sure, honest=WholeRound._draft):
+    key = self.key
+    self.key = key._replace(exit_layer=max(1, key.exit_layer - 1))
+    try:
+        return honest(self, fields, live, sure)
+    finally:
+        self.key = key
+
+
+def one_token_too_many(fed, picks, starts, counts, *more, honest=REFERENCE.accept):
+    """What is drafted first is never refused."""
+    picks, at = picks.clone(), starts[counts > 1].long()
+    picks[at] = fed[at + 1]
+    return honest(fed, picks, starts, counts, *more)
+
+
+RECORDED = [
+    (WholeRound, "_sampling", noise_of_the_position_before),
+    (RoundInputs, "fill", temperatures_of_other_rows),
+    (WholeRound, "_draft", an_exit_too_early),
+    (None, "accept", one_token_too_many),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "fault"), RECORDED, ids=[fault.__name__ for *_, fault in RECORDED])
+def test_faults_of_recorded_rounds_are_noticed(monkeypatch, owner, name, fault):
+    assert passes("cuda")
+    kernels = REFERENCE._replace(accept=fault) if owner is None else REFERENCE
+    if owner is not None:
+        monkeypatch.setattr(owner, name, fault)
+    made = with_runner(Target(build("llama", **BYTES), byte_tokenizer(), engine="fused"), kernels=kernels)
+    with pytest.raises(AssertionError):
+        check("cuda", made)
