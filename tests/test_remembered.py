@@ -51,9 +51,12 @@ class Counted(Adaptive):
         self.inside.remove(threading.get_ident())
 
     def plan(self, rows):
-        Counted.rounds += len(rounds)
         with self.alone():
             return super().plan(rows)
+
+    def observe(self, plan, rounds):
+        Counted.rounds += len(rounds)
+        super().observe(plan, rounds)
 
     def state(self):
         with self.alone():

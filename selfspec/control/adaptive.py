@@ -170,7 +170,7 @@ class Adaptive(Policy):
         before, identities, count = self.decision, [row.identity for row in rows], len(rows)
         is_other, self._rows = identities != self._rows, identities
         round_costs = self._costs_of(count, self.costs.context_of(self._held))
-        round_costs.price(1.0, lookups=self._correction.ratio(BY_LOOKUP, count))
+        round_costs.correct_lookups(self._correction.ratio(BY_LOOKUP, count))
         if self._layers:
             self.decision = decide(
                 before, round_costs, self._drafters.now(self._processes), self._layers, self._evidence(count)

@@ -131,10 +131,10 @@ class RoundCosts:
         self._rounds: dict[tuple[float, bool], Floats] = {}  # by drafter
         self._lookups: list[float] | None = None
 
-    def price(self, _: float = 1.0, *, lookups: float = 1.0) -> None:
+    def correct_lookups(self, ratio: float) -> None:
         """Take on how much longer rounds by lookup take than plain ones, beside what the table says of both."""
-        if abs(lookups / self._lookup_ratio - 1) >= NOTICEABLE:
-            self._lookup_ratio, self._lookups = lookups, None
+        if abs(ratio / self._lookup_ratio - 1) >= NOTICEABLE:
+            self._lookup_ratio, self._lookups = ratio, None
 
     def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
         """(tokens per second of all rows `[drafters, L - 1, stops]`, drafted tokens per row `[L - 1, stops]`).
