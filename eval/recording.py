@@ -26,6 +26,7 @@ from selfspec.decoding.shadow import shadow_picks
 from selfspec.drafting.exit import DraftRow, draft_by_exit
 from selfspec.drafting.lookup import num_right
 from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_round import CompiledRounds
 from selfspec.target.round_room import Drafter, Further, Stops
 from selfspec.target.stack import Stack
@@ -106,13 +107,13 @@ class _Recorder:
     def deepest_copy(self) -> int:
         """The deepest exit that copies draft for; 0 where there are none."""
         stack, deepest = self.stack, deepest_copy(self.stack.num_layers)
-        can = stack.has_copies and self.picker.is_compiled
-        return deepest if can and all(stack.packed_head(e, None, True) for e in range(1, deepest + 1)) else 0
+        return deepest if stack.has_copies and self.picker.is_compiled else 0
 
     def by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
         """How many tokens copies of the layers draft right from each position on, and how sure they are of all."""
-        body, head = self.stack.compiled, self.stack.packed_head(exit_layer, None, True)
-        assert body is not None and head is not None
+        body = self.stack.compiled
+        assert isinstance(body, CompiledBody)
+        head = body.draft_head(None, rounded=True)
         rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, Stops(), with_sure=True, rounded=True)
         right = np.zeros(len(self.tokens), np.int16)
         sure = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)

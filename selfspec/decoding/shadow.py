@@ -36,7 +36,7 @@ def shadow_picks(
 ) -> Shadow:
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
-    if not exact and picker.is_compiled and stack.compiled is not None and can_look(stack.compiled):
+    if not exact and picker.is_compiled and isinstance(stack.compiled, CompiledBody) and can_look(stack.compiled):
         hits, sure = in_one_call(stack, stack.compiled, layers, hidden, samplings, positions, target, judged)
     elif not exact:
         hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)

@@ -16,6 +16,7 @@ from selfspec.decoding.verdict import Verdict
 from selfspec.drafting.compiled_lookup import CompiledLookup
 from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
 from selfspec.target.cache import PagedCache, Span, Tree
+from selfspec.target.compiled import CompiledBody
 from selfspec.target.compiled_round import CompiledRounds, most_rounds
 from selfspec.target.round_room import Beside, Done, Drafter, Further, Judged, Seen, Stops
 from selfspec.target.stack import Stack
@@ -33,7 +34,7 @@ class CpuExecutor(Executor):
     ) -> None:
         super().__init__(stack, cache, picker, new_seconds)
         body = stack.compiled if picker.is_compiled and stack.runner is None else None
-        self._rounds = None if body is None else CompiledRounds(body)
+        self._rounds = CompiledRounds(body) if isinstance(body, CompiledBody) else None
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
         if self._rounds is None or plan.keep_divergence or any(row.request.logits_processor for row in rows):
@@ -105,11 +106,12 @@ class CpuExecutor(Executor):
 
     def _drafter(self, plan: Plan) -> Drafter | None:
         """Who drafts; None where that is not compiled."""
-        assert plan.exit_layer is not None
-        rounded, vocab = plan.draft_bits is not None, plan.draft_vocab if any(plan.draft_lengths) else None
-        head = self.stack.packed_head(plan.exit_layer, vocab, rounded)
-        if head is None:
+        assert self._rounds is not None and plan.exit_layer is not None
+        heads, rounded = self.stack.exit_heads, plan.draft_bits is not None
+        if heads is not None and plan.exit_layer in heads.layers:
             return None
+        subset = self.stack.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
+        head = self._rounds.body.draft_head(subset, rounded)
         rule = plan.second_choices
         beside = rule and _beside(tuple(rule.right), tuple(rule.second), *rule[2:])
         return Drafter(plan.exit_layer, head, stops_of(plan), plan.reads_confidence, rounded, beside)

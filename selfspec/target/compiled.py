@@ -21,9 +21,10 @@ from torch import Tensor
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.target.draft_head import Subset
 from selfspec.target.llama import Linear, LlamaWeights, Norm
 from selfspec.target.packed import Packed, fits_half, pack_layer
-from selfspec.target.rounded import RoundedLayers
+from selfspec.target.rounded import Rounded, RoundedLayers
 
 FEW = 12  # tokens of a call that mostly waits for weights
 FIRST_TABLE = 512  # positions of the first table of rotary angles
@@ -132,6 +133,23 @@ class CompiledBody:
             hidden = hidden.float()
             return F.linear(hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm), *self.head)
         return self.product(self.packed_head, hidden, norm=not normed)
+
+    def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:
+        """See `Stack.draft_logits`: `hidden` lacks the final norm."""
+        return self.product(self.draft_head(subset)[0], hidden, norm=True)
+
+    def draft_head(self, subset: Subset | None, rounded: bool = False) -> tuple[Packed, Tensor | None]:
+        """What picks of drafts are made from: weights, and the tokens that they are of; None: all of the vocabulary.
+
+        Args:
+            rounded: weights in 4 bits.
+        """
+        if subset is None:
+            return self.rounded.head if rounded else self.packed_head, None
+        kind = Rounded if rounded else Packed
+        if kind not in subset.made:
+            subset.made[kind] = kind([subset.linear], Room())
+        return subset.made[kind], subset.tokens
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
         """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""

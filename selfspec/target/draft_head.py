@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.kernels.room import Room
 from selfspec.target.llama import Linear
-from selfspec.target.packed import Packed
 from selfspec.target.shortlist import PartHead
 
 AT_LEAST = 256  # new tokens before ranks are learned anew; later, as many as a quarter of all seen
@@ -128,13 +126,7 @@ class Subset(NamedTuple):
     tokens: Tensor  # int64 [size], ascending
     linear: Linear  # copies
     made_of: tuple[int, int]  # the part's version and the head's, when it was made
-    made: dict[type[Packed], Packed]  # what the compiled body reads, as far as it was asked for
-
-    def packed(self, kind: type[Packed]) -> Packed:
-        """The same weights as the compiled body reads them."""
-        if kind not in self.made:
-            self.made[kind] = kind([self.linear], Room())
-        return self.made[kind]
+    made: dict[Any, Any]  # what a body makes of it is kept here as long as it holds
 
 
 class DraftHead(PartHead):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,10 @@ from transformers import AttentionInterface
 from selfspec.target import backends, fastest
 from selfspec.target.attention import NAME, attend
 from selfspec.target.cache import PackedRows, PagedCache
-from selfspec.target.compiled import CompiledBody
 from selfspec.target.draft_head import DraftHead, Frequencies, Subset
 from selfspec.target.exit_heads import ExitHeads
 from selfspec.target.llama import LlamaWeights
-from selfspec.target.packed import Packed
 from selfspec.target.ranks import ranks_of
-from selfspec.target.rounded import Rounded
 from selfspec.target.shortlist import ShortHead, sample_of
 from selfspec.target.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
@@ -27,6 +24,17 @@ AttentionInterface.register(NAME, attend)  # no mask function: transformers then
 
 Value = TypeVar("Value")
 Taps = dict[int, Tensor | None]  # number of layers run -> hidden states there, filled in by the call
+
+
+class Body(Protocol):
+    """Layers and head that something faster than the views runs; `Stack` says what its methods do."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
+    def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
+    def refresh(self, deeply: bool = False) -> None: ...
 
 
 class Stack:
@@ -55,8 +63,8 @@ class Stack:
         self.num_layers = len(getattr(self._base, self.family.layers))
         self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
         """What the compiled engine needs; None where it does not serve the model."""
-        self.compiled: CompiledBody | None = None
-        """The same layers compiled, see `selfspec.target.engines`; None: the views run everything."""
+        self.compiled: Body | None = None
+        """What runs the layers in the views' place, see `selfspec.target.engines`; None: the views run everything."""
         self._looking = threading.local()  # the taps of the call in progress: a target may serve several threads
         self._look_in()
         embedding = self._twin.get_input_embeddings().weight
@@ -209,10 +217,10 @@ class Stack:
         Args:
             hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
         """
-        if self._draft_head is None or size >= self.vocab_size:
+        subset, head = self.draft_subset(size), self._draft_head
+        if subset is None or head is None:
             return self.logits(hidden, exit_layer), None
-        subset = self._draft_head.subset(size, self.frequencies)
-        return self._subset_logits(self._draft_head, hidden, exit_layer, subset), subset.tokens
+        return self._subset_logits(head, hidden, exit_layer, subset), subset.tokens
 
     def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
         """What `draft_logits` gives for these tokens (int64 `[size]`, ascending); None where it has no such head."""
@@ -224,7 +232,7 @@ class Stack:
         if heads is not None:
             hidden = heads(hidden, exit_layer)
         if self.compiled is not None:
-            return self.compiled.product(subset.packed(Packed), hidden, norm=True)
+            return self.compiled.subset_logits(hidden, subset)
         return head.logits(self._normed(hidden), subset)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
@@ -232,23 +240,11 @@ class Stack:
         self._short = None if short else self._short
         self._draft_head = None if draft else self._draft_head
 
-    def packed_head(
-        self, exit_layer: int, size: int | None = None, rounded: bool = False
-    ) -> tuple[Packed, Tensor | None] | None:
-        """What a compiled draft picks from: weights and the `size` tokens they are of, None for all of the vocabulary.
-
-        None where layers are not compiled, or their hidden states go through an exit head first.
-
-        Args:
-            rounded: weights in 4 bits.
-        """
-        heads = self.exit_heads
-        if self.compiled is None or (heads is not None and exit_layer in heads.layers):
-            return None
+    def draft_subset(self, size: int | None) -> Subset | None:
+        """The `size` most frequent tokens and the head's rows for them; None: drafts are over the whole vocabulary."""
         if size is None or self._draft_head is None or size >= self.vocab_size:
-            return self.compiled.rounded.head if rounded else self.compiled.packed_head, None
-        subset = self._draft_head.subset(size, self.frequencies)
-        return subset.packed(Rounded if rounded else Packed), subset.tokens
+            return None
+        return self._draft_head.subset(size, self.frequencies)
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""
