@@ -140,7 +140,7 @@ def test_a_part_of_the_vocabulary_is_packed_as_small():
     model = rounded(build("llama"))
     stack, head = Target(model, engine="compiled").stack, DraftHead.of(model, model.lm_head)
     part = head.subset(40, stack.frequencies)
-    assert part.packed(Packed).struct.kind == smallest()
+    assert stack.compiled.draft_head(part)[0].struct.kind == smallest()
     hidden = torch.randn(3, 32)
     whole = stack.compiled.product(stack.compiled.packed_head, hidden, norm=True)
     assert torch.equal(stack.compiled.subset_logits(hidden, part), whole[:, part.tokens])
