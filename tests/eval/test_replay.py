@@ -70,11 +70,11 @@ def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
     compare(demo, factory(name, demo), setting)
 
 
-@pytest.mark.parametrize("temperature", [0.0, slow(0.8)])
-def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature):
+@pytest.mark.parametrize(("temperature", "lengths"), [(0.0, (35, 45, 30, 40)), slow(0.8, (70, 90, 60, 80))])
+def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature, lengths):
     target = load("demo")
     prompts = [target.tokenizer(text * 3)["input_ids"] for text in (*TEXTS, "import os\n")]
-    scene = Scene(Endless(target), prompts, (35, 45, 30, 40))
+    scene = Scene(Endless(target), prompts, lengths)
     costs = replace(scene.costs, ragged=Table.of({2: 1.0, 4: 1.0}))
     scene.costs, setting = costs, Setting(3, temperature, 24)
     compare(scene, lambda: Adaptive(costs, drafts=("exit", "lookup", "tree")), setting)
