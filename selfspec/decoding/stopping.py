@@ -97,6 +97,16 @@ class RowText:
         self._blocks.append((tokens, last))
         return LateText(self, len(self._blocks) - 1)
 
+    def __len__(self) -> int:
+        """Blocks that came."""
+        return len(self._blocks)
+
+    def forget(self, first: int) -> None:
+        """Blocks from that one on never came."""
+        with self._reading:
+            del self._blocks[first:]
+            self._stream, self._pieces = None, []
+
     def piece(self, index: int) -> str:
         """What became certain with a block."""
         with self._reading:
@@ -169,7 +179,13 @@ class Stopper:
             emitted: how many of them are new.
         """
         if self._by_token:
-            return self._cut_by_token(content, emitted, block)
+            known = 0 if self._text is None else len(self._text)
+            try:
+                return self._cut_by_token(content, emitted, block)
+            except BaseException:  # of a criterion: the row gets none of the block
+                if self._text is not None:
+                    self._text.forget(known)
+                raise
         reason: FinishReason | None = None
         kept = min(len(block), self.max_new_tokens - emitted)
         if not self.eos.isdisjoint(block):

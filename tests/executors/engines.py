@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from selfspec.api import Target
-from selfspec.control.plan import LOOKUP, NUM_BINS, SecondChoices, SurvivalStop
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, SurvivalStop, always
 from selfspec.decoding import engine as engine_module
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
@@ -19,7 +19,7 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
 from selfspec.executors.select import executors_for
 from tests.device.standin import with_runner
-from tests.helpers import Adversary, drain, make_prompts
+from tests.helpers import Adversary, Always, drain, make_prompts
 from tests.models import build
 from tests.tokenizers import byte_tokenizer
 
@@ -112,6 +112,28 @@ class Programs(Adversary):
             draft_vocab=dice.choice([None, 150]) if drafts else None,
             num_rounds=dice.choice([1, 2, 5, 40]),
         )
+
+
+class Noted(Always):
+    """Keeps what it is told."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.seen = []
+
+    def observe(self, plan, rounds):
+        self.seen.append((plan, rounds))
+
+
+class Both(Policy):
+    """Half of the layers draft where lookup finds nothing, in programs of so many rounds."""
+
+    def __init__(self, num_rounds):
+        self.num_rounds = num_rounds
+
+    def plan(self, rows):
+        lengths = (3,) * len(rows)
+        return Plan(2, lengths, keep_confidence=True, lookups=always(lengths), num_rounds=self.num_rounds)
 
 
 def programs(rounds):
