@@ -66,7 +66,7 @@ def run(target: Synthetic, prompts: list[list[int]], plan: str, exact: bool, tok
     if plan == "speculative":
         options |= {"policy": "fixed", "exit_layer": target.made.exit_layer}
     room = len(prompts) * (-(-(len(prompts[0]) + tokens) // 64) * 64)
-    engine = Engine(target, max_batch_size=len(prompts), max_cached_tokens=room, exact=exact, **options)
+    engine = Engine(target, max_batch_size=len(prompts), max_cached_tokens=room, exact=exact, burst=0.0, **options)
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=tokens, keep_logits=True)
     rounds = []

@@ -113,7 +113,7 @@ def replay(
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _program(ready, checked, costs, done, beside, deadline)
+            _program(ready, len(ready) < len(rows), checked, costs, done, beside, deadline)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
@@ -146,14 +146,20 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
 
 
 def _program(
-    ready: Sequence[_Row], checked: CheckedPolicy, costs: Costs, done: Replayed, beside: Beside, deadline: float
+    ready: Sequence[_Row],
+    others_wait: bool,
+    checked: CheckedPolicy,
+    costs: Costs,
+    done: Replayed,
+    beside: Beside,
+    deadline: float,
 ) -> None:
     clock = Seconds()
     plan = checked.plan(ready)
     clock.lap("control")
     rounds, begin = list[RoundOutcome](), done.seconds
     deadline = deadline if plan.deadline is None else plan.deadline
-    while len(rounds) < plan.num_rounds:
+    while len(rounds) < (1 if others_wait else plan.num_rounds):
         draft = next_draft(ready, plan)
         rounds.append(_round(ready, draft, costs, done, beside))
         is_over = draft.plan.shadow is not None or any(not row.room for row in ready)
@@ -179,7 +185,8 @@ def _round(ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replaye
     most = max(row.num_emitted for row in replayed)
     emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
-    return RoundOutcome(plan.exit_layer, outcomes, took)
+    drafted = any(outcome.num_drafted for outcome in outcomes)
+    return RoundOutcome(plan.exit_layer if drafted else None, outcomes, took)
 
 
 def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> Seconds:

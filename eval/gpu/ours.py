@@ -19,6 +19,7 @@ from selfspec.decoding.prefill import prefill
 from selfspec.decoding.results import Round
 from selfspec.target.cache import PackedRows, Span
 
+ONE_ROUND = 0.0  # the deadline of programs of one round: the clock is read after each
 SLICES = 3  # of a timed window, whose spread is told
 WARM_ROUNDS = 4  # before the clock counts, at least: the first ones may compile or record
 WARM_SHARE = 0.4  # of the room that rows have, at most, before the clock counts
@@ -48,7 +49,9 @@ def ready_engine(target: Synthetic, batch: int, context: int, room: int, **optio
     """
     page = 256  # a multiple of what any attention backend asks for
     share = -(-(context + room) // page) * page
-    engine = Engine(target, max_batch_size=batch, max_cached_tokens=batch * share, prefill_chunk=4096, **options)
+    engine = Engine(
+        target, max_batch_size=batch, max_cached_tokens=batch * share, prefill_chunk=4096, burst=ONE_ROUND, **options
+    )
     (prompt,) = random_prompts(target.stack.vocab_size, 1, context, seed=3)
     for last in range(batch):
         engine.submit([*prompt[:-1], last % target.stack.vocab_size], max_new_tokens=room)

@@ -191,9 +191,8 @@ class Engine:
 
     def _run(self, rows: Sequence[Row], clock: Seconds) -> None:
         """A program of these rows: what to run, running it, and what came of it."""
-        plan = self._checked.plan(rows)
-        part, deadline = self._part(plan, rows), self._deadline_of(plan, rows)
-        plan, deadline = self._without_clock(plan, deadline)
+        plan, deadline = self._bounded(self._checked.plan(rows), rows)
+        part = self._part(plan, rows)
         clock.lap("control")
         executor = next(one for one in self._executors if one.serves(rows, plan))
         outcomes = []
@@ -212,19 +211,16 @@ class Engine:
         self._rounds[-1].seconds.control += clock.control
         self._round_seconds = outcomes[-1].seconds.total
 
-    def _deadline_of(self, plan: Plan, rows: Sequence[Row]) -> float:
-        """Seconds after which no further round begins."""
+    def _bounded(self, plan: Plan, rows: Sequence[Row]) -> tuple[Plan, float]:
+        """The plan with as many rounds as may be run at once, and the seconds after which no further one begins."""
         deadline = self._deadline if plan.deadline is None else plan.deadline
         if any(row.request.stop or row.request.stopping_criteria for row in rows):
-            return min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
-        return deadline
-
-    def _without_clock(self, plan: Plan, deadline: float) -> tuple[Plan, float]:
-        """Of a model that is spread over several ranks, the rounds that fit into the deadline: clocks differ."""
-        if self.stack.ranks is None:
-            return plan, deadline
-        most = max(1, int(deadline / self._round_seconds)) if self._round_seconds else 1
-        return replace(plan, num_rounds=min(plan.num_rounds, self.stack.agreed(most))), math.inf
+            deadline = min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
+        most = plan.num_rounds if len(rows) == len(self.rows) else 1  # others wait for their prompts to be read
+        if self.stack.ranks is not None:  # clocks differ between ranks
+            in_time = max(1, int(deadline / self._round_seconds)) if self._round_seconds else 1
+            most, deadline = min(most, self.stack.agreed(in_time)), math.inf
+        return (plan if most == plan.num_rounds else replace(plan, num_rounds=most)), deadline
 
     def _take(self, rows: Sequence[Row], executed: Executed, part: Part | None) -> RoundOutcome:
         """Give rows the tokens of a round; rows that a stop string ended before get none of it."""

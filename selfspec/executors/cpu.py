@@ -76,7 +76,7 @@ class CpuExecutor(Executor):
             seconds.restart()
             verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, [seen.hidden], seen.logits)
             seconds.lap("shadow")
-        return Executed(plan.exit_layer, verdicts, seconds)
+        return Executed(executed.exit_layer if draft.given is None else LOOKUP, verdicts, seconds)
 
     def _executed(
         self,

@@ -85,7 +85,7 @@ class EagerExecutor(Executor):
             seconds.lap("shadow")
         if self._teach is not None:
             hand_on(self._teach, rows, plan, verdicts, drafted.hidden, taps, logits)
-        return Executed(plan.exit_layer, verdicts, seconds)
+        return Executed(plan.exit_layer if any(drafted.lengths) else None, verdicts, seconds)
 
     def _draft(
         self, rows: Sequence[Row], draft: RoundDraft, seconds: Seconds, tapped: Sequence[int]

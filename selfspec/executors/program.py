@@ -20,7 +20,7 @@ from selfspec.target.stack import Stack
 class Executed(NamedTuple):
     """A round that was run. Its rows do not hold its tokens yet."""
 
-    exit_layer: int | None  # what drafted: a layer, `LOOKUP`, or None
+    exit_layer: int | None  # what drafted, if anything was: a layer, or `LOOKUP`
     verdicts: list[Verdict]  # of every row
     seconds: Seconds
 

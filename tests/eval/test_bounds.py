@@ -103,8 +103,6 @@ def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data)
 class NoEmptyDraft(Policy):
     """A round that drafts nothing is plain: tables of early passes are no measure of it."""
 
-    reads_lookup = True
-
     def __init__(self, inner):
         self.inner = inner
 

@@ -187,7 +187,9 @@ def test_a_report_without_answers_or_with_chosen_columns():
 def test_rounds_that_come_at_once_share_their_time_by_what_each_took():
     """A burst of three after the first one, and one alone: together they take what the clock says."""
     own, ahead = [9.0, 2.0, 1.0, 1.0, 5.0], [False, False, True, True, False]
-    rounds = [Round([], None, Seconds(verify=taken), is_ahead) for taken, is_ahead in zip(own, ahead, strict=True)]
+    rounds = [
+        Round([], None, Seconds(verify=taken), None, is_ahead) for taken, is_ahead in zip(own, ahead, strict=True)
+    ]
     stamped = [10.0, 7.9, 0.05, 0.05, 6.0]
     assert shared(stamped, rounds) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
     assert shared(stamped[:1], rounds[:1]) == stamped[:1] and shared([], []) == []

@@ -34,7 +34,7 @@ def target(kind):
     """A model of bytes, whose output may be ended by any text; shared, so nothing may change it."""
     model, tokenizer = build("llama", **BYTES), byte_tokenizer()
     if kind == "cuda":
-        return with_runner(Target(model, tokenizer, engine="fused"))
+        return with_runner(Target(model, tokenizer, engine="views"))
     return Target(model, tokenizer, engine="views" if kind == "views" else "compiled")
 
 

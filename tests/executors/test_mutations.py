@@ -249,6 +249,6 @@ def test_faults_of_recorded_rounds_are_noticed(monkeypatch, owner, name, fault):
     kernels = REFERENCE._replace(accept=fault) if owner is None else REFERENCE
     if owner is not None:
         monkeypatch.setattr(owner, name, fault)
-    made = with_runner(Target(build("llama", **BYTES), byte_tokenizer(), engine="fused"), kernels=kernels)
+    made = with_runner(Target(build("llama", **BYTES), byte_tokenizer(), engine="views"), kernels=kernels)
     with pytest.raises(AssertionError):
         check("cuda", made)
