@@ -55,7 +55,7 @@ def test_shadows_are_what_each_layer_would_have_picked(family, exact, way):
     options = {name: getattr(way, name) for name in ("temperature", "top_k", "top_p", "seed")}
     done = decode(target, prompts, policy, max_new_tokens=24, **options)
     truth = [picks_of_every_layer(target, [*p, *c.tokens], way) for p, c in zip(prompts, done, strict=True)]
-    assert len(policy.shadows) > 10 and policy.seeds
+    assert len(policy.shadows) > 5 and policy.seeds
     seen = right = close = 0
     for request_id, first, shadow, was_exact in looks(policy):
         for layer, hits, confidences in zip(*shadow, strict=True):

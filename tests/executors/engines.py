@@ -10,7 +10,17 @@ from functools import cache
 import pytest
 
 from selfspec.api import Target
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SecondChoices, SurvivalStop, always
+from selfspec.control.plan import (
+    LOOKUP,
+    NUM_BINS,
+    NUM_MATCH_BINS,
+    LookupTable,
+    Plan,
+    Policy,
+    SecondChoices,
+    SurvivalStop,
+    always,
+)
 from selfspec.decoding import engine as engine_module
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
@@ -26,6 +36,7 @@ from tests.tokenizers import byte_tokenizer
 EXECUTORS = ("views", "eager", "cpu", "cuda")  # the eager one on views and on the compiled body, and the other two
 BYTES = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256}
 WAYS = ({}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1}, {"temperature": 1.0, "top_k": 20})
+PAGE = 16
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
 
 
@@ -48,7 +59,7 @@ def only_eager():
 
 def engine_of(kind, made=None, **options):
     """An engine whose plans that executor runs, where it serves them."""
-    settings = {"max_batch_size": 4, "max_cached_tokens": 512, "page_size": 16, "burst": 60.0, **options}
+    settings = {"max_batch_size": 4, "max_cached_tokens": 512, "page_size": PAGE, "burst": 60.0, **options}
     made = target(kind) if made is None else made
     if kind in ("cpu", "cuda"):
         return Engine(made, **settings)
@@ -61,7 +72,8 @@ def plain(kind, at):
     """A request and what plain decoding makes of it: prompts that repeat themselves, ends of every kind."""
     [prompt] = make_prompts([LENGTHS[at]], seed=at)
     sampling = Sampling(seed=at, **WAYS[at // 2 % 4])
-    request = Request(prompt * 2 if at % 3 == 0 else prompt, 11 + 5 * at, sampling, eos=frozenset())
+    request = Request(prompt * 2 if at % 3 == 0 else prompt, 12 + 5 * at, sampling, eos=frozenset())
+    assert (len(request.prompt) + request.max_new_tokens - 1) % PAGE, "a fault may fill a place more than it has"
     free, middle = alone(kind, request), 6 + 3 * at
     if at % 4 == 1:  # ends with a text that appears in the midst of it
         request = replace(request, stop=(free.text[len(free.text) // 2 :][:2],))
@@ -123,6 +135,18 @@ class Noted(Always):
 
     def observe(self, plan, rounds):
         self.seen.append((plan, rounds))
+
+
+class Together(Noted):
+    """Drafts by lookup where two rows have a match, else by half of the layers."""
+
+    def __init__(self):
+        super().__init__(2, 3, num_rounds=20)
+
+    def plan(self, rows):
+        bins = NUM_MATCH_BINS
+        table = LookupTable(((4,) * bins,) * len(rows), ((1.0,) * bins,) * len(rows), (1.5,))
+        return replace(super().plan(rows), lookups=table)
 
 
 class Both(Policy):

@@ -15,7 +15,18 @@ from selfspec.control.plan import LOOKUP
 from selfspec.device.runner import Runner
 from selfspec.executors.eager import EagerExecutor
 from selfspec.target.compiled_round import CompiledRounds
-from tests.executors.engines import EXECUTORS, LENGTHS, Both, Noted, Programs, engine_of, only_eager, plain, programs
+from tests.executors.engines import (
+    EXECUTORS,
+    LENGTHS,
+    Both,
+    Noted,
+    Programs,
+    Together,
+    engine_of,
+    only_eager,
+    plain,
+    programs,
+)
 from tests.executors.engines import corpus as corpus
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
 from tests.models import build
@@ -29,11 +40,15 @@ def finished(rounds):
     return {completion.request_id: completion for completion in done}
 
 
-def check_rooms(rooms, rounds):
-    """No row drafts more than it has room for, the target's own token included."""
+def checked_step(engine):
+    """The rounds of a step, in which no row may draft more than it has room for beside the target's own token."""
+    rooms = {row.request_id: row.room for row in engine.rows}
+    rounds = engine.step()
     for row in (row for round_ in rounds for row in round_.rows if row.request_id in rooms):
         assert not row.drafted or len(row.drafted) + row.num_beside < rooms[row.request_id]
         rooms[row.request_id] -= len(row.tokens)
+    audit_pages(engine)
+    return rounds
 
 
 def check_programs(kind, dice_seed, store=None, audit=True, made=None):
@@ -50,11 +65,7 @@ def check_programs(kind, dice_seed, store=None, audit=True, made=None):
                 doomed.add(engine.submit(make_prompts([5])[0], max_new_tokens=40, temperature=1.0))
         if doomed and dice.random() < 0.5:
             engine.cancel(dice.choice(sorted(doomed)))
-        rooms = {row.request_id: row.room for row in engine.rows}
-        new = engine.step()
-        check_rooms(rooms, new)
-        rounds += new
-        audit_pages(engine)
+        rounds += checked_step(engine)
         if audit:
             audit_cache(engine, engine.target.model)
     done = finished(rounds)
@@ -69,6 +80,20 @@ def check_programs(kind, dice_seed, store=None, audit=True, made=None):
             reasons = {row.completion.finish_reason for row in round_.rows if row.completion is not None}
             assert reasons <= {"stop", "cancelled"}
     return policy
+
+
+def check_policy(kind, policy, made=None, asked=(3, 0, 7, 4)):
+    """Rows that end in the midst of a block, and that come to their last tokens, keep those of plain decoding."""
+    engine, rounds = engine_of(kind, made, policy=policy, max_batch_size=2), []
+    for at in asked:
+        engine.submit(plain(kind, at)[0])
+    while engine.has_work:
+        rounds += checked_step(engine)
+        audit_cache(engine, engine.target.model)
+    done = finished(rounds)
+    check_rounds(rounds, done)
+    assert [done[i].tokens for i in range(len(asked))] == [plain(kind, at)[1].tokens for at in asked]
+    assert engine.cache.num_free_pages == engine.cache.num_pages
 
 
 @pytest.mark.parametrize("has_corpus", [False, True], ids=["own text", "corpus"])
@@ -90,7 +115,9 @@ def test_programs_draft_in_every_way_and_each_executor_runs_its_own(kind, corpus
             return honest(*given, **named)
 
         monkeypatch.setattr(owner, method, counted)
-    outcomes = [outcome for seed in range(2) for outcome in check_programs(kind, seed, corpus, audit=False).outcomes]
+    seeds = range(2 if kind == "cuda" else 5)
+    outcomes = [outcome for seed in seeds for outcome in check_programs(kind, seed, audit=False).outcomes]
+    outcomes += check_programs(kind, 1, corpus, audit=False).outcomes
     assert any(one.match and one.num_accepted for one in outcomes)
     assert any(one.confidences for one in outcomes) and any(one.shadow for one in outcomes)
     assert any(one.num_beside for one in outcomes) or kind == "cuda"
@@ -160,6 +187,15 @@ def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed, num_rows, 
         check_same_rounds(family, num_rows, 24, sampled, make=lambda: Programs(seed, bits=(None,)))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_both_weigh_what_a_batch_would_draft_by_lookup(num_rows):
+    _, _, heard, _ = check_same_rounds("llama", num_rows, 60, [False] * 6, make=Together)
+    drafting = [[row.num_drafted > 0 for row in rows] for _, exit_layer, rows in heard if exit_layer == LOOKUP]
+    assert bool(drafting) == (num_rows > 1) and all(sum(rows) > 1 for rows in drafting)
+    accepted = [row.num_accepted for _, exit_layer, rows in heard if exit_layer == LOOKUP for row in rows]
+    assert num_rows == 1 or sum(accepted) > 0
 
 
 @pytest.mark.parametrize(("vocab", "threads"), [(9000, 2), (40_000, 1)])

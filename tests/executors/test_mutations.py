@@ -9,8 +9,10 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+import torch
 
 from selfspec.api import Target
+from selfspec.control.plan import LOOKUP
 from selfspec.decoding import verdict
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.picker import Picker
@@ -23,30 +25,23 @@ from selfspec.executors import eager
 from selfspec.kernels.suite import REFERENCE
 from selfspec.target.cache import PagedCache, Tree
 from tests.device.standin import with_runner
-from tests.executors.engines import BYTES, EXECUTORS, Both, Programs, engine_of, plain
+from tests.executors.engines import BYTES, EXECUTORS, Both, Programs, Together
 from tests.executors.faults import NAMES, compiled_by
 from tests.executors.faults import faulty as faulty
-from tests.executors.test_conformance import check_programs, check_same_rounds
-from tests.helpers import Always, audit_cache, drain
+from tests.executors.test_conformance import check_policy, check_programs, check_same_rounds
+from tests.helpers import Always
 from tests.models import build
 from tests.tokenizers import byte_tokenizer
 
-SEEDS = 6
+SEEDS = 4
 
 
 def check(kind, made=None):
-    """Any programs; of recorded rounds, few that share their recordings."""
-    if kind != "cuda":
-        for seed in range(SEEDS):
-            check_programs(kind, seed)
-        return
-    for policy in (Both(5), Always(3, 5, num_rounds=5)):
-        engine, asked = engine_of(kind, made, policy=policy, max_batch_size=2), (3, 0, 7, 4)
-        for at in asked:
-            engine.submit(plain(kind, at)[0])
-        done = drain(engine, partial(audit_cache, model=engine.target.model)).completions
-        for i, at in enumerate(asked):
-            assert done[i].tokens == plain(kind, at)[1].tokens
+    """Few plans of many rounds; then any programs, which record too many shapes for a recording executor."""
+    for policy in (Both(5), Always(3, 5, num_rounds=5), Always(LOOKUP, 5, num_rounds=40)):
+        check_policy(kind, policy, made)
+    for seed in range(SEEDS if kind != "cuda" else 0):
+        check_programs(kind, seed)
 
 
 @cache
@@ -78,7 +73,8 @@ def pages_never_freed(self, pages, written=None):
 
 
 def finished_rows_stay(self, rows):
-    pass
+    """Those that have room, since compiled code writes where it is told to."""
+    self.rows = [row for row in self.rows if row.finish_reason is None or row.room > 1]
 
 
 def cut_tokens_counted(self, row, told, honest=Engine._apply):
@@ -186,8 +182,8 @@ OF_DRAFTS = {"indices are not told of tokens", "any lookup is worth it"}  # whic
 
 
 def check_rounds_of_two_executors():
-    for seed in range(SEEDS):
-        check_same_rounds("llama", 3, 30, [False, True, True], make=partial(Programs, seed, bits=(None,)))
+    for make in (Together, partial(Programs, 0, bits=(None,)), partial(Programs, 1, bits=(None,))):
+        check_same_rounds("llama", 3, 30, [False, True, True], make=make)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +206,7 @@ def test_faults_of_the_compiled_executor_are_noticed(faulty, without_a_fault, fa
 
 
 def noise_of_the_position_before(self, fields, positions, honest=WholeRound._sampling):
-    return honest(self, fields, positions - (self.key.width > 1))
+    return honest(self, fields, positions - int(self.key.width > 1))
 
 
 def temperatures_of_other_rows(self, rows, *more, honest=RoundInputs.fill):
@@ -230,9 +226,9 @@ def an_exit_too_early(self, fields, live, sure, honest=WholeRound._draft):
 
 def one_token_too_many(fed, picks, starts, counts, *more, honest=REFERENCE.accept):
     """What is drafted first is never refused."""
-    picks, at = picks.clone(), starts[counts > 1].long()
-    picks[at] = fed[at + 1]
-    return honest(fed, picks, starts, counts, *more)
+    at = starts.long()
+    first = torch.where(counts > 1, fed[(at + 1).clamp(max=len(fed) - 1)], picks[at])
+    return honest(fed, picks.scatter(0, at, first), starts, counts, *more)
 
 
 RECORDED = [
