@@ -16,8 +16,8 @@ from eval.traces import Trace
 from selfspec.api import WHOLE_BURST
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Policy
+from selfspec.control.rows import Seconds
 from selfspec.decoding.measure import measure
 from selfspec.decoding.pick import Sampling
 from selfspec.decoding.readings import mean

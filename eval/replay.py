@@ -19,10 +19,9 @@ from eval.drafts import by_lookup, draft, draft_lengths
 from eval.sources import split_policy
 from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
 from selfspec.control.registry import make_policy
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Seconds, Shadow
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.sources import Guesser

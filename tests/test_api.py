@@ -11,7 +11,7 @@ import torch
 
 import selfspec
 from selfspec.api import Target
-from selfspec.control.lookup import PromptLookup
+from selfspec.control.fixed import PromptLookup
 from selfspec.decoding.engine import Engine
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore

@@ -12,8 +12,8 @@ from rich.console import Console
 
 import selfspec
 from selfspec import show
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.control.rows import Seconds
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.pieces import Painter, Piece, Pieces

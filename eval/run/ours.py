@@ -13,7 +13,7 @@ from eval.run.turns import Prompt, Steps, Turn
 from eval.timing import timed
 from selfspec.api import WHOLE_BURST, Target
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
+from selfspec.control.rows import Seconds
 from selfspec.decoding.measure import measure
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round

@@ -15,9 +15,9 @@ from selfspec.commands.datastore import reading
 from selfspec.commands.failure import RUN, Failure, as_sentences
 from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP
 from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY
+from selfspec.control.rows import Seconds
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats

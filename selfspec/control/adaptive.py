@@ -19,8 +19,7 @@ from selfspec.control.acceptance import Agreement, SecondRates, Tracker
 from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
 from selfspec.control.costs import Costs
 from selfspec.control.decay import Passed
-from selfspec.control.ngram_planner import table
-from selfspec.control.ngram_stats import MOST_FOUND, NgramStats
+from selfspec.control.ngrams import MOST_FOUND, NgramStats, table
 from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,

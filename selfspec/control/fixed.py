@@ -1,11 +1,11 @@
-"""The two policies that learn nothing: plain decoding, and one exit layer with one draft length (arXiv 2404.16710)."""
+"""The policies that learn nothing: plain decoding, one exit layer and draft length (arXiv 2404.16710), prompt lookup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.control.plan import FOR_EVER, Plan, Policy
+from selfspec.control.plan import FOR_EVER, LOOKUP, Plan, Policy
 from selfspec.control.rows import RowState
 
 
@@ -40,3 +40,13 @@ class Fixed(Policy):
             draft_bits=self.draft_bits,
             num_rounds=FOR_EVER,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLookup(Policy):
+    """Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023): as many tokens in every round."""
+
+    num_draft_tokens: int = 10  # the author's
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        return Plan(LOOKUP, (self.num_draft_tokens,) * len(rows), num_rounds=FOR_EVER)

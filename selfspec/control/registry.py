@@ -7,16 +7,11 @@ from typing import Any, NamedTuple
 
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.draft_verify import DraftVerify
-from selfspec.control.dsde import DSDE
 from selfspec.control.dynamic_exit import DynamicExit
-from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.fs import FiniteState
-from selfspec.control.gammatune import GammaTune, GammaTunePlus
-from selfspec.control.lookup import PromptLookup, SmartSpecLookup
+from selfspec.control.fixed import Fixed, Plain, PromptLookup
+from selfspec.control.goodput import SmartSpec, SmartSpecLookup, Synergy
+from selfspec.control.heuristics import DSDE, DraftVerify, FiniteState, GammaTune, GammaTunePlus
 from selfspec.control.plan import DRAFTS, REMOVED_DRAFTS, Policy
-from selfspec.control.smartspec import SmartSpec
-from selfspec.control.synergy import Synergy
 from selfspec.errors import whole
 
 DEFAULT_POLICY = "adaptive"

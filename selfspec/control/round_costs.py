@@ -16,7 +16,7 @@ import numpy as np
 
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
 from selfspec.control.decay import Floats
-from selfspec.control.ngram_stats import MOST_FOUND
+from selfspec.control.ngrams import MOST_FOUND
 
 MOST = 18  # longest draft considered
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from selfspec.control.acceptance import likely_seconds
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, confidence_bin
+from selfspec.control.rows import Seconds
 from selfspec.decoding.pick import Sampling, Subset
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.process import process

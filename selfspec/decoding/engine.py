@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowOutcome
+from selfspec.control.rows import RoundOutcome, RowOutcome, Seconds
 from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.intake import Intake

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan
+from selfspec.control.rows import Seconds
 from selfspec.decoding.request import Completion
 from selfspec.decoding.stopping import LateText
 

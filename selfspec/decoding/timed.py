@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, Plan
+from selfspec.control.rows import Seconds
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.request import Request
 from selfspec.decoding.row import Row

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, SurvivalStop
+from selfspec.control.rows import Seconds
 from selfspec.decoding.afterwards import with_shadows
 from selfspec.decoding.pick import filtered
 from selfspec.decoding.picker import Picker, told_of

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import Plan
+from selfspec.control.rows import Seconds
 from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_shadows
 from selfspec.decoding.choose import Chooser
 from selfspec.decoding.pick import filtered

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, Plan, Policy
+from selfspec.control.rows import Seconds
 from selfspec.decoding.picker import Picker
 from selfspec.decoding.prefill import prefill
 from selfspec.decoding.row import Row

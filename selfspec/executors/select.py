@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from selfspec.control.laps import Seconds
+from selfspec.control.rows import Seconds
 from selfspec.decoding.afterwards import Teach
 from selfspec.decoding.picker import Picker
 from selfspec.executors.cpu import CpuExecutor

@@ -8,9 +8,8 @@ import numpy as np
 
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, Tally
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Seconds, Shadow, Tally
 
 ROOMY, NOTHING = 10_000, (0,) * NUM_MATCH_BINS
 

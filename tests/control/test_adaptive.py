@@ -15,10 +15,9 @@ from eval.replay import replay
 from selfspec.control.acceptance import Tracker, is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import LOOKUP, Plan
 from selfspec.control.round_costs import MOST, RoundCosts
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Tally
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Seconds, Tally
 from selfspec.decoding.checks import check_lookups, check_plan
 from tests.control.rounds import Found, play
 from tests.eval.replays import made_up_costs, trace_of

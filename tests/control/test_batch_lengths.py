@@ -6,11 +6,10 @@ from math import exp
 
 import pytest
 
-from selfspec.control.dsde import DSDE
+from selfspec.control.goodput import SmartSpec, Synergy
+from selfspec.control.heuristics import DSDE
 from selfspec.control.plan import Plan
 from selfspec.control.rows import RowOutcome
-from selfspec.control.smartspec import SmartSpec
-from selfspec.control.synergy import Synergy
 from tests.control.rounds import ask, costs, row, tell
 
 

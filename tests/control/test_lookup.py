@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.decay import Passed
-from selfspec.control.lookup import PromptLookup, SmartSpecLookup
-from selfspec.control.ngram_planner import table
-from selfspec.control.ngram_stats import LEAST_CHANCE, MOST_FOUND, SHORTEST, NgramStats
+from selfspec.control.fixed import PromptLookup
+from selfspec.control.goodput import SmartSpecLookup
+from selfspec.control.ngrams import LEAST_CHANCE, MOST_FOUND, SHORTEST, NgramStats, table
 from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan, match_bin
 from selfspec.control.registry import make_policy
 from selfspec.control.round_costs import LOOKUP_GRID, MOST_PACKED, RoundCosts

@@ -9,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.replay import replay
-from selfspec.control.draft_verify import DraftVerify
-from selfspec.control.dsde import DSDE
 from selfspec.control.dynamic_exit import DynamicExit
-from selfspec.control.fs import FiniteState
-from selfspec.control.gammatune import GammaTune, GammaTunePlus
+from selfspec.control.goodput import SmartSpec, Synergy
+from selfspec.control.heuristics import DSDE, DraftVerify, FiniteState, GammaTune, GammaTunePlus
 from selfspec.control.plan import Plan
 from selfspec.control.rows import RowOutcome, Shadow
-from selfspec.control.smartspec import SmartSpec
-from selfspec.control.synergy import Synergy
 from tests.control.rounds import ask, costs, row, tell
 from tests.eval.replays import random_trace
 from tests.helpers import decode, generate, make_prompts

@@ -14,7 +14,6 @@ from eval.replay import replay
 from eval.traces import Trace
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.control.laps import Seconds
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
@@ -26,6 +25,7 @@ from selfspec.control.plan import (
     ShadowPlan,
     SurvivalStop,
 )
+from selfspec.control.rows import Seconds
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.pick import Sampling
 

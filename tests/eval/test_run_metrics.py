@@ -13,7 +13,7 @@ from eval.run.ours import shared
 from eval.run.report import render, shown
 from eval.run.summary import fastest_plain, harness_share, summarise
 from eval.run.turns import Turn
-from selfspec.control.laps import Seconds
+from selfspec.control.rows import Seconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 

@@ -1,21 +1,24 @@
-"""`SmartSpec`: the draft length that promises the best goodput, tokens per second of the whole batch."""
+"""Draft lengths of the best goodput, tokens per second of the whole batch, by measured costs: SmartSpec and Synergy."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import Plan, Policy
+from selfspec.control.plan import LOOKUP, Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState
 
+# SmartSpec:
 HANDICAP = 1.1  # drafting must promise this much more than plain decoding
 INTERVAL = 20  # rounds between decisions
 PROBE = 200  # rounds off after which drafting is tried again
 WINDOW = 10_000  # drafts over which acceptance is averaged
 START = 0.8  # acceptance before any draft was judged
 UNKNOWN = 0.7  # acceptance of a row of which no draft was judged
+# Synergy:
+SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s: SCALE * s ** POWER, the paper's fit on its own models
 
 
 @dataclass(slots=True)
@@ -109,3 +112,70 @@ class SmartSpec(Policy):
             return [self._length] * len(rows)
         share = (self._length - 1) * len(rows) / total
         return [min(int(0.5 + share * rate) + 1, self.most) for rate in rates]
+
+
+@dataclass(slots=True)
+class SmartSpecLookup(SmartSpec):
+    """SmartSpec (arXiv 2406.14066) with prompt lookup as its draft: goodput counts how often there is a match.
+
+    That share is a moving average over rows and rounds that asked for a draft; it begins at 1.
+    """
+
+    exit_layer: int = field(default=LOOKUP, init=False)
+    _matched: float = field(default=1.0, init=False)
+
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        SmartSpec.observe(self, plan, rounds)
+        if plan.exit_layer != LOOKUP:
+            return
+        lengths = dict(zip(self._rows, plan.draft_lengths, strict=True))
+        for outcome in (row for round_ in rounds for row in round_.rows):
+            if lengths[outcome.request_id]:
+                self._matched += 0.05 * ((outcome.num_drafted > 0) - self._matched)
+
+    def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
+        """Tokens per second that all rows would emit if each with a match drafted so many."""
+        plain = self.costs.plain_round(num_rows, context)
+        if not num_draft_tokens:
+            return num_rows / max(plain, 1e-12)
+        drafting = self.costs.round(LOOKUP, (num_draft_tokens,) * num_rows, context)
+        kept = num_rows * sum(self.acceptance**i for i in range(num_draft_tokens + 1))
+        share = self._matched
+        return (share * kept + (1 - share) * num_rows) / max(share * drafting + (1 - share) * plain, 1e-12)
+
+
+@dataclass(slots=True)
+class Synergy(Policy):
+    """The adaptive length of arXiv 2310.18813: for each batch size, the one with the fewest seconds per token.
+
+    A round of s drafted tokens per row emits accepted(s) + 1 tokens per row. Among the lengths is 0, plain decoding.
+    Nothing is learned while decoding.
+    """
+
+    exit_layer: int
+    costs: Costs
+    most: int = 8
+    accepted: tuple[float, ...] = ()  # measured accepted tokens per draft of 0, 1, 2, .. tokens; empty: the paper's fit
+    _lengths: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by batch size
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        length = self.length(len(rows)) if rows else 0
+        lengths = tuple(min(length, row.room - 1) for row in rows)
+        return Plan(self.exit_layer if any(lengths) else None, lengths)
+
+    def length(self, batch_size: int) -> int:
+        """Tokens that each row of such a batch drafts."""
+        if batch_size not in self._lengths:
+            most = min(self.most, len(self.accepted) - 1) if self.accepted else self.most
+            self._lengths[batch_size] = min(range(most + 1), key=lambda s: self._seconds_per_token(batch_size, s))
+        return self._lengths[batch_size]
+
+    def table(self, batch_sizes: Iterable[int]) -> dict[int, int]:
+        """Draft length by batch size, to be shown."""
+        return {batch_size: self.length(batch_size) for batch_size in batch_sizes}
+
+    def _seconds_per_token(self, batch_size: int, num_draft_tokens: int) -> float:
+        s = num_draft_tokens
+        accepted = self.accepted[s] if self.accepted else SCALE * s**POWER
+        seconds = self.costs.round(self.exit_layer if s else None, (s,) * batch_size)
+        return seconds / (batch_size * (accepted + 1))
