@@ -17,7 +17,7 @@ from eval.round_costs import RoundCosts
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT
 from selfspec.control.plan import DRAFTS
-from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.prompt_lookup import Lookup, num_right
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MOST_DRAFTED = 18

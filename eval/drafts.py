@@ -8,7 +8,7 @@ from eval.traces import WRONG_STEPS, Trace
 from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import Plan, SecondChoices, confidence_bin
 from selfspec.control.rows import RowOutcome
-from selfspec.drafting.lookup import Guess, num_right
+from selfspec.drafting.prompt_lookup import Guess, num_right
 
 
 def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:

@@ -24,8 +24,8 @@ from eval.timing import quiet, synchronize
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Completion
 from selfspec.errors import NoCompilerError
-from selfspec.target.engines import ENGINES
-from selfspec.target.exact import ExactStack
+from selfspec.executors.cpu.install import ENGINES
+from selfspec.model.exact import ExactStack
 
 PLANS: dict[str, dict[str, Any]] = {"plain": {"policy": "plain"}, "speculative": {"num_draft_tokens": 4}}
 

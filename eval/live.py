@@ -28,10 +28,10 @@ from eval.summary import spread
 from eval.timing import Say
 from eval.traces import save
 from selfspec import load as load_model
+from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
-from selfspec.decoding.measure import measure
 from selfspec.decoding.stats import SpecStats
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"

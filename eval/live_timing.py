@@ -14,15 +14,15 @@ from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
 from selfspec.api import WHOLE_BURST
+from selfspec.calibrate.measure import measure
+from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
-from selfspec.control.rows import Seconds
-from selfspec.decoding.measure import measure
-from selfspec.decoding.pick import Sampling
-from selfspec.decoding.readings import mean
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
+from selfspec.executors.pick import Sampling
 
 COST_REPEATS = 3  # beside every repeat: of one, a slow minute of the machine moved predictions by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
@@ -141,7 +141,7 @@ def _beside(rounds: Sequence[Round], between: float) -> dict[bool, tuple[float, 
     Args:
         between: seconds between two rounds.
     """
-    taken: dict[bool, list[Seconds]] = {}
+    taken: dict[bool, list[StageSeconds]] = {}
     for each in rounds:
         if each.plan is not None:
             taken.setdefault(each.exit_layer is not None, []).append(each.seconds)

@@ -20,16 +20,16 @@ from selfspec.api import Target
 from selfspec.control.acceptance import is_prior
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.round_costs import deepest_copy
-from selfspec.decoding.pick import Sampling
-from selfspec.decoding.picker import Picker, told_of
-from selfspec.decoding.shadow import shadow_picks
-from selfspec.drafting.exit import DraftRow, draft_by_exit
-from selfspec.drafting.lookup import num_right
-from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.compiled import CompiledBody
-from selfspec.target.compiled_round import CompiledRounds
-from selfspec.target.round_room import Drafter, Further, Stops
-from selfspec.target.stack import Stack
+from selfspec.drafting.early_exit import DraftRow, draft_by_exit
+from selfspec.drafting.prompt_lookup import num_right
+from selfspec.executors.cpu.body import CompiledBody
+from selfspec.executors.cpu.buffers import Drafter, Further, Stops
+from selfspec.executors.cpu.rounds import CompiledRounds
+from selfspec.executors.pick import Sampling
+from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.shadow import shadow_picks
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.stack import Stack
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product

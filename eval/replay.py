@@ -21,10 +21,10 @@ from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
 from selfspec.control.registry import make_policy
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Seconds, Shadow
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.sources import Guesser
+from selfspec.drafting.row_lookup import RowLookup
 from selfspec.executors.program import RoundDraft, next_draft
 
 PREFILL_CHUNK = 512  # the engine's default
@@ -70,11 +70,11 @@ class _Row:
     at: int = 0  # tokens emitted
     num_cached: int = 0  # prompt tokens read
     content: list[int] = field(init=False)
-    lookup: Guesser = field(init=False)
+    lookup: RowLookup = field(init=False)
 
     def __post_init__(self) -> None:
         self.content = list(self.trace.prompt)
-        self.lookup = Guesser(self.content, self.datastore)
+        self.lookup = RowLookup(self.content, self.datastore)
 
     @property
     def room(self) -> int:
@@ -153,7 +153,7 @@ def _program(
     beside: Beside,
     deadline: float,
 ) -> None:
-    clock = Seconds()
+    clock = StageSeconds()
     plan = checked.plan(ready)
     clock.lap("control")
     rounds, begin = list[RoundOutcome](), done.seconds
@@ -188,12 +188,12 @@ def _round(ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replaye
     return RoundOutcome(plan.exit_layer if drafted else None, outcomes, took)
 
 
-def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> Seconds:
+def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> StageSeconds:
     """What a round would take whose rows hold `context` tokens each, see `Costs.context_of`."""
     beside = [o.num_beside for o in outcomes]
     drafted = [o.num_drafted for o in outcomes]
     beside, copies = beside if any(beside) else [], plan.draft_bits is not None
-    took = Seconds(**costs.stages(plan.exit_layer, drafted, context, beside, copies=copies))
+    took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, beside, copies=copies))
     if plan.shadow is not None:
         looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)

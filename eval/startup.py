@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def measure(model: str, device: str, dtype: str, threads: int, prompt: str) -> dict[str, float]:
-    """Seconds to load (self-check included), and from there to the first token of plain decoding."""
+    """StageSeconds to load (self-check included), and from there to the first token of plain decoding."""
     import torch
     import transformers  # noqa: F401  # its import is not what is measured
 

@@ -22,10 +22,10 @@ from eval.methods import Endless
 from eval.shapes import config_of
 from eval.weights import random_model, round_weights
 from selfspec.api import Target
-from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.engines import Engine
-from selfspec.target.stack import Stack
-from selfspec.target.views import base_of, family_of
+from selfspec.executors.cpu.install import Engine
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.stack import Stack
+from selfspec.model.views import base_of, family_of
 
 RARE = 0.1  # size of the head's rows for tokens that are not written
 PROMPTS, PROMPT_TOKENS, SKIPPED = 8, 20, 4  # what acceptance is first measured on, but for a prompt's first tokens

@@ -17,10 +17,10 @@ from eval.timing import Say
 from eval.traces import Trace, load, load_prior, save
 from selfspec import load as load_model
 from selfspec.api import Target
+from selfspec.calibrate.measure import measure
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
-from selfspec.decoding.measure import measure
-from selfspec.decoding.pick import Sampling
+from selfspec.executors.pick import Sampling
 
 
 class Recorded(NamedTuple):

@@ -18,18 +18,18 @@ from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.generation_config import Stored
 from selfspec.decoding.request import Completion, Options, Prompts, make_requests
 from selfspec.decoding.results import Round
-from selfspec.device.runner import install
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import got, refuse_unknown, whole
+from selfspec.executors.cpu.install import check_engine, choose
+from selfspec.executors.cuda.runner import install
 from selfspec.learn import Learner
+from selfspec.model.exact import ExactStack
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.model.refusals import refuse_autocast
+from selfspec.model.stack import Stack
+from selfspec.model.views import copied_state
 from selfspec.remembered import Remembered, Way, way_of
-from selfspec.target.engines import check_engine, choose
-from selfspec.target.exact import ExactStack
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.fingerprint import hidden_size_of, weights_of
-from selfspec.target.refusals import refuse_autocast
-from selfspec.target.stack import Stack
-from selfspec.target.views import copied_state
 
 _log = logging.getLogger("selfspec")
 
@@ -62,7 +62,7 @@ class Target:
         tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
         check: run the self-check, which compares the split model with the whole one (a few short forwards).
         exit_heads: adapters for some exit layers; they change drafts only.
-        attention: who computes attention, see `selfspec.target.backends`; "auto": the fastest that this machine has.
+        attention: who computes attention, see `selfspec.model.attention_backends`; "auto": the fastest here.
         graphs: on CUDA, capture rounds and layers in graphs and replay those, which takes the time of launching kernels
             from Python away and gives the same tokens. They may keep up to 2 GiB.
         engine: what runs the layers: "views" (the model's own modules, for every family), "compiled" (the layers of
@@ -245,7 +245,7 @@ class Target:
             learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
                 that is made at the first such call and kept. The tokens stay the same.
             exact: run every call in constant shapes: a row's tokens and logits are then the same bits whatever the
-                policy, the batch and the number format, at the cost of idle tokens; see `selfspec.target.exact`.
+                policy, the batch and the number format, at the cost of idle tokens; see `selfspec.model.exact`.
             burst: seconds of rounds that may be decoded in one compiled call, where nobody else can interrupt; default:
                 a quarter of a second, and for `stream` a thirtieth.
             generation_config: what the other options do not name comes from the model's own generation config, as

@@ -20,8 +20,8 @@ from selfspec.decoding.stats import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call
-from selfspec.target.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
-from selfspec.target.views import copied_state, make_twin
+from selfspec.model.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
+from selfspec.model.views import copied_state, make_twin
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")

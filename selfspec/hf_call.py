@@ -14,8 +14,8 @@ from transformers.generation import logits_process as lp
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from selfspec.decoding.generation_config import peel
-from selfspec.decoding.pick import Sampling
 from selfspec.decoding.request import Completion, Request
+from selfspec.executors.pick import Sampling
 
 
 class Call:

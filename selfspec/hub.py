@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from selfspec import profile
 from selfspec.api import Target
-from selfspec.target.engines import check_engine
-from selfspec.target.exit_heads import FILE as exit_heads_file
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.quantized import check_kind
-from selfspec.target.quantized import quantize as rounded
+from selfspec.calibrate import profile
+from selfspec.executors.cpu.install import check_engine
+from selfspec.model.exit_heads import FILE as exit_heads_file
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.quantized import check_kind
+from selfspec.model.quantized import quantize as rounded
 
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

@@ -21,8 +21,8 @@ from selfspec.errors import whole
 from selfspec.learning.heads import extended, first_layers
 from selfspec.learning.lessons import Lessons
 from selfspec.learning.student import Student
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.stack import Stack
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.stack import Stack
 
 REUSE = 8  # steps see every lesson about so often
 MOST_STEPS = 32  # of one update: rows that are half-way through wait for it

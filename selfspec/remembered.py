@@ -8,14 +8,14 @@ from threading import RLock
 from time import monotonic
 from typing import Any, NamedTuple, Self
 
-from selfspec import profile
+from selfspec.calibrate import profile
 from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.led import Led
 from selfspec.control.plan import Policy
 from selfspec.control.registry import DEFAULT_POLICY
-from selfspec.target.stack import Stack
+from selfspec.control.tensor_parallel import RankZeroPolicy
+from selfspec.model.stack import Stack
 
 WRITE_EVERY = 0.1  # seconds
 
@@ -39,7 +39,7 @@ class Remembered:
     then: calls that begin while it is in use may miss the last tenth of a second.
 
     Attributes:
-        stored_prior: statistics that came with the model's files, see `selfspec.profile.stored_prior`.
+        stored_prior: statistics that came with the model's files, see `selfspec.calibrate.profile.stored_prior`.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -79,7 +79,7 @@ class Remembered:
 
     def take(self, policy: Policy) -> None:
         """What a policy saw is where the next one starts."""
-        inner = policy.inner if isinstance(policy, Led) else policy
+        inner = policy.inner if isinstance(policy, RankZeroPolicy) else policy
         if isinstance(inner, Adaptive):
             with self._lock:
                 self._idle = None

@@ -38,7 +38,7 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session", autouse=True)
 def measured_once():
     """Targets measure what rounds cost at few points, each once: no test asks how well. Measuring has its own tests."""
-    from selfspec import profile
+    from selfspec.calibrate import profile
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "measure", partial(profile.measure, repeats=1, within=0.0))

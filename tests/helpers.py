@@ -26,7 +26,7 @@ from selfspec.control.plan import (
     SurvivalStop,
 )
 from selfspec.decoding.engine import Engine
-from selfspec.target.exact import ExactStack
+from selfspec.model.exact import ExactStack
 from tests.models import SHARED
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them

@@ -16,7 +16,7 @@ from selfspec.decoding.engine import Engine
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
 from selfspec.errors import DatastoreError
-from selfspec.target.fingerprint import vocabulary_of
+from selfspec.model.fingerprint import vocabulary_of
 from tests.helpers import Schedule, generate, make_prompts
 from tests.models import EOS, build, tiny
 from tests.tokenizers import byte_tokenizer

@@ -15,7 +15,7 @@ from selfspec.api import Target
 from selfspec.commands.options import SOURCES, PolicyName
 from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
-from selfspec.target.exit_heads import ExitHeads
+from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import selfspec
-from selfspec import profile
+from selfspec.calibrate import measure as measure_module
+from selfspec.calibrate import profile
 from selfspec.commands import calibrate as command
 from selfspec.commands import forecast
 from selfspec.commands.notices import notices
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.decoding import measure as measure_module
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
 

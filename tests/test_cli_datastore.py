@@ -11,7 +11,7 @@ from selfspec import hub
 from selfspec.commands import corpus
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
-from selfspec.target.fingerprint import vocabulary_of
+from selfspec.model.fingerprint import vocabulary_of
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused, save_model
 

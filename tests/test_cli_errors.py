@@ -7,7 +7,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from selfspec.target.exit_heads import ExitHeads
+from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused, save_model
 

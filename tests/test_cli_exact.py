@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from selfspec.hf import SelfSpeculative
-from selfspec.target.exact import ExactStack
+from selfspec.model.exact import ExactStack
 from tests import cli_fixtures
 
 run, model_folder = cli_fixtures.run, cli_fixtures.model_folder

@@ -8,7 +8,7 @@ import pytest
 
 from selfspec.commands import generate as command
 from selfspec.learn import Learner
-from selfspec.target.exit_heads import FILE, ExitHeads
+from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.cli_fixtures import assert_refused, copy_of, model_folder, run  # noqa: F401
 
 FIXED = ("--exit-layer", 1, "--num-draft-tokens", 4, "--max-new-tokens", 32)

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import selfspec
-from selfspec import hub, profile
+from selfspec import hub
+from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
-from selfspec.target.exit_heads import FILE as EXIT_HEADS
-from selfspec.target.exit_heads import ExitHeads
+from selfspec.model.exit_heads import FILE as EXIT_HEADS
+from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
 
 BEST = "cuda" if torch.cuda.is_available() else "cpu"  # the device where none is named

@@ -12,7 +12,7 @@ from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.learn import Learner
 from selfspec.learning.lessons import Lessons
-from selfspec.target.exit_heads import FILE, ExitHeads
+from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.helpers import Adversary, Always, decode, make_prompts
 from tests.models import build
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from eval.methods import Endless
-from selfspec import profile
 from selfspec.api import Target
+from selfspec.calibrate import profile
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from tests.models import build, tiny

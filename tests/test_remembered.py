@@ -12,8 +12,8 @@ import pytest
 
 import eval.replay as replays
 from eval.replay import replay
-from selfspec import profile
 from selfspec.api import Target
+from selfspec.calibrate import profile
 from selfspec.control import registry
 from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive

@@ -13,7 +13,7 @@ from rich.console import Console
 import selfspec
 from selfspec import show
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
-from selfspec.control.rows import Seconds
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.pieces import Painter, Piece, Pieces
@@ -117,7 +117,7 @@ def test_the_closing_line_tells_speed_acceptance_and_speedup():
 
 def line_of(number, plan, *rows, exit_layer=-1):
     drafts = plan.exit_layer if exit_layer < 0 else exit_layer
-    return show.plan_line(number, Round([*rows], plan, Seconds(), drafts)).plain
+    return show.plan_line(number, Round([*rows], plan, StageSeconds(), drafts)).plain
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from selfspec import __version__
-from selfspec.target.exit_heads import FILE
+from selfspec.model.exit_heads import FILE
 from train.heads_config import HeadsRun
 from train.heads_files import write_whole
 from train.heads_loss import Agreement

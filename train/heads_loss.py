@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.stack import Stack
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.stack import Stack
 from train.heads_config import TextConfig, TrainingConfig
 from train.heads_states import Batch, pieces, walk, with_rest
 from train.heads_text import Text

@@ -13,8 +13,8 @@ import torch
 
 import selfspec
 from selfspec.api import Target
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.fingerprint import hidden_size_of, weights_of
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.fingerprint import hidden_size_of, weights_of
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.stack import Stack, Taps
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.stack import Stack, Taps
 from train.heads_config import TextConfig, TrainingConfig
 from train.heads_text import Text, count_learnt
 

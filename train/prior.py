@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from selfspec import load, profile
+from selfspec import load
+from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
 from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RoundOutcome, RowState

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from eval.summary import spread
-from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.stack import Stack
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.stack import Stack
 
 BYTES = 1 << 29  # read to measure bandwidth: far more than any cache holds
 CONTEXT, ROOM, ROWS = 128, 160, 16

@@ -14,10 +14,10 @@ import torch
 from eval.targets import Synthetic, random_prompts
 from eval.timing import quiet, synchronize
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.picker import Picker
-from selfspec.decoding.prefill import prefill
 from selfspec.decoding.results import Round
-from selfspec.target.cache import PackedRows, Span
+from selfspec.executors.picker import Picker
+from selfspec.executors.prefill import prefill
+from selfspec.model.kv_cache import PackedRows, Span
 
 ONE_ROUND = 0.0  # the deadline of programs of one round: the clock is read after each
 SLICES = 3  # of a timed window, whose spread is told

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors, Trees
-from selfspec.target.backends import tree_lines
-from selfspec.target.cache import Span, Tree
+from selfspec.model.attention_backends import tree_lines
+from selfspec.model.kv_cache import Span, Tree
 
 
 class Paged(NamedTuple):

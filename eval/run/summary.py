@@ -79,7 +79,7 @@ def fastest_plain(answers: Answers) -> str | None:
 
 
 def harness_share(rows: Iterable[Row]) -> float | None:
-    """Seconds outside the methods' own work over the seconds of that work.
+    """StageSeconds outside the methods' own work over the seconds of that work.
 
     Outside are prompts and texts, records on disk, the progress display and the collection of garbage: none of it is
     inside a measured time. None where rows do not tell.

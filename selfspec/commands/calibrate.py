@@ -35,7 +35,8 @@ def calibrate(
     """
     sizes = sorted({1, *parse_sizes(batch_sizes)})
     check_threads(threads)
-    from selfspec import hub, profile, show  # torch and transformers, from here on
+    from selfspec import hub, show
+    from selfspec.calibrate import profile  # torch and transformers, from here on
 
     set_threads(threads)
     with as_sentences():
@@ -68,7 +69,7 @@ def parse_sizes(given: Sequence[str]) -> list[int]:
 def _measure(target: Any, sizes: Sequence[int], say: Callable[[str], None]) -> Any:
     import torch
 
-    from selfspec.decoding.measure import measure
+    from selfspec.calibrate.measure import measure
 
     try:
         return measure(target.stack, sizes, REPEATS, within=WITHIN, say=say)
@@ -98,7 +99,7 @@ def _progress(model: str, talk: Console) -> Callable[[str], None]:
 
 def _plans(target: Any, costs: Any, sizes: Sequence[int]) -> dict[str, list[Any]]:
     """What the costs imply for assumed acceptance rates, and for those that the model's own prior tells of."""
-    from selfspec import profile
+    from selfspec.calibrate import profile
     from selfspec.commands import forecast
 
     rates = forecast.rates_of(profile.read_prior(target.stack), costs.num_layers)

@@ -27,7 +27,7 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
     from selfspec import hub, show  # torch and transformers, from here on
     from selfspec.commands.corpus import documents
     from selfspec.drafting.datastore_build import build
-    from selfspec.target.fingerprint import vocabulary_of
+    from selfspec.model.fingerprint import vocabulary_of
 
     with as_sentences():
         tokenizer = hub.open_tokenizer(model)

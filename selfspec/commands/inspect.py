@@ -51,7 +51,7 @@ def examine(name: str, model: Any, tokenizer: Any) -> Report:
     """Try the split; a model that cannot be split is reported as far as it goes, with the reason."""
     from selfspec.api import Target
     from selfspec.errors import UnsupportedModelError
-    from selfspec.target.views import unwrap
+    from selfspec.model.views import unwrap
 
     bare: Any = unwrap(model)
     first = next(bare.parameters())

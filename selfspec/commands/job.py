@@ -17,18 +17,18 @@ from selfspec.commands.options import Generate
 from selfspec.commands.prompts import Prompt, tokenize, wants_chat
 from selfspec.control.plan import LOOKUP
 from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY
-from selfspec.control.rows import Seconds
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.learn import Learner
-from selfspec.target.exit_heads import FILE as EXIT_HEADS_FILE
-from selfspec.target.exit_heads import ExitHeads
+from selfspec.model.exit_heads import FILE as EXIT_HEADS_FILE
+from selfspec.model.exit_heads import ExitHeads
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
 PARTS = {"decided"}  # of other stages
-STAGES = tuple(field.name for field in fields(Seconds) if not (field.name in PARTS or field.name.startswith("_")))
+STAGES = tuple(field.name for field in fields(StageSeconds) if not (field.name in PARTS or field.name.startswith("_")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from selfspec.commands.options import Generate
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import DRAFTS, LOOKUP
 from selfspec.control.registry import BY_LOOKUP, CHOOSES_EXIT
-from selfspec.decoding.offers import policy_for
+from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.results import Round, RowResult
 from selfspec.pieces import Painter, Piece, Pieces
 

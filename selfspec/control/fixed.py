@@ -1,4 +1,4 @@
-"""The policies that learn nothing: plain decoding, one exit layer and draft length (arXiv 2404.16710), prompt lookup."""
+"""Policies that learn nothing: plain decoding, one exit layer and draft length (arXiv 2404.16710), prompt lookup."""
 
 from __future__ import annotations
 

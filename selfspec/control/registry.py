@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
-from selfspec.control.dynamic_exit import DynamicExit
+from selfspec.control.del_ import DynamicExit
 from selfspec.control.fixed import Fixed, Plain, PromptLookup
 from selfspec.control.goodput import SmartSpec, SmartSpecLookup, Synergy
 from selfspec.control.heuristics import DSDE, DraftVerify, FiniteState, GammaTune, GammaTunePlus

@@ -1,9 +1,9 @@
 """`RoundCosts`: seconds of every round that could be drafted, in arrays, and the tokens per second that they promise.
 
 `Drafters` are the ways of drafting to choose from. Beside the layers themselves these are copies of the layers in 4
-bits, see `selfspec.target.rounded`; and, where the head is dear beside a layer, drafts over the most frequent tokens of
-the vocabulary alone (FR-Spec, arXiv 2502.14856). Those cost their share of the head at every token, and are wrong
-wherever the target picks another token. How often that is can be seen without drafting at all.
+bits, see `selfspec.executors.cpu.four_bit`; and, where the head is dear beside a layer, drafts over the most frequent
+tokens of the vocabulary alone (FR-Spec, arXiv 2502.14856). Those cost their share of the head at every token, and are
+wrong wherever the target picks another token. How often that is can be seen without drafting at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
 
 
 class Vocabulary(Protocol):
-    """What a policy may know of the tokens; see `selfspec.target.draft_head.Frequencies`."""
+    """What a policy may know of the tokens; see `selfspec.model.draft_vocabulary.Frequencies`."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -20,7 +20,7 @@ class Tally(NamedTuple):
 
 
 class Lookup(Protocol):
-    """What lookup finds of a row; see `selfspec.drafting.sources.Guesser`. Its index is made when it is first asked."""
+    """What lookup finds of a row, see `selfspec.drafting.row_lookup`. Its index is made when it is first asked."""
 
     @property
     def match(self) -> int: ...
@@ -78,7 +78,7 @@ class RowOutcome(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seconds:
+class StageSeconds:
     """Wall time of a round by stage; on CUDA, without a synchronisation, the time to launch it."""
 
     prefill: float = 0.0
@@ -118,4 +118,4 @@ class RoundOutcome(NamedTuple):
 
     exit_layer: int | None  # what drafted: a layer, `LOOKUP`, or None
     rows: Sequence[RowOutcome]  # of the rows that had not ended before
-    seconds: Seconds
+    seconds: StageSeconds

@@ -7,7 +7,7 @@ from itertools import pairwise
 from selfspec.control.plan import LOOKUP, NUM_BINS, NUM_MATCH_BINS, LookupTable, Plan, ShadowPlan
 from selfspec.decoding.request import Request
 from selfspec.errors import is_number, whole
-from selfspec.target.stack import Stack
+from selfspec.model.stack import Stack
 
 
 def check_request(request: Request, stack: Stack, has_tokenizer: bool) -> None:

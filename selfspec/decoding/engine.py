@@ -10,23 +10,23 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowOutcome, Seconds
-from selfspec.decoding.afterwards import Teach
+from selfspec.control.rows import RoundOutcome, RowOutcome, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
-from selfspec.decoding.intake import Intake
-from selfspec.decoding.offers import Decodable, policy_for
-from selfspec.decoding.picker import Picker
+from selfspec.decoding.policy_choice import Decodable, policy_for
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.row import Row
-from selfspec.decoding.verdict import Verdict
+from selfspec.decoding.scheduler import Scheduler
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import flag, is_number, whole
+from selfspec.executors.after_round import Teach
+from selfspec.executors.picker import Picker
 from selfspec.executors.program import Executed
 from selfspec.executors.select import executors_for
-from selfspec.target.draft_head import Part
-from selfspec.target.refusals import refuse_autocast
-from selfspec.target.stack import Stack
+from selfspec.executors.verdict import Verdict
+from selfspec.model.draft_vocabulary import Part
+from selfspec.model.refusals import refuse_autocast
+from selfspec.model.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
 CUDA_PAGE_SIZE = 64
@@ -65,7 +65,7 @@ class Engine:
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
             lookup, texts of the corpus continue a row, too.
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
-            format, and no row depends on its neighbours; see `selfspec.target.exact`.
+            format, and no row depends on its neighbours; see `selfspec.model.exact`.
         burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
             thirtieth.
 
@@ -121,7 +121,7 @@ class Engine:
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
         self._picker = Picker(self.stack)
-        self._intake = Intake(target, self.stack, self.cache, datastore)
+        self._scheduler = Scheduler(target, self.stack, self.cache, datastore)
         self._cancelled: set[int] = set()
         # Not handed out yet; they outlive a step that raises:
         self._results: list[RowResult] = []  # of a round that has not ended
@@ -137,11 +137,11 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._intake)
+        return len(self._scheduler)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.rows or self._intake or self._results or self._rounds)
+        return bool(self.rows or self._scheduler or self._results or self._rounds)
 
     def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
         """Queue a prompt; returns its request id. Options are those of `Target.generate`.
@@ -150,11 +150,11 @@ class Engine:
             ValueError: the prompt is empty or longer than the context, or an option is out of range.
             CacheFullError: the request could never fit into `max_cached_tokens`.
         """
-        return self._intake.submit(prompt, options)
+        return self._scheduler.submit(prompt, options)
 
     def cancel(self, request_id: int) -> None:
         """End a request; its pages are free from the next step on. Finished or unknown requests are left alone."""
-        if any(row.request_id == request_id for row in self.rows) or request_id in self._intake:
+        if any(row.request_id == request_id for row in self.rows) or request_id in self._scheduler:
             self._cancelled.add(request_id)
 
     def step(self) -> list[Round]:
@@ -167,7 +167,7 @@ class Engine:
             the program's rounds, at least one; of a step that decoded nothing, one without a plan.
         """
         refuse_autocast(self.stack.device)
-        clock = Seconds()
+        clock = StageSeconds()
         if self._cancelled:
             self._drop_cancelled()
         with torch.inference_mode():
@@ -188,7 +188,7 @@ class Engine:
             rounds[-1].seconds.control += clock.control
         return rounds
 
-    def _run(self, rows: Sequence[Row], clock: Seconds) -> None:
+    def _run(self, rows: Sequence[Row], clock: StageSeconds) -> None:
         """A program of these rows: what to run, running it, and what came of it."""
         plan, deadline = self._bounded(self._checked.plan(rows), rows)
         part = self._part(plan, rows)
@@ -200,11 +200,11 @@ class Engine:
                 outcomes.append(self._take(rows, executed, part))
                 executed.seconds.prefill += clock.prefill
                 executed.seconds.control += clock.control
-                clock = Seconds()
+                clock = StageSeconds()
                 self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
         finally:
             self._drop_ended(rows)
-        clock = Seconds()
+        clock = StageSeconds()
         self.policy.observe(plan, outcomes)
         clock.lap("control")
         self._rounds[-1].seconds.control += clock.control
@@ -235,7 +235,7 @@ class Engine:
         executed.seconds.rest += executed.seconds.now() - start
         return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
 
-    def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: Seconds, at: int) -> None:
+    def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:
         self._rounds.append(Round(self._results, plan, seconds, exit_layer, at))
         self._results = []
 
@@ -252,7 +252,7 @@ class Engine:
             yield from self.step()
 
     def _admit(self) -> None:
-        for row in self._intake.admitted(self.max_batch_size - len(self.rows)):
+        for row in self._scheduler.admitted(self.max_batch_size - len(self.rows)):
             self.frequencies.add(row.request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
             self.rows.append(row)
@@ -294,7 +294,7 @@ class Engine:
         for row in self.rows:
             if row.request_id in self._cancelled:
                 self._cancel(row)
-        for row in self._intake.withdrawn(self._cancelled):
+        for row in self._scheduler.withdrawn(self._cancelled):
             self._cancel(row)
         self.rows = [row for row in self.rows if row.finish_reason is None]
         self._cancelled.clear()

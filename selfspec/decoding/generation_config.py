@@ -11,8 +11,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 
-from selfspec.decoding.pick import Sampling
 from selfspec.decoding.request import Request
+from selfspec.executors.pick import Sampling
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
 FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 from transformers import GenerationConfig
 
-from selfspec.decoding.pick import Sampling
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Criterion, FinishReason
 from selfspec.errors import refuse_empty, whole
+from selfspec.executors.pick import Sampling
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
 DEFAULT_NEW_TOKENS = 128

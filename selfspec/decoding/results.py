@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from selfspec.control.plan import Plan
-from selfspec.control.rows import Seconds
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.request import Completion
 from selfspec.decoding.stopping import LateText
 
@@ -32,6 +32,6 @@ class Round(NamedTuple):
 
     rows: list[RowResult]
     plan: Plan | None  # of the program that it is a round of; None when no row was ready to decode
-    seconds: Seconds
+    seconds: StageSeconds
     exit_layer: int | None = None  # what drafted in it: a layer, 0 for lookup, or None
     program_index: int = 0  # its place among the rounds of its program

@@ -13,7 +13,7 @@ from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
 from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.sources import Guesser
+from selfspec.drafting.row_lookup import RowLookup
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class Row:
     datastore: Datastore | None = None
     num_prompt_tokens: int = 0
     limit: int = 0  # tokens its content may come to
-    _lookup: Guesser | None = None
+    _lookup: RowLookup | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt)
@@ -56,10 +56,10 @@ class Row:
         return RowState(self.request_id, length, self.limit - length, self.lookup, processes, is_sampled)
 
     @property
-    def lookup(self) -> Guesser:
+    def lookup(self) -> RowLookup:
         """What its text and a corpus offer for drafts; an index is made when it is first asked for a match."""
         if self._lookup is None:
-            self._lookup = Guesser(self.content, self.datastore)
+            self._lookup = RowLookup(self.content, self.datastore)
         return self._lookup
 
     @contextmanager

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from selfspec.drafting.datastore_file import DEPTH, PAGE, open_file
-from selfspec.drafting.lookup import Guess
+from selfspec.drafting.prompt_lookup import Guess
 from selfspec.errors import DatastoreError
-from selfspec.target.fingerprint import vocabulary_of
+from selfspec.model.fingerprint import vocabulary_of
 
 MOST_PLACES = 32  # looked at of a match; of more, so many evenly spread ones
 NEAR = 16

@@ -33,7 +33,7 @@ def build(
 
     Args:
         documents: token ids of each; matches and drafts stay within one. Empty ones are left out.
-        tokenizer: fingerprint of the vocabulary, see `selfspec.target.fingerprint.vocabulary_of`.
+        tokenizer: fingerprint of the vocabulary, see `selfspec.model.fingerprint.vocabulary_of`.
         vocab_size: ids lie in 0..vocab_size - 1.
         say: is told now and then what is being done.
 

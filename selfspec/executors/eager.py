@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan
-from selfspec.control.rows import Seconds
-from selfspec.decoding.afterwards import Teach, hand_on, with_divergences, with_shadows
-from selfspec.decoding.choose import Chooser
-from selfspec.decoding.pick import filtered
-from selfspec.decoding.picker import Picker
-from selfspec.decoding.process import process_packed
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.row import Row
-from selfspec.decoding.verdict import Verdict, drawable, walk
-from selfspec.drafting.exit import Draft, DraftRow, draft_by_exit
-from selfspec.drafting.lookup import given_draft
+from selfspec.drafting.early_exit import Draft, DraftRow, draft_by_exit
+from selfspec.drafting.prompt_lookup import given_draft
+from selfspec.executors.after_round import Teach, hand_on, with_divergences, with_shadows
+from selfspec.executors.draft_picks import DraftPicker
+from selfspec.executors.pick import filtered
+from selfspec.executors.picker import Picker
+from selfspec.executors.processors import process_packed
 from selfspec.executors.program import Executed, Executor, RoundDraft
-from selfspec.target.cache import PackedRows, PagedCache, Span, tensor_of
-from selfspec.target.stack import Stack, Taps
+from selfspec.executors.verdict import Verdict, drawable, walk
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
+from selfspec.model.stack import Stack, Taps
 
 
 class EagerExecutor(Executor):
@@ -39,7 +39,7 @@ class EagerExecutor(Executor):
         stack: Stack,
         cache: PagedCache,
         picker: Picker,
-        new_seconds: Callable[[], Seconds] = Seconds,
+        new_seconds: Callable[[], StageSeconds] = StageSeconds,
         teach: Teach | None = None,
     ) -> None:
         super().__init__(stack, cache, picker, new_seconds)
@@ -88,8 +88,8 @@ class EagerExecutor(Executor):
         return Executed(plan.exit_layer if any(drafted.lengths) else None, verdicts, seconds)
 
     def _draft(
-        self, rows: Sequence[Row], draft: RoundDraft, seconds: Seconds, tapped: Sequence[int]
-    ) -> tuple[Draft, Chooser | None]:
+        self, rows: Sequence[Row], draft: RoundDraft, seconds: StageSeconds, tapped: Sequence[int]
+    ) -> tuple[Draft, DraftPicker | None]:
         """The round's draft, and who picked its tokens, if a layer drafted."""
         plan, device, ends = draft.plan, self.stack.device, [row.content[-1] for row in rows]
         if draft.given is not None:
@@ -99,7 +99,7 @@ class EagerExecutor(Executor):
             return Draft(last, last, [0] * len(rows)), None
         plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
-        chooser = Chooser(self.stack, self.picker, rows, plan, seconds)
+        chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds)
         beside = None if plan.second_choices is None else chooser.branches
         last = torch.tensor(ends, device=device)
         exit_layer = plan.exit_layer or 0
@@ -145,7 +145,7 @@ class EagerExecutor(Executor):
         return verdicts, scores
 
 
-def _with_chosen(verdicts: list[Verdict], chooser: Chooser, plan: Plan, scores: Tensor) -> list[Verdict]:
+def _with_chosen(verdicts: list[Verdict], chooser: DraftPicker, plan: Plan, scores: Tensor) -> list[Verdict]:
     """With what the plan asks of the layer that drafted."""
     if plan.reads_confidence:
         verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from selfspec.control.plan import LOOKUP, Plan, Policy
-from selfspec.control.rows import Seconds
-from selfspec.decoding.picker import Picker
-from selfspec.decoding.prefill import prefill
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.row import Row
-from selfspec.decoding.verdict import Verdict
-from selfspec.drafting.lookup import Guess
-from selfspec.target.cache import PagedCache
-from selfspec.target.stack import Stack
+from selfspec.drafting.prompt_lookup import Guess
+from selfspec.executors.picker import Picker
+from selfspec.executors.prefill import prefill
+from selfspec.executors.verdict import Verdict
+from selfspec.model.kv_cache import PagedCache
+from selfspec.model.stack import Stack
 
 
 class Executed(NamedTuple):
@@ -22,7 +22,7 @@ class Executed(NamedTuple):
 
     exit_layer: int | None  # what drafted, if anything was: a layer, or `LOOKUP`
     verdicts: list[Verdict]  # of every row
-    seconds: Seconds
+    seconds: StageSeconds
 
 
 class RoundDraft(NamedTuple):
@@ -40,7 +40,7 @@ class Executor:
     """
 
     def __init__(
-        self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], Seconds] = Seconds
+        self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], StageSeconds] = StageSeconds
     ) -> None:
         self.stack, self.cache, self.picker, self.new_seconds = stack, cache, picker, new_seconds
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from selfspec.control.rows import Seconds
-from selfspec.decoding.afterwards import Teach
-from selfspec.decoding.picker import Picker
-from selfspec.executors.cpu import CpuExecutor
-from selfspec.executors.cuda import CudaExecutor
+from selfspec.control.rows import StageSeconds
+from selfspec.executors.after_round import Teach
+from selfspec.executors.cpu.executor import CpuExecutor
+from selfspec.executors.cuda.executor import CudaExecutor
 from selfspec.executors.eager import EagerExecutor
+from selfspec.executors.picker import Picker
 from selfspec.executors.program import Executor
-from selfspec.target.cache import PagedCache
-from selfspec.target.stack import Stack
+from selfspec.model.kv_cache import PagedCache
+from selfspec.model.stack import Stack
 
 
 def executors_for(
@@ -20,7 +20,7 @@ def executors_for(
     cache: PagedCache,
     picker: Picker,
     teach: Teach | None = None,
-    new_seconds: Callable[[], Seconds] = Seconds,
+    new_seconds: Callable[[], StageSeconds] = StageSeconds,
 ) -> list[Executor]:
     """The fastest first; the last, the eager one, serves every plan.
 

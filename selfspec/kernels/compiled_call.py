@@ -72,7 +72,7 @@ class Drafting(Structure):
     )
 
 
-class Seconds(Structure):
+class SecondChoices(Structure):
     _fields_ = (
         *_all("edges right second", c_void_p),
         *_all("num_edges", c_int64),

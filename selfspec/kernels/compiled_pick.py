@@ -1,4 +1,4 @@
-"""The pick from logits, compiled on this machine (`cpu/pick.h`); its twin is torch's in `selfspec.decoding.pick`."""
+"""The pick from logits, compiled on this machine (`cpu/pick.h`); its twin is torch's in `selfspec.executors.pick`."""
 
 from __future__ import annotations
 

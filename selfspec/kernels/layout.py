@@ -42,7 +42,7 @@ MOST_NODES = 64  # the bits of a mask
 
 
 class SamplingTensors(NamedTuple):
-    """How each of N places picks; see `selfspec.decoding.pick.Sampling`, whose fields these are."""
+    """How each of N places picks; see `selfspec.executors.pick.Sampling`, whose fields these are."""
 
     temperature: Tensor  # fp32 [N], 0 is greedy
     top_k: Tensor  # int32 [N], 0 keeps all

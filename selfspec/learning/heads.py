@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from selfspec.errors import whole
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.fingerprint import hidden_size_of, weights_of
-from selfspec.target.stack import Stack
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.model.stack import Stack
 
 MOST_RANK = 128
 

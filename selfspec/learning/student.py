@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from selfspec.learning.lessons import Batch
-from selfspec.target.exit_heads import ExitHeads
-from selfspec.target.stack import Stack
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.stack import Stack
 
 BETAS = (0.9, 0.99)  # some hundred steps in all: a longer memory would never fill
 WEIGHT_DECAY = 0.01

@@ -9,7 +9,7 @@ import numpy as np
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Seconds, Shadow, Tally
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds, Tally
 
 ROOMY, NOTHING = 10_000, (0,) * NUM_MATCH_BINS
 
@@ -47,7 +47,7 @@ def ask(policy, *rows):
 
 def tell(policy, *outcomes, plan=None, seconds=None):
     plan = plan or Plan(1, (1,) * len(outcomes))
-    policy.observe(plan, [RoundOutcome(plan.exit_layer, outcomes, seconds or Seconds())])
+    policy.observe(plan, [RoundOutcome(plan.exit_layer, outcomes, seconds or StageSeconds())])
 
 
 class Played(NamedTuple):
@@ -86,7 +86,7 @@ def play(policy, costs, num_rounds, right=lambda plan, n: n, slower=lambda plan:
             outcome = RowOutcome(0, n, kept, (0.9,) * n if exit_layer else (), shadow=shadow)
             if found:
                 outcome = outcome._replace(match=lookup.match)
-            rounds.append(RoundOutcome(exit_layer, [outcome], Seconds(**took, shadow=1e-4 if layers else 0.0)))
+            rounds.append(RoundOutcome(exit_layer, [outcome], StageSeconds(**took, shadow=1e-4 if layers else 0.0)))
             done.append(Played(plan, exit_layer, n, len(rounds) == 1))
             length += kept + 1
             if layers:

@@ -17,7 +17,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
 from selfspec.control.plan import LOOKUP, Plan
 from selfspec.control.round_costs import MOST, RoundCosts
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Seconds, Tally
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, StageSeconds, Tally
 from selfspec.decoding.checks import check_lookups, check_plan
 from tests.control.rounds import Found, play
 from tests.eval.replays import made_up_costs, trace_of
@@ -164,7 +164,7 @@ def test_plans_are_always_allowed(data):
                 sure = (data.draw(st.floats(0, 1)),) * drafted if exit_layer else ()
                 match = data.draw(st.integers(1, 200)) if exit_layer == LOOKUP and drafted else 0
                 outcomes.append(RowOutcome(i, drafted, data.draw(st.integers(0, drafted)), sure, match=match))
-            seconds = Seconds(draft=1e-3, verify=data.draw(st.floats(0, 1)), head=1e-4)
+            seconds = StageSeconds(draft=1e-3, verify=data.draw(st.floats(0, 1)), head=1e-4)
             rounds.append(RoundOutcome(exit_layer, outcomes, seconds))
         policy.observe(plan, rounds)
 

@@ -6,7 +6,7 @@ from math import nan
 
 import pytest
 
-from selfspec.control.dynamic_exit import DynamicExit
+from selfspec.control.del_ import DynamicExit
 from selfspec.control.plan import Plan
 from selfspec.control.rows import RowOutcome, Shadow
 from tests.control.rounds import ask, row, tell

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.replay import replay
-from selfspec.control.dynamic_exit import DynamicExit
+from selfspec.control.del_ import DynamicExit
 from selfspec.control.goodput import SmartSpec, Synergy
 from selfspec.control.heuristics import DSDE, DraftVerify, FiniteState, GammaTune, GammaTunePlus
 from selfspec.control.plan import Plan

@@ -17,11 +17,11 @@ from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.pick import Sampling, Subset, pick, pick_surely, scored
 from selfspec.decoding.request import Request
+from selfspec.executors.pick import Sampling, Subset, pick, pick_surely, scored
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.target.draft_head import Frequencies
-from selfspec.target.exit_heads import ExitHeads
+from selfspec.model.draft_vocabulary import Frequencies
+from selfspec.model.exit_heads import ExitHeads
 from tests.decoding.test_adaptive_lossless import where_drafts_pay
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain

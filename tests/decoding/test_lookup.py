@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from selfspec.control.plan import LOOKUP, Plan
 from selfspec.decoding.engine import Engine
-from selfspec.drafting import sources
-from selfspec.drafting.compiled_lookup import lookup_of
-from selfspec.drafting.lookup import Guess, Lookup
+from selfspec.drafting import row_lookup as sources
+from selfspec.drafting.compiled_prompt_lookup import lookup_of
+from selfspec.drafting.prompt_lookup import Guess, Lookup
 from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from selfspec.api import Target
+from selfspec.calibrate import measure as module
+from selfspec.calibrate import timed_rounds as timed
+from selfspec.calibrate.measure import exits_to_time, measure
+from selfspec.calibrate.overhead import EngineOverhead
+from selfspec.calibrate.readings import MOST_OF_MEDIAN, Readings, low, mean
+from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
-from selfspec.decoding import measure as module
-from selfspec.decoding import timed
-from selfspec.decoding.around import Around
-from selfspec.decoding.measure import exits_to_time, measure
-from selfspec.decoding.readings import MOST_OF_MEDIAN, Readings, low, mean
-from selfspec.decoding.timed import FURTHER, TimedRounds
 from tests.models import build, tiny
 from tests.slow import slow
 
@@ -66,7 +66,7 @@ def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_lea
         (lambda: 0.0, 0.0, 0.0),
         (lambda: next(ticks), 0.9 / 32, 1 / 32),
     ):
-        around = Around(stack, now)
+        around = EngineOverhead(stack, now)
         for rows in (1, 3, 1):
             assert least <= around.seconds(list(range(rows))) <= most
             assert least / 4 <= around.seconds(list(range(rows)), 1e-6) <= most / (1 if now is perf_counter else 3.9)
@@ -78,7 +78,7 @@ def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_lea
 @pytest.mark.parametrize("limit", [34, 35, 36, 37])
 def test_what_engines_spend_is_timed_where_rows_may_become_long_enough(limit):
     stack = Target(build("llama", max_position_embeddings=limit), engine="compiled").stack
-    around = Around(stack, perf_counter)
+    around = EngineOverhead(stack, perf_counter)
     assert around.fits == (limit > 34)
     if around.fits:
         assert 0 <= around.seconds([3, 4]) < 1

@@ -12,14 +12,13 @@ from functools import partial
 import pytest
 import torch
 
-from selfspec.decoding import pick
-from selfspec.decoding.choose import Chooser
-from selfspec.decoding.process import process
 from selfspec.decoding.stopping import Stopper
-from selfspec.executors import eager, program
+from selfspec.executors import eager, pick, program
+from selfspec.executors.draft_picks import DraftPicker
+from selfspec.executors.processors import process
 from selfspec.executors.program import RoundDraft
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
-from selfspec.target.cache import PackedRows
+from selfspec.model.kv_cache import PackedRows
 from tests import models
 from tests.decoding.test_cache_audit import check_cache
 from tests.decoding.test_greedy import check_equals_generate
@@ -170,7 +169,7 @@ def test_a_temperature_that_is_a_quarter_off_breaks_the_law(monkeypatch):
     must_fail(check, monkeypatch, pick, "filtered", a_little_too_hot)
 
 
-def withdraw_the_unsure(self, hidden, members, step, honest=Chooser.__call__):
+def withdraw_the_unsure(self, hidden, members, step, honest=DraftPicker.__call__):
     """Replaces every token that was drafted without confidence."""
     picks, going = honest(self, hidden, members, step)
     unsure = self._stack.logits(hidden, self._plan.exit_layer).softmax(-1).amax(-1) < 0.5
@@ -179,6 +178,6 @@ def withdraw_the_unsure(self, hidden, members, step, honest=Chooser.__call__):
 
 def test_a_draft_that_is_tampered_with_changes_no_token(monkeypatch):
     """No mutation of the draft alone can be seen in the output: it is verified."""
-    monkeypatch.setattr(Chooser, "__call__", withdraw_the_unsure)
+    monkeypatch.setattr(DraftPicker, "__call__", withdraw_the_unsure)
     check_greedy()
     check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), max_new_tokens=12, temperature=1.0)

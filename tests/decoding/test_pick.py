@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.decoding.pick import Sampling, filtered, pick
+from selfspec.executors.pick import Sampling, filtered, pick
 from selfspec.kernels.gumbel import gumbel
 
 GRID = list(itertools.product([0.5, 1.0, 1.7], [0, 1, 7], [1.0, 0.9, 0.3], [0.0, 0.1, 1.0]))

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.api import Target
-from selfspec.decoding.pick import Sampling, pick, pick_surely
-from selfspec.decoding.picker import Picker
-from selfspec.decoding.shadow import in_one_call, over_shortlist, shadow_picks
-from selfspec.target.cache import PackedRows, PagedCache, Span
-from selfspec.target.compiled_shadow import ALONE, can_look
+from selfspec.executors.cpu.shadow import ALONE, can_look
+from selfspec.executors.pick import Sampling, pick, pick_surely
+from selfspec.executors.picker import Picker
+from selfspec.executors.shadow import in_one_call, over_shortlist, shadow_picks
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.helpers import Adversary, decode, make_prompts
 from tests.models import build, tiny
 
@@ -112,7 +112,7 @@ def looked(stack, num_layers, ways, seed, spoil=None):
 @torch.inference_mode()
 def test_looks_in_one_compiled_call_are_those_of_torchs_operations(name, num_layers, ways, alone, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.target.compiled_shadow.ALONE", alone)
+        patch.setattr("selfspec.executors.cpu.shadow.ALONE", alone)
         patch.setattr(torch, "get_num_threads", lambda: 2)
         (hits, sure), (wanted, wanted_sure) = looked(compiled(name), num_layers, ways, seed)
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)

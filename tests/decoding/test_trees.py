@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from selfspec.api import Target
 from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import NUM_BINS, Plan, SecondChoices
-from selfspec.decoding.pick import second_choices
-from selfspec.decoding.verdict import walk
-from selfspec.target.attention import Reach, attend_rows
-from selfspec.target.cache import PackedRows, PagedCache, Span, Tree
+from selfspec.executors.pick import second_choices
+from selfspec.executors.verdict import walk
+from selfspec.model.attention import Reach, attend_rows
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
 from tests.decoding.test_greedy import check_ends_at_eos
 from tests.decoding.test_processors import PROCESSORS
 from tests.helpers import Schedule, ShortBlocks, audit_cache, decode, generate, make_prompts
@@ -27,7 +27,7 @@ from tests.slow import of_each_kind
 RAGGED = (12, 1, 20)
 
 
-class Seconds(Schedule):
+class WithSecondChoices(Schedule):
     """Drafts by layers only, with every second choice beside."""
 
     def plan(self, rows):
@@ -42,7 +42,7 @@ class Seconds(Schedule):
 
 
 def seconds(seed):
-    return Seconds(seed, 4, plain=False, lookup=False)
+    return WithSecondChoices(seed, 4, plain=False, lookup=False)
 
 
 def check_seconds(family, lengths=RAGGED, new=24, audit=True, target=None, is_thorough=False, **options):

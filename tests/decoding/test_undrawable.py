@@ -7,8 +7,8 @@ import torch
 
 from selfspec.control.plan import LOOKUP
 from selfspec.decoding.engine import Engine
-from selfspec.drafting.lookup import Guess
-from selfspec.drafting.sources import Guesser
+from selfspec.drafting.prompt_lookup import Guess
+from selfspec.drafting.row_lookup import RowLookup
 from selfspec.hf import SelfSpeculative
 from tests.helpers import Always, make_prompts
 from tests.models import tiny
@@ -69,8 +69,8 @@ def test_a_row_that_ends_before_raises_nothing(monkeypatch):
     [prompt], options = make_prompts([9]), {"temperature": 0.8, "seed": 3}
     [wanted] = tiny("llama").generate([prompt], max_new_tokens=AT - 9, **options)
     text = [*prompt, *wanted.tokens, 5, 5]
-    monkeypatch.setattr(Guesser, "match", 1)
-    monkeypatch.setattr(Guesser, "guess", lambda self, n: Guess(text[len(self._content) :][:n], 1))
+    monkeypatch.setattr(RowLookup, "match", 1)
+    monkeypatch.setattr(RowLookup, "guess", lambda self, n: Guess(text[len(self._content) :][:n], 1))
     engine, done, content = engine_of(Always(LOOKUP, 5)), {}, []
     stop = [lambda ids, scores: content.append(ids.shape[1]) or ids.shape[1] == AT]
     engine.submit(prompt, logits_processor=[emptied(float("-inf"))], stopping_criteria=stop, **options)

@@ -18,9 +18,9 @@ from selfspec.drafting import suffixes
 from selfspec.drafting.datastore import MOST_PLACES, Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.datastore_file import DEPTH, FORMAT, MAGIC, PAGE, verify
-from selfspec.drafting.lookup import Guess
+from selfspec.drafting.prompt_lookup import Guess
 from selfspec.errors import DatastoreError
-from selfspec.target.fingerprint import vocabulary_of
+from selfspec.model.fingerprint import vocabulary_of
 from tests.tokenizers import byte_tokenizer, spaced_tokenizer
 
 ROOT = Path(__file__).parents[2]

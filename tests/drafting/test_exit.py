@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.drafting.exit import DraftRow, draft_by_exit
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.drafting.early_exit import DraftRow, draft_by_exit
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.helpers import make_prompts
 from tests.models import tiny
 

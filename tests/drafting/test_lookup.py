@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from selfspec.control.plan import NUM_MATCH_BINS, match_bin
 from selfspec.control.rows import Tally
-from selfspec.drafting.compiled_lookup import CompiledLookup, lookup_of
-from selfspec.drafting.lookup import Guess, Lookup
+from selfspec.drafting.compiled_prompt_lookup import CompiledLookup, lookup_of
+from selfspec.drafting.prompt_lookup import Guess, Lookup
 from selfspec.kernels import compiled_call
 from selfspec.kernels.compiled_call import functions
 
@@ -109,7 +109,7 @@ def test_a_match_longer_than_the_index_tells_apart_is_refused_at_the_border():
 def test_indices_are_compiled_where_something_else_is(monkeypatch):
     compiled_call.functions()
     assert isinstance(lookup_of([1, 2]), CompiledLookup)
-    monkeypatch.setattr("selfspec.drafting.compiled_lookup.loaded", lambda: None)
+    monkeypatch.setattr("selfspec.drafting.compiled_prompt_lookup.loaded", lambda: None)
     assert type(lookup_of([1, 2])) is Lookup
 
 
@@ -135,7 +135,7 @@ class Noting:
 
 def test_compiled_indices_are_given_back(monkeypatch):
     lib = Noting(functions())
-    monkeypatch.setattr("selfspec.drafting.compiled_lookup.functions", lambda: lib)
+    monkeypatch.setattr("selfspec.drafting.compiled_prompt_lookup.functions", lambda: lib)
     lookup = CompiledLookup([1, 2, 1])
     assert lookup.match == 1 and len(lib.held) == 1
     del lookup
@@ -168,7 +168,7 @@ def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough(mo
     content += [3]  # less than it holds
     lib.selfspec_index_new = lambda *given: None
     with monkeypatch.context() as patch:
-        patch.setattr("selfspec.drafting.compiled_lookup.functions", lambda: lib)
+        patch.setattr("selfspec.drafting.compiled_prompt_lookup.functions", lambda: lib)
         for _ in range(2):
             with pytest.raises(MemoryError, match="too little memory for an index"):
                 assert lookup.match

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
-from selfspec.drafting.lookup import MOST_MATCHED
-from selfspec.drafting.sources import OWN_LEAD, Guesser
+from selfspec.drafting.prompt_lookup import MOST_MATCHED
+from selfspec.drafting.row_lookup import OWN_LEAD, RowLookup
 from tests.drafting.test_lookup import naive, naive_tally
 
 VOCAB = 5
@@ -58,7 +58,7 @@ CORPORA = [None, ((0, 1, 2, 3, 0, 1), (3, 3, 3, 2, 2)), ((1, 0, 1, 4, 4, 0),), (
 def test_guesses_and_how_often_they_would_have_been_right_are_those_of_a_naive_reading(stores, text, rounds, corpus):
     store = None if corpus is None else stores(corpus)
     content = list(text)
-    guesser, expected = Guesser(content, store), Naive(content, store)
+    guesser, expected = RowLookup(content, store), Naive(content, store)
     for block in rounds:
         for num_tokens in (0, 1, 7):
             tokens, match, is_stored = expected.guess(num_tokens)
@@ -80,7 +80,7 @@ def test_the_text_itself_has_the_word_unless_the_corpus_knows_a_far_longer_match
         ([2, 1, 0, 3, 0, 1, 2], [1, 0, 3], 1, False),  # a match of 4 beside one of 1
         ([2, 1, 4, 3, 0, 1, 2], [4], 5, True),
     ):
-        guesser = Guesser(content, store)
+        guesser = RowLookup(content, store)
         assert guesser.guess(3) == (chain, match, is_stored) and guesser.match == match
 
 
@@ -89,7 +89,7 @@ def test_a_corpus_is_asked_once_for_every_content(stores, monkeypatch):
     find = store.find
     monkeypatch.setattr(store, "find", lambda content: asked.append(list(content)) or find(content))
     content = [4, 0]
-    guesser = Guesser(content, store)
+    guesser = RowLookup(content, store)
     assert [guesser.match, guesser.match] == [1, 1] and asked == [[4, 0]]
     content += [1]
     assert guesser.match == 2 and asked == [[4, 0], [4, 0, 1]]
@@ -97,5 +97,5 @@ def test_a_corpus_is_asked_once_for_every_content(stores, monkeypatch):
 
 
 def test_nothing_is_known_of_a_row_of_one_token():
-    guesser = Guesser([3])
+    guesser = RowLookup([3])
     assert (guesser.match, guesser.guess(4).tokens) == (0, [])

@@ -25,9 +25,9 @@ from selfspec.control.plan import (
     ShadowPlan,
     SurvivalStop,
 )
-from selfspec.control.rows import Seconds
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.pick import Sampling
+from selfspec.executors.pick import Sampling
 
 
 def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
@@ -145,7 +145,7 @@ class Witness(Policy):
         return plan
 
     def observe(self, plan, rounds):
-        timeless = [one._replace(seconds=Seconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4)) for one in rounds]
+        timeless = [one._replace(seconds=StageSeconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4)) for one in rounds]
         self.calls.append(("observe", tuple([(one.exit_layer, tuple(one.rows)) for one in rounds])))
         self.inner.observe(plan, timeless)
 

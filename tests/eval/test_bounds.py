@@ -18,7 +18,7 @@ from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import DRAFTS, LOOKUP, Plan, Policy
-from selfspec.drafting.lookup import Lookup, num_right
+from selfspec.drafting.prompt_lookup import Lookup, num_right
 from tests.eval.replays import Dice, made_up_costs, random_trace, trace_of
 
 FEW = (0.0, 0.5, 0.9)

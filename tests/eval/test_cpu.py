@@ -122,7 +122,7 @@ def test_bytes_of_a_token_are_all_weights_but_the_embedding_which_a_tied_head_re
     untied, tied = tiny("llama"), build("llama", tie_word_embeddings=True)
     total = sum(p.nbytes for p in untied.model.parameters())
     assert bytes_read(untied.stack) == total - 4 * 96 * 32
-    from selfspec.target.stack import Stack
+    from selfspec.model.stack import Stack
 
     assert bytes_read(Stack(tied)) == sum(p.nbytes for p in tied.parameters())
 

@@ -15,13 +15,13 @@ from eval.config import MEASURED, REPLAY, ReplayConfig, Task, load_replay_config
 from eval.questions import read_questions
 from eval.traces import load, save
 from selfspec import load as load_model
+from selfspec.calibrate.profile import store_prior
 from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import POLICIES
 from selfspec.control.rows import RowState
-from selfspec.drafting.sources import Guesser
-from selfspec.profile import store_prior
+from selfspec.drafting.row_lookup import RowLookup
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
 
@@ -187,7 +187,7 @@ def test_sources_of_drafts_are_compared_by_name(files, capsys):
     for start in ("fresh", "warm"):
         assert speedups["adaptive", start] == speedups["adaptive:exit+copies+lookup+tree", start]
     policies = [compare.make(name, made_up_costs(4)) for name in names]
-    rows = [RowState(0, 20, 100, Guesser([1, 2] * 10))]
+    rows = [RowState(0, 20, 100, RowLookup([1, 2] * 10))]
     assert [policy.plan(rows).lookups is not None for policy in policies] == [True, False, False, True]
 
 

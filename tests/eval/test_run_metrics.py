@@ -13,7 +13,7 @@ from eval.run.ours import shared
 from eval.run.report import render, shown
 from eval.run.summary import fastest_plain, harness_share, summarise
 from eval.run.turns import Turn
-from selfspec.control.rows import Seconds
+from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
@@ -188,7 +188,7 @@ def test_rounds_that_come_at_once_share_their_time_by_what_each_took():
     """A burst of three after the first one, and one alone: together they take what the clock says."""
     own, ahead = [9.0, 2.0, 1.0, 1.0, 5.0], [False, False, True, True, False]
     rounds = [
-        Round([], None, Seconds(verify=taken), None, is_ahead) for taken, is_ahead in zip(own, ahead, strict=True)
+        Round([], None, StageSeconds(verify=taken), None, is_ahead) for taken, is_ahead in zip(own, ahead, strict=True)
     ]
     stamped = [10.0, 7.9, 0.05, 0.05, 6.0]
     assert shared(stamped, rounds) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])

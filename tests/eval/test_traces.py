@@ -16,7 +16,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.pick import Sampling
+from selfspec.executors.pick import Sampling
 from tests.eval.replays import made_up_costs, random_trace
 from tests.helpers import make_prompts
 from tests.models import tiny

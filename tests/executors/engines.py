@@ -23,12 +23,12 @@ from selfspec.control.plan import (
 )
 from selfspec.decoding import engine as engine_module
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.pick import Sampling
 from selfspec.decoding.request import Request
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
+from selfspec.executors.pick import Sampling
 from selfspec.executors.select import executors_for
-from tests.device.standin import with_runner
+from tests.cuda.standin import with_runner
 from tests.helpers import Adversary, Always, drain, make_prompts
 from tests.models import build
 from tests.tokenizers import byte_tokenizer

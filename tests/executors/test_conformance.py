@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
-from selfspec.device.runner import Runner
+from selfspec.executors.cpu.rounds import CompiledRounds
+from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.eager import EagerExecutor
-from selfspec.target.compiled_round import CompiledRounds
 from tests.executors.engines import (
     EXECUTORS,
     LENGTHS,

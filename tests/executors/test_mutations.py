@@ -13,18 +13,17 @@ import torch
 
 from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
-from selfspec.decoding import verdict
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.picker import Picker
 from selfspec.decoding.row import Row
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Stopper
-from selfspec.device.whole import RoundInputs, WholeRound
-from selfspec.drafting.exit import draft_by_exit
-from selfspec.executors import eager
+from selfspec.drafting.early_exit import draft_by_exit
+from selfspec.executors import eager, verdict
+from selfspec.executors.cuda.whole_round import RoundInputs, WholeRound
+from selfspec.executors.picker import Picker
 from selfspec.kernels.suite import REFERENCE
-from selfspec.target.cache import PagedCache, Tree
-from tests.device.standin import with_runner
+from selfspec.model.kv_cache import PagedCache, Tree
+from tests.cuda.standin import with_runner
 from tests.executors.engines import BYTES, EXECUTORS, Both, Programs, Together
 from tests.executors.faults import NAMES, compiled_by
 from tests.executors.faults import faulty as faulty

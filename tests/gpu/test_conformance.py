@@ -12,14 +12,14 @@ import torch
 
 from selfspec.api import Target
 from selfspec.decoding.engine import Engine
-from selfspec.target.attention import Reach
-from selfspec.target.backends import importable
-from selfspec.target.cache import PackedRows, Span
-from selfspec.target.stack import Stack
-from tests.device.standin import with_runner
+from selfspec.model.attention import Reach
+from selfspec.model.attention_backends import importable
+from selfspec.model.kv_cache import PackedRows, Span
+from selfspec.model.stack import Stack
+from tests.cuda.standin import with_runner
 from tests.helpers import Always, Schedule, decode, make_prompts
+from tests.model.test_backends import check, packed_call
 from tests.models import FAMILIES, GROUPED, build, rounded
-from tests.target.test_backends import check, packed_call
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALF = {"cpu": torch.float32, "cuda": torch.bfloat16}

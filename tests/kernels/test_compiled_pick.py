@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.decoding.pick import Sampling, filtered, scored, second_choices, surely
+from selfspec.executors.pick import Sampling, filtered, scored, second_choices, surely
 from selfspec.kernels.compiled_pick import compiled_pick, told
 
 GRID = list(itertools.product([0.0, 0.6, 1.0, 1.7], [0, 1, 7, 300], [1.0, 0.95, 0.3], [0.0, 0.1, 1.0]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from selfspec.control.rows import RowOutcome
 from selfspec.decoding.stopping import Stopper
-from selfspec.decoding.verdict import Verdict
+from selfspec.executors.verdict import Verdict
 from selfspec.kernels import reference
 from selfspec.kernels.layout import ENDED_BY_EOS, ENDED_BY_LENGTH
 

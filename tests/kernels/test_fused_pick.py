@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.gpu import samples
-from selfspec.decoding.pick import Sampling, pick_surely
+from selfspec.executors.pick import Sampling, pick_surely
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import SamplingTensors

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from eval.gpu import samples
 from selfspec.kernels import reference
-from selfspec.target.attention import Reach, attend_rows
-from selfspec.target.cache import PackedRows, PagedCache, Span
+from selfspec.model.attention import Reach, attend_rows
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.kernels.paged import by_formula, some_rows
 
 paged_attention = pytest.importorskip("selfspec.kernels.paged_attention", reason="Triton is not installed")

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from selfspec import profile
 from selfspec.api import Target
+from selfspec.calibrate import profile
+from selfspec.calibrate.measure import measure
 from selfspec.control.plan import Plan, Policy
-from selfspec.decoding.measure import measure
 from selfspec.errors import UnsupportedModelError
-from selfspec.target.ranks import ranks_of
+from selfspec.model.tensor_parallel import ranks_of
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [40] * 20]
 OPTIONS = {"max_new_tokens": 20, "seed": [1, 2, 3]}

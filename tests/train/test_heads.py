@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import selfspec
-from selfspec.target.exit_heads import FILE
+from selfspec.model.exit_heads import FILE
 from tests.models import build
 from train import heads_run
 from train.heads import main
@@ -46,7 +46,7 @@ def run(tmp_path, settings, *options):
 
 
 def state_of(folder):
-    return selfspec.target.exit_heads.ExitHeads.load(folder).state_dict()
+    return selfspec.model.exit_heads.ExitHeads.load(folder).state_dict()
 
 
 def same(one, other):
@@ -160,7 +160,7 @@ def test_a_loss_of_nan_stops_the_run_and_keeps_what_was_good(settings, tmp_path,
     assert run(tmp_path, settings, "--resume") == 0
 
 
-@pytest.mark.parametrize(("module", "code"), [("selfspec.target.exit_heads.as_bytes", 1), ("torch.save", 1)])
+@pytest.mark.parametrize(("module", "code"), [("selfspec.model.exit_heads.as_bytes", 1), ("torch.save", 1)])
 def test_a_full_disk_leaves_the_file_before_intact(settings, tmp_path, monkeypatch, capsys, module, code):
     assert run(tmp_path, settings) == 0
     good = (tmp_path / "out" / FILE).read_bytes()
@@ -259,7 +259,7 @@ def test_losses_are_zero_where_the_exit_says_what_the_model_says():
         def logits(self, hidden, layer=None):
             return hidden
 
-    heads = selfspec.target.exit_heads.ExitHeads([1], 12, 2)
+    heads = selfspec.model.exit_heads.ExitHeads([1], 12, 2)
     for share in ({}, {"acceptance": 1.0, "kl_warmup": 0.0}):
         training = parse_heads({"training": share}).training
         for batch in (
@@ -300,6 +300,6 @@ def test_the_shipped_configuration_is_one_for_exit_heads(tmp_path):
 
 def test_measuring_without_heads_is_measuring_with_new_ones(stories):
     texts = [Text(list(range(3, 40)), 2)]
-    heads = selfspec.target.exit_heads.ExitHeads([2, 3], 64, 4)
+    heads = selfspec.model.exit_heads.ExitHeads([2, 3], 64, 4)
     config = HeadsRun().text
     assert measure(stories.stack, None, texts, (2, 3), config) == measure(stories.stack, heads, texts, (2, 3), config)

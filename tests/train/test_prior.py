@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from selfspec import load
-from selfspec.profile import STORED
+from selfspec.calibrate.profile import STORED
 from tests.models import build
 from tests.tokenizers import byte_tokenizer
 from train.prior import main

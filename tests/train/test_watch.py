@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
-from selfspec import load, profile
+from selfspec import load
 from selfspec.api import Target
-from selfspec.target.exit_heads import ExitHeads
+from selfspec.calibrate import profile
+from selfspec.model.exit_heads import ExitHeads
 from tests.helpers import make_prompts
 from tests.models import build, tiny
 from train.prior import Watch

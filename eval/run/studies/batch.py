@@ -11,9 +11,9 @@ import torch
 from eval.config import LiveConfig
 from eval.live import ADAPTIVE, time_batch
 from eval.run.studies.material import Material
+from selfspec.calibrate.measure import measure
 from selfspec.control.costs import Costs
-from selfspec.decoding.measure import measure
-from selfspec.target.fingerprint import hidden_size_of
+from selfspec.model.fingerprint import hidden_size_of
 
 SIZES = (1, 2, 4, 8, 16, 32)
 CONFIG = LiveConfig(batch_sizes=SIZES, finalists=1, repeats=3, warmup_tokens=4)

@@ -17,7 +17,7 @@ from eval.timing import Say
 from eval.traces import Trace
 from selfspec.api import Target
 from selfspec.control.costs import Costs
-from selfspec.decoding.pick import Sampling
+from selfspec.executors.pick import Sampling
 
 Thing = TypeVar("Thing")
 

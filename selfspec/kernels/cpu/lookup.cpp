@@ -1,4 +1,4 @@
-// The index that drafts by lookup are found in; see `selfspec.drafting.lookup.Lookup`, which says the same in Python.
+// The index that drafts by lookup are found in; see `selfspec.drafting.prompt_lookup.Lookup`, which says the same in Python.
 
 #include <algorithm>
 #include <cstddef>

@@ -37,7 +37,7 @@ struct Call {
     const float *cos, *sin;  // [positions, head_dim]; sin carries the sign of the turned half
 };
 
-struct How {  // a row picks: see `selfspec.decoding.pick.Sampling`
+struct How {  // a row picks: see `selfspec.executors.pick.Sampling`
     float temperature, top_p, min_p;
     int64_t top_k, seed;
 };

@@ -1,6 +1,6 @@
 // The token a row takes from its logits, in one call: filters, noise, argmax, how sure that was, and what came second.
 //
-// The same as `selfspec.decoding.pick` in torch: filters in transformers' order, and the noise of `kernels/gumbel.py`.
+// The same as `selfspec.executors.pick` in torch: filters in transformers' order, and the noise of `kernels/gumbel.py`.
 // The largest of s - log(E), where E = -log(u) of a uniform u, is the largest of exp(s) / E: that takes one logarithm
 // of every token, and to single precision; the noise itself is made for the few that may have won.
 #pragma once

@@ -1,4 +1,4 @@
-// What layers would have picked at judged positions, told from a few tokens: see `selfspec/decoding/shadow.py`.
+// What layers would have picked at judged positions, told from a few tokens: see `selfspec/executors/shadow.py`.
 
 #include "norm.h"
 #include "pick.h"

@@ -1,0 +1,284 @@
+"""Measure a machine's `Costs` on real rounds of the model itself.
+
+Early passes, verifications, heads and picks are timed inside whole rounds: a few early layers that run again and again
+stay in the processor's caches, and a whole model often does not, so that pieces timed alone would mislead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from selfspec.calibrate.overhead import EngineOverhead
+from selfspec.calibrate.readings import Readings, low
+from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
+from selfspec.executors.pick import Sampling
+from selfspec.executors.shadow import shadow_picks
+from selfspec.model.stack import Stack
+
+QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
+REPEATS = 7
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
+HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
+# Of several rows: tokens per row, and in all. Products of matrices take tokens by sixteens, and by even widths up to
+# eight rows would be measured only where they fill such a step.
+BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 288
+BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
+RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
+SHADOW_POSITIONS = (1, 4, 8, 32)
+LONG_CONTEXT, LONG_WIDTH = 512, 8  # tokens cached, and per row of a verification beside them
+LONGER = (64, 128)  # tokens by which rows of a batch become longer; by the last also every second one alone
+LONGER_WIDTH = 3  # tokens per row of a verification of such rows
+STEPS = 4  # early passes of a timed round
+FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
+THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
+MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
+
+
+def exits_to_time(num_layers: int) -> list[int]:
+    """Exit layers at which early passes are timed, from a single layer to all but one."""
+    some = (min(max(1, round(num_layers * i / 8)), num_layers - 1) for i in (1, 1.5, 2, 3, 4, 6))
+    return sorted({1, *some, num_layers - 1})
+
+
+def measure(
+    stack: Stack,
+    batch_sizes: Sequence[int] = (1,),
+    repeats: int = REPEATS,
+    widths: Sequence[int] = WIDTHS,
+    within: float | None = QUICK_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
+    counts: Callable[[Sequence[float]], float] = low,
+) -> Costs:
+    """Time every piece of a round.
+
+    Args:
+        batch_sizes: numbers of rows to measure; a single row is always among them.
+        widths: tokens of a single row's verifications; several rows have their own, up to the widest of these.
+        within: seconds after which no further repeat is begun (each point is timed at least once, and a slow model
+            is measured at fewer of them); None: no limit.
+        say: told what is being measured.
+        counts: see `Readings`.
+
+    Raises:
+        ValueError: a model of one layer, which has no early pass.
+    """
+    if stack.num_layers < 2:
+        raise ValueError(f"a model of {stack.num_layers} layer has no layer to leave early at, so no costs to measure")
+    sizes = sorted({1, *batch_sizes})
+    with torch.inference_mode():
+        costs = _Clock(stack, sizes, widths, say, counts).costs(repeats, within)
+        if stack.agreed(doubtful(costs)):
+            # Somebody else had the processor just then; a profile is kept, so it is worth a second try.
+            say("these figures do not fit together; measuring again")
+            longer = None if within is None else 2 * within
+            costs = _Clock(stack, sizes, widths, say, counts).costs(max(3, repeats), longer)
+        return stack.agreed(costs)
+
+
+def doubtful(costs: Costs) -> bool:
+    """Whether a layer seems to cost as much as half of all of them, or a part of a model more than the whole of it."""
+    early, plain = costs.early[1], costs.plain(1)
+    return costs.num_layers >= 4 and (early(1) > plain / 2 or early(costs.num_layers - 1) > 1.3 * plain)
+
+
+class _Clock:
+    """Runs every probe in turn, and all again, so that what drifts reaches all alike.
+
+    In its turn a probe follows itself, as rounds do while decoding: its weights are in the caches that they then are
+    in. The first of a turn is not counted, unless a forward takes so long that its weights are in no cache anyway.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        batch_sizes: Sequence[int],
+        widths: Sequence[int],
+        say: Callable[[str], None],
+        counts: Callable[[Sequence[float]], float] = low,
+    ) -> None:
+        self.stack, self.batch_sizes, self.say = stack, batch_sizes, say
+        self.middle = max(1, stack.num_layers // 4)
+        limit, widest = stack.context_limit, max(STEPS, *widths)
+        self.base = max(0, min(CONTEXT, limit - 2 * widest))
+        self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
+        self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
+        self.steps = min(STEPS, limit - self.base)
+        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER[-1] + LONGER_WIDTH)
+        self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
+        self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
+        self.readings = Readings(counts)
+        self.engines = EngineOverhead(stack, self.now)
+        self.keeps = self.thin = self.is_fast = False
+
+    def costs(self, repeats: int, within: float | None) -> Costs:
+        self.plain(1, self.base, "plain")
+        start = self.now()
+        self.plain(1, self.base, "plain")
+        forward = self.now() - start
+        self.thin = self.stack.agreed(within is not None and forward * MANY_FORWARDS > within)
+        self.is_fast = forward < FAST
+        if self.stack.has_copies and self.steps == STEPS:
+            self.copied(1, max(1, self.stack.num_layers // 2))  # which makes all of the copies
+        probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
+        for repeat in range(repeats):
+            late = repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
+            if self.stack.agreed(late):
+                break
+            self.say(f"repeat {repeat + 1} of {repeats}")
+            for probe in probes:
+                for self.keeps in turn:
+                    probe()
+            for rows in self.batch_sizes if self.has_calls else ():
+                self.around(rows)  # which is many rounds itself
+        beyond = self.long - self.base
+        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
+
+    def probes(self) -> Iterator[Callable[[], None]]:
+        layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
+        half = max(self.middle, layers // 2)
+        few = sorted({1, self.middle, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
+        for rows in self.batch_sizes:
+            widths = self.widths if rows == 1 and not self.thin else self.batch_widths(rows)
+            exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
+            yield partial(self.plain, rows, self.base, "plain")
+            yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
+            yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
+            if self.stack.has_copies and self.steps == STEPS:
+                early = [e for e in few if e <= max(1, layers // 2)]
+                yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
+            if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
+                yield partial(self.ragged, rows)
+        if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
+            beside = THIN_BESIDE if self.thin else BESIDE
+            yield from (partial(self.beside, max(beside), more) for more in beside)
+        yield partial(self.plain, 1, self.long, "long")
+        if LONG_WIDTH in self.widths:
+            yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
+        for rows in self.batch_sizes[1:] if self.base + LONGER[-1] < self.long else ():
+            if self.has_calls:
+                yield partial(self.read, rows, self.base + LONGER[-1])
+            yield from (partial(self.plain, rows, self.base + longer, "longer", longer) for longer in LONGER)
+            if LONGER_WIDTH in self.batch_widths(rows):
+                yield partial(self.round, rows, self.middle, LONGER_WIDTH, "longer late", self.base + LONGER[-1])
+            yield partial(self.plain, rows, self.base, "uneven", LONGER[-1], LONGER[-1])
+        yield from (partial(self.head, n) for n in heads)
+        yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
+
+    def batch_widths(self, rows: int) -> list[int]:
+        """Tokens per row of verifications of several rows, and of all where there is little time."""
+        widths = [w for w in (THIN_WIDTHS if self.thin else BATCH_WIDTHS) if w <= self.widths[-1]]
+        return [w for w in widths if rows * w <= max(MOST, 2 * rows)]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
+        return self.timed.in_calls and self.is_fast and self.engines.fits
+
+    def read(self, rows: int, context: int) -> None:
+        """Bring all that rows hold into the caches, where decoding finds it: a call is too short for that."""
+        self.laps(rows, Plan(None, (0,) * rows), context)
+
+    def plain(self, rows: int, context: int, piece: str, size: int = 1, uneven: int = 0) -> None:
+        """A plain round, kept as `piece` of such a size, in which every second row holds `uneven` tokens more."""
+        single, *warm = self.laps(rows, Plan(None, (0,) * rows), context, uneven)
+        (around, *_), (layers, *_) = single["rest"], single["verify"]
+        if not self.timed.in_calls:
+            layers += around  # which other rounds spend beside layers, too
+        elif not self.has_calls:
+            self.keep("rest", rows, 1, around)
+        if piece == "plain":
+            self.keep("single", rows, 1, layers)
+        for laps in warm or [single]:
+            self.keep(piece, rows, size, laps["verify"][0] if warm else layers)
+            self.keep("plain head", 1, rows, laps["head"][0])
+            if self.steps == 1:  # no draft shows any other
+                self.keep("head", 1, rows, laps["head"][0])
+
+    def around(self, rows: int) -> None:
+        """What is spent around the forwards of plain rounds."""
+        forward = self.readings.typical("plain")[rows][1]
+        self.keep("around", rows, 1, self.engines.seconds(self.given(rows, 0).tolist(), forward))
+
+    def round(self, rows: int, exit_layer: int, width: int, piece: str, context: int | None = None) -> None:
+        """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
+        single, *warm = self.laps(rows, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True), context)
+        for laps in warm or [single]:
+            (first, *later), late = laps["draft"], laps["verify"][0]
+            if piece == "early":
+                self.keep("first", rows, exit_layer, first)
+                self.keep(piece, rows, exit_layer, sum(later) / len(later) if later else first)
+            else:
+                self.keep(piece, rows, width, late)
+            if width == 1:  # a whole forward in two parts: one more reading of what is short of them
+                self.keep("halves", rows, 1, first + late)
+            for stage in ("head", "pick"):
+                *drafting, judging = laps[stage]
+                for one in drafting:
+                    self.keep(stage, 1, rows, one)
+                if drafting:
+                    self.keep(stage, 1, rows * width, judging)
+
+    def copied(self, rows: int, exit_layer: int) -> None:
+        """A round's draft by copies of the layers."""
+        plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=4)
+        single, *warm = self.laps(rows, plan)
+        for laps in warm or [single]:
+            first, *later, packing = laps["draft"]
+            self.keep("copied first", rows, exit_layer, first + packing)
+            for one in later:
+                self.keep("copied later", rows, exit_layer, one)
+            for one in laps["head"][:-1]:
+                self.keep("copied head", 1, rows, one)
+
+    def beside(self, drafted: int, more: int) -> None:
+        """The last early pass of a draft, with so many tokens drafted beside the others."""
+        rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
+        plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)
+        single, *warm = self.laps(1, plan)
+        for laps in warm or [single]:
+            self.keep("wide", 1, 1 + more, laps["draft"][-1])
+
+    def ragged(self, rows: int) -> None:
+        """A verification of all layers in which few rows have many tokens, and the others one."""
+        lengths = [0 if i % RAGGED_EVERY else RAGGED_WIDTH - 1 for i in range(rows)]
+        [laps] = self.laps(rows, Plan(LOOKUP, tuple(lengths)))
+        self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
+
+    def laps(
+        self, num_rows: int, plan: Plan, context: int | None = None, uneven: int = 0
+    ) -> list[dict[str, list[float]]]:
+        """See `TimedRounds.laps`."""
+        further = FURTHER if self.has_calls and plan.exit_layer != LOOKUP else 0
+        return self.timed.laps(num_rows, self.base if context is None else context, plan, further, uneven)
+
+    def head(self, num_tokens: int) -> None:
+        """The head and picks of many tokens, after a forward: as in a round, nothing of the head is in the caches."""
+        self.plain(1, self.base, "plain")
+        hidden = self.given(num_tokens, 1)
+        start = self.now()
+        logits = self.stack.logits(hidden, self.middle)
+        between = self.now()
+        picks = self.picker(logits, [Sampling()] * num_tokens, range(num_tokens)).tokens
+        torch.stack([picks, picks]).tolist()  # as a round copies its drafts and picks
+        self.keep("head", 1, num_tokens, between - start)
+        self.keep("pick", 1, num_tokens, self.now() - between)
+
+    def shadow(self, positions: int) -> None:
+        """Shadow picks of all layers at a few positions."""
+        hidden, sampling = self.given(positions, 1), [Sampling()] * positions
+        at = range(positions)
+        scores = self.stack.logits(hidden)
+        layers = range(1, self.stack.num_layers)
+        seen = hidden.expand(len(layers), -1, -1).contiguous()
+        start = self.now()
+        shadow_picks(self.stack, self.picker, layers, seen, sampling, at, scores, scores.argmax(-1))
+        self.keep("short", 1, positions * len(layers), self.now() - start)
+
+    def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
+        if self.keeps:
+            self.readings.keep(piece, rows, size, seconds)

@@ -1,0 +1,268 @@
+"""Profiles: what was measured once and is true next time, kept as small JSON files in the user's cache folder.
+
+Two kinds. `costs-*.json` holds the seconds of a round's pieces: they belong to a shape of model on a machine, whatever
+its weights. `prior-*.json` holds acceptance statistics of earlier runs: they belong to weights, whatever the machine. A
+file that is broken, or is of another model or machine than its name says, is left aside with a notice, never an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+import selfspec
+from selfspec.calibrate.measure import measure
+from selfspec.control.cost_table import Copies, Table
+from selfspec.control.costs import Costs
+from selfspec.kernels.places import cache_folder, say_unkept
+from selfspec.model.exact import ExactStack
+from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
+from selfspec.model.stack import Stack
+
+SCHEMA = 21  # of the files; another number makes every older file stale
+PRIOR_SCHEMA = 2  # of what is in a prior
+STORED = "selfspec-prior.json"  # in a model's folder
+MOST_ROWS = 32  # measured at first use; tables go on by their last slope
+ABOUT = {
+    "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",
+    "prior": "How often drafts of this model were right in earlier runs, kept by selfspec. Safe to delete.",
+}
+Kind = Literal["costs", "prior"]
+_log = logging.getLogger("selfspec")
+
+
+def folder() -> Path:
+    """Where profiles are kept; $SELFSPEC_CACHE chooses another place.
+
+    Raises:
+        OSError: the user has no home folder.
+    """
+    return cache_folder() / "profiles"
+
+
+def costs_key(stack: Stack) -> dict[str, Any]:
+    """What costs depend on: the model's shape, not its weights, and everything that runs it."""
+    return {
+        "schema": SCHEMA,
+        **shape_of(stack),
+        "engine": stack.engine,
+        **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
+        **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
+        "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.rank, *stack.exit_heads.layers],
+        **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
+        "device": device_name(stack.device),
+        "dtype": str(stack.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "selfspec": selfspec.__version__,
+    }
+
+
+def prior_key(stack: Stack) -> dict[str, Any]:
+    """What acceptance depends on: the model and its weights, adapters and exit heads included."""
+    return {"schema": PRIOR_SCHEMA, **shape_of(stack), "weights": weights_of(stack), "exit_heads": heads_of(stack)}
+
+
+def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:
+    """The file of a key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder() / f"{kind}-{digest[:16]}.json"
+
+
+def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
+    """The saved costs, else costs measured now and saved. Batch sizes that a saved profile lacks are measured too."""
+    known = stack.agreed(read_costs(stack))
+    if known is not None and covers(known, batch_size):
+        return known
+    done = known.plain.points if known is not None else ()
+    sizes = [1 << i for i in range(MOST_ROWS.bit_length()) if 1 << i < 2 * min(batch_size, MOST_ROWS)]
+    costs = measure(stack, [size for size in sizes if size not in done])
+    if known is not None:
+        costs = _joined(known, costs)
+    save_costs(stack, costs)
+    return costs
+
+
+def covers(costs: Costs, batch_size: int) -> bool:
+    """Whether as many rows were measured, or as many as ever are at first use."""
+    return costs.plain.points[-1] >= min(batch_size, MOST_ROWS)
+
+
+def read_costs(stack: Stack) -> Costs | None:
+    """The saved costs; None where there are none to be used."""
+    key = costs_key(stack)
+    given = _read("costs", key, "measuring again")
+    if given is None:
+        return None
+    try:
+        costs = Costs.from_dict(given)
+        if costs.num_layers != stack.num_layers:
+            raise ValueError(f"costs of {costs.num_layers} layers for a model of {stack.num_layers}")
+        if not costs.plain.seconds[0] > 0:
+            raise ValueError("a whole forward took no time")
+        return costs
+    except ValueError as problem:
+        _leave("costs", key, str(problem), "measuring again")
+        return None
+
+
+def save_costs(stack: Stack, costs: Costs) -> Path | None:
+    """The file they are in now; None, with a notice, where it cannot be written."""
+    return _write("costs", costs_key(stack), costs.as_dict())
+
+
+def read_prior(stack: Stack) -> dict[str, Any] | None:
+    """The saved acceptance statistics of these weights, as `save_prior` was given them."""
+    key = prior_key(stack)
+    given = _read("prior", key, "starting without it")
+    if given is None or isinstance(given, dict):
+        return given
+    _leave("prior", key, f"a {type(given).__name__} where an object belongs", "starting without it")
+    return None
+
+
+def stored_prior(path: Path, stack: Stack) -> Any:
+    """The acceptance statistics in a file beside a model's weights; None where there are none, or of other weights."""
+    try:
+        given = json.loads(path.read_bytes(), parse_constant=_refuse)
+        return given["prior"] if given["of"] == _stored_of(stack) else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
+    """Put acceptance statistics beside a model's weights, for whoever loads it first on a machine.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({"about": ABOUT["prior"], "of": _stored_of(stack), "prior": dict(prior)}, allow_nan=False)
+    path, unfinished = folder / STORED, folder / f"{STORED}.tmp"  # readable for whoever may read the weights
+    try:
+        unfinished.write_text(text + "\n", "utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _stored_of(stack: Stack) -> list[str]:
+    """Nothing that depends on versions of libraries: the file is read on other machines."""
+    return [weights_of(stack), heads_of(stack)]
+
+
+def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
+    """Keep acceptance statistics for these weights.
+
+    Args:
+        prior: whatever JSON can hold, under names; nothing here looks inside.
+
+    Raises:
+        ValueError: NaN or infinity somewhere in it.
+        TypeError: something JSON cannot hold.
+    """
+    return _write("prior", prior_key(stack), dict(prior))
+
+
+def _joined(known: Costs, more: Costs) -> Costs:
+    """What is known, and beside it what only `more` has: further rows, and wider products."""
+
+    def both(name: str, of: Any = known, beside: Any = more) -> Table:
+        old, new = getattr(of, name), getattr(beside, name)
+        return Table.of({p: s for t in (new, old) for p, s in zip(t.points, t.seconds, strict=True)})
+
+    first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
+    plain, head, pick = both("plain"), both("head"), both("pick")
+    ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
+    rest = _joined_rest(known.rest, more.rest)
+    joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
+    if known.plain_head is not None and more.plain_head is not None:
+        joined = replace(joined, plain_head=both("plain_head"))
+    copies = known.copies or more.copies
+    if known.copies is not None and more.copies is not None:
+        ours, theirs = known.copies, more.copies
+        passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
+        copies = Copies(*passes, both("head", ours, theirs))
+    contexts = {**more.contexts, **known.contexts}
+    if more.context_widths is not None:
+        alone = Table.of({1: known.context_width})
+        widths = both("context_widths", replace(known, context_widths=known.context_widths or alone), more)
+        joined = replace(joined, context_widths=widths)
+    tells_more = max(more.contexts, default=1) > max(known.contexts, default=1)  # of more rows
+    padding = more.padding if tells_more else known.padding
+    return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding)
+
+
+def _joined_rest(known: Table, more: Table) -> Table:
+    """Of tables whose last point is no measured one, but says how it goes on."""
+    if min(len(known.points), len(more.points)) < 2:
+        return known
+    measured = {p: s for t in (more, known) for p, s in zip(t.points[:-1], t.seconds[:-1], strict=True)}
+    last = max(measured)
+    return Table.of({**measured, last + 64: measured[last] + max(0.0, more(last + 64) - more(last))})
+
+
+def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:
+    """What the key's file holds; None without a notice where there is no file that can be opened."""
+    try:
+        raw = path_of(kind, key).read_bytes()
+    except OSError:
+        return None
+    try:
+        content = json.loads(raw, parse_constant=_refuse)
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} where an object belongs")
+        if content.get("key") != key:
+            raise ValueError("it is of another model, machine or version")
+        return content[kind]
+    except KeyError:
+        reason = f"it holds no {kind}"
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as problem:  # bad JSON and bad UTF-8 among them
+        reason = str(problem) if raw.strip() else "empty"
+    _leave(kind, key, reason, instead)
+    return None
+
+
+def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Path | None:
+    """Whole or not at all: readers see the old file or the new one, and of several writers the last one wins."""
+    whole = {"about": ABOUT[kind], "key": dict(key), kind: content}
+    text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
+    try:
+        place = folder()
+        path = path_of(kind, key)
+        place.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place, prefix=f"{path.stem}-", suffix=".tmp")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+        return path
+    except OSError as problem:
+        say_unkept(problem)
+        return None
+
+
+def _leave(kind: Kind, key: Mapping[str, Any], reason: str, instead: str) -> None:
+    _log.warning("the profile %s is of no use (%s); %s", path_of(kind, key), " ".join(reason.split()), instead)
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")

@@ -1,0 +1,146 @@
+"""Drafts by early exit: the first layers write, token by token, what the others will check (arXiv 2404.16710)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
+from selfspec.model.stack import Stack, Taps
+
+
+class DraftRow(NamedTuple):
+    """Where a row stands when a round begins."""
+
+    pages: Sequence[int]
+    position: int  # of its last token, which has no keys and values yet
+    length: int  # how many tokens to draft, at least 0
+
+
+class Draft(NamedTuple):
+    """Every token fed to the early layers this round, row after row: the row's last token, then what it drafted.
+
+    Where a row's draft is a tree, its nodes in order.
+    """
+
+    tokens: Tensor  # int64 [N]
+    hidden: Tensor  # [N, hidden_size], after the exit layer
+    lengths: list[int]  # drafted tokens per row; N = sum of (length + 1)
+    taps: Tensor | None = None  # [K, N, hidden_size] after the K tapped layers below the exit, in their order
+    trees: list[Tree | None] | None = None  # of rows whose tokens do not all follow one another
+    chains: list[int] | None = None  # how many of them do, from the first on, where some do not
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether no layer has read the tokens yet that verification could go on from; `hidden` are then the tokens."""
+        return self.hidden is self.tokens
+
+
+class Branch(NamedTuple):
+    """A token drafted beside others."""
+
+    parent: int  # the node it goes on from: 0 is the row's last token, then its draft
+    token: int
+
+
+# (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that go on)
+PickDraft = Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]
+# (row, how many tokens it has drafted) -> what is to be drafted beside them
+PickBranches = Callable[[int, int], Sequence[Branch]]
+
+
+def draft_by_exit(
+    stack: Stack,
+    cache: PagedCache,
+    rows: Sequence[DraftRow],
+    tokens: Tensor,  # int64 [len(rows)]: each row's last token
+    exit_layer: int,
+    choose: PickDraft,
+    tapped: Sequence[int] = (),
+    branches: PickBranches | None = None,
+) -> Draft:
+    """Draft each row's tokens in lock step; rows leave as their lengths end. `tapped`: layers to look in at.
+
+    A row's last drafted token runs through the early layers too: verification can then carry on from the exit for every
+    token, and a full acceptance yields its bonus token. What is drafted beside the others runs with it.
+    """
+    steps: list[_Step] = []
+    inner = [layer for layer in tapped if layer < exit_layer]
+    live, lengths = list(range(len(rows))), [row.length for row in rows]
+    trees: list[Tree | None] = [None] * len(rows)
+    while live:
+        step = len(steps)
+        fed, spans = live, [Span(rows[r].pages, rows[r].position + step, 1) for r in live]
+        if branches is not None:
+            beside = [branches(r, step) if lengths[r] == step else () for r in live]
+            if any(beside):
+                fed, tokens, spans = _beside(live, tokens, spans, beside, step, trees)
+        packed = PackedRows(cache, spans, stack.device)
+        taps: Taps | None = dict.fromkeys(inner) if inner else None
+        hidden = stack.run(packed, 0, exit_layer, tokens, taps)
+        seen = torch.stack([h for h in taps.values() if h is not None]) if taps else None
+        steps.append(_Step(fed, tokens, hidden, seen))
+        going = [r for r in live if lengths[r] > step]
+        if not going:
+            break
+        if len(going) < len(fed):
+            hidden = hidden[[fed.index(r) for r in going]]
+        tokens, kept = choose(hidden, going, step)
+        for r in set(going).difference(kept):
+            lengths[r] = step + 1  # a row that stops still feeds the token it has just drafted, in the next step
+        live = going
+    draft = _row_major(steps, len(rows))
+    return draft._replace(trees=trees, chains=lengths) if any(trees) else draft
+
+
+def _beside(
+    live: list[int],
+    tokens: Tensor,
+    spans: list[Span],
+    beside: Sequence[Sequence[Branch]],
+    step: int,
+    trees: list[Tree | None],
+) -> tuple[list[int], Tensor, list[Span]]:
+    """Widen a step: rows that end with it feed what is drafted beside their draft, too. Fills in their trees."""
+    fed: list[int] = []
+    parts: list[Tensor] = []
+    wider = []
+    for i, (row, span, more) in enumerate(zip(live, spans, beside, strict=True)):
+        parts.append(tokens[i : i + 1])
+        fed += [row] * (1 + len(more))
+        if more:
+            tree = Tree((-1, *range(step), *(branch.parent for branch in more)))
+            parts.append(torch.tensor([branch.token for branch in more], device=tokens.device))
+            trees[row], span = tree, span._replace(length=1 + len(more), tree=tree)
+        wider.append(span)
+    return fed, torch.cat(parts), wider
+
+
+class _Step(NamedTuple):
+    rows: list[int]  # fed in this step
+    tokens: Tensor
+    hidden: Tensor
+    taps: Tensor | None  # [K, rows, hidden_size]
+
+
+def _row_major(steps: list[_Step], num_rows: int) -> Draft:
+    lengths = [-1] * num_rows
+    slots: list[list[int]] = [[] for _ in range(num_rows)]
+    at = 0
+    for step in steps:
+        for row in step.rows:
+            lengths[row] += 1
+            slots[row].append(at)
+            at += 1
+    tokens = torch.cat([step.tokens for step in steps])
+    hidden = torch.cat([step.hidden for step in steps])
+    seen = [step.taps for step in steps if step.taps is not None]
+    taps = torch.cat(seen, 1) if seen else None
+    if num_rows > 1:
+        index = torch.tensor([slot for row in slots for slot in row], device=tokens.device)
+        tokens, hidden = tokens[index], hidden[index]
+        taps = None if taps is None else taps[:, index]
+    return Draft(tokens, hidden, lengths, taps)

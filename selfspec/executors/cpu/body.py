@@ -1,0 +1,307 @@
+"""The body compiled on this machine: all layers of a call in one function, weights packed for products of a few rows.
+
+Reading weights is what a decoded token costs; a product of the usual kind reads them anew for every few rows, and a
+small model spends as long between products as in them. Here (`selfspec/kernels/cpu`) a dozen rows cost little more
+than one, attention reads keys where the paged cache holds them, and nothing else happens between layers. A token's bits
+do not depend on which others share its call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.executors.cpu.four_bit import Rounded, RoundedLayers
+from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
+from selfspec.kernels import compiled_call as c
+from selfspec.kernels.room import Room
+from selfspec.model.draft_vocabulary import Subset
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
+
+FEW = 12  # tokens of a call that mostly waits for weights
+FIRST_TABLE = 512  # positions of the first table of rotary angles
+STRETCH = 1 << 20  # bytes of weights that a thread reads at a time, to see whether any has changed
+
+
+class CompiledBody:
+    """Layers, embedding and head of a Llama-shaped model as compiled functions; it has `Stack`'s `run` and `logits`.
+
+    Its weights are packed copies, of two bytes each where those are bfloat16 numbers, else of four: `refresh` brings
+    them up to date when the model's were edited in place. Of a model in bfloat16, everything between its products is
+    float32 all the same, keys and values too: it rounds where a product reads its input, if at all, and nowhere else.
+
+    Raises:
+        NoCompilerError: see `selfspec.kernels.compiler.library`.
+    """
+
+    def __init__(self, weights: LlamaWeights) -> None:
+        self._lib, self.head_dim, self.layers = c.functions(), weights.head_dim, weights.layers
+        self._copies: list[tuple[Tensor, Tensor]] = []  # in float32, and the model's own
+        one, embedding, head, norm = self.layers[0], weights.embedding, weights.head, weights.norm
+        self.last_norm = self._copied(norm.weight)
+        self.embedding, self.head, self.norm = embedding, head, norm
+        if embedding.dtype != torch.float32:
+            self.embedding, self.norm = self._copied(embedding), Norm(self.last_norm, norm.eps)
+            weight = self.embedding if head.weight is embedding else self._copied(head.weight)
+            self.head = Linear(weight, None if head.bias is None else self._copied(head.bias))
+        self._rotary = weights.rotary
+        self._tables = self._make_tables(FIRST_TABLE)
+        self._sizes = {
+            "heads": len(one.q.weight) // self.head_dim,
+            "kv_heads": len(one.k.weight) // self.head_dim,
+            "head_dim": self.head_dim,
+            "hidden": self.embedding.shape[1],
+            "inner": len(one.up.weight),
+        }
+        eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
+        self._numbers = {**eps, "scale": one.scale}
+        room = Room()
+        self._products = [pack_layer(layer, Packed, room) for layer in self.layers]
+        self.packed_head = Packed([head], room)
+        self.rounded = RoundedLayers(self.layers, head)
+        norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
+        self._norms = [[n and self._copied(n.weight) for n in own] for own in norms]
+        self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
+        heads, copied = [w for w in head if w is not None], [own for _, own in self._copies]
+        every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
+        self._weights = list({id(w): w for w in every}.values())
+        self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
+        self._seen, self._sums = self._edits(), self._checksums()
+        self.threads_for_few: int | None = None
+        """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
+
+    @staticmethod
+    def bytes_of(weights: LlamaWeights) -> int:
+        """Memory that packed copies of a model's weights take, about.
+
+        Raises:
+            NoCompilerError: see `selfspec.kernels.compiler.library`.
+        """
+        read = [weights.head.weight, *(w for layer in weights.layers for w in layer.weights())]
+        packed = sum(w.numel() * (2 if fits_half(w) else 4) for w in read)
+        widened = {id(w): w for w in (weights.embedding, weights.head.weight) if w.dtype != torch.float32}
+        return packed + sum(4 * w.numel() for w in widened.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights that a token reads: all products' and norms'."""
+        products = [self.packed_head, *(one for layer in self._products for one in layer)]
+        norms = [self.last_norm, *(n for own in self._norms for n in own if n is not None)]
+        return sum(one.num_bytes for one in products) + sum(n.nbytes for n in norms)
+
+    def run(
+        self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
+        """See `Stack.run`."""
+        given = (given if start == 0 else given.float()).contiguous()
+        x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
+        if not rows.num_tokens:
+            return x
+        embedding = self.embedding.data_ptr() if start == 0 else None
+        model, layers = self.structs(rows.cache)
+        call, longest = self._call(rows)
+        places = None
+        if taps:
+            places = (ctypes.c_void_p * (stop - start))()
+            for depth in taps:
+                if start < depth <= stop:
+                    taps[depth] = tap = torch.empty_like(x)
+                    places[depth - start - 1] = tap.data_ptr()
+        threads = self.threads(len(x))
+        scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
+        buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
+        room = x.new_empty(buffers + scratch * threads)
+        last = self.last_norm.data_ptr() if stop == len(self.layers) else None
+        self._lib.selfspec_run(
+            *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
+            *(ctypes.byref(call), given.data_ptr(), embedding, x.data_ptr(), places, last),
+            *(room.data_ptr(), room.data_ptr() + 4 * buffers, scratch, threads),
+        )
+        return x
+
+    def logits(self, hidden: Tensor, normed: bool) -> Tensor:
+        """See `Stack.logits`."""
+        if hidden.requires_grad:  # an exit head learns through it, and torch's products have gradients
+            hidden = hidden.float()
+            return F.linear(hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm), *self.head)
+        return self.product(self.packed_head, hidden, norm=not normed)
+
+    def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:
+        """See `Stack.draft_logits`: `hidden` lacks the final norm."""
+        return self.product(self.draft_head(subset)[0], hidden, norm=True)
+
+    def draft_head(self, subset: Subset | None, rounded: bool = False) -> tuple[Packed, Tensor | None]:
+        """What picks of drafts are made from: weights, and the tokens that they are of; None: all of the vocabulary.
+
+        Args:
+            rounded: weights in 4 bits.
+        """
+        if subset is None:
+            return self.rounded.head if rounded else self.packed_head, None
+        kind = Rounded if rounded else Packed
+        if kind not in subset.made:
+            subset.made[kind] = kind([subset.linear], Room())
+        return subset.made[kind], subset.tokens
+
+    def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
+        """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
+        if not len(hidden):
+            return hidden.new_empty(0, packed.num_outputs)
+        hidden = hidden.float().contiguous()
+        out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self.threads(len(hidden))
+        product = ctypes.byref(packed.struct)
+        room = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
+        weight = self.last_norm.data_ptr() if norm else None
+        self._lib.selfspec_linear(
+            *(product, hidden.data_ptr(), len(hidden), out.data_ptr()),
+            *(weight, self.norm.eps, room.data_ptr(), threads),
+        )
+        return out
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Pack the weights anew where the model's were edited in place since.
+
+        Args:
+            deeply: read every weight too, since edits through `.data` or numpy leave no other trace. Those of weights
+                made in inference mode leave none at all, so that they are read each time.
+        """
+        seen, deeply = self._edits(), deeply or len(self._tracked) < len(self._weights)
+        sums = self._checksums() if deeply or seen != self._seen else self._sums
+        if seen == self._seen and sums == self._sums:
+            return
+        for copy, own in self._copies:
+            if copy.shape != own.shape:
+                raise ValueError(
+                    f"a weight {list(copy.shape)} was replaced by one {list(own.shape)}; load the model again"
+                )
+        for layer in self._products:
+            for one in layer:
+                one.fill()
+        self.packed_head.fill()
+        self.rounded.fill()
+        self._structs.clear()  # of weights that may stand elsewhere now
+        for copy, own in self._copies:
+            copy.copy_(own.detach())
+        self._seen, self._sums = seen, sums
+
+    def threads(self, num_tokens: int) -> int:
+        """Never more than torch's own, which are the caller's to set."""
+        most = torch.get_num_threads()
+        return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
+
+    def reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
+        """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
+        return rows.most_tokens, self.tables(rows.most_tokens)
+
+    def tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of at least so many positions, `[at least length, 1, head_dim]` each; they grow by doubling.
+
+        `sin` has the sign of the half that it is multiplied by.
+        """
+        tables = self._tables
+        if length > len(tables[0]):
+            tables = self._tables = self._make_tables(1 << (length - 1).bit_length())
+        return tables
+
+    def _make_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            positions = torch.arange(length, device=self.embedding.device)[None]
+            cos, sin = self._rotary(self.embedding[:1, None], position_ids=positions)  # [1, length, head_dim]
+            sign = torch.ones_like(sin[0, :1])
+            sign[:, : self.head_dim // 2] = -1
+            return cos[0][:, None], (sin[0] * sign)[:, None]
+
+    def _copied(self, weight: Tensor) -> Tensor:
+        """In float32, and brought up to date by `refresh`."""
+        with torch.inference_mode(False):  # it outlives the call that asked for it
+            copy = weight.detach().to(torch.float32, copy=True)
+        self._copies.append((copy, weight))
+        return copy
+
+    def _edits(self) -> int:
+        """How often weights were edited in place, all together."""
+        return sum([w._version for w in self._tracked])
+
+    def _checksums(self) -> bytes:
+        """Of all weights, which any other number all but surely changes."""
+        weights = [w.detach().contiguous() for w in self._weights]
+        places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, STRETCH)]
+        counts = [min(STRETCH, w.nbytes - at) for w in weights for at in range(0, w.nbytes, STRETCH)]
+        out, count = (ctypes.c_uint64 * len(places))(), len(places)
+        told = (ctypes.c_void_p * count)(*places), (ctypes.c_int64 * count)(*counts)
+        self._lib.selfspec_checksums(*told, count, out, torch.get_num_threads())
+        return bytes(out)
+
+    def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
+        """What the compiled function is told of a packed call, and the longest row's length."""
+        known = rows.plans.get("compiled")
+        if known is None:
+            longest, (cos, sin) = self.reach(rows)
+            spans, nodes = _apart(rows.spans)
+            most = max(len(span.pages) for span in spans)
+            firsts = [0, *accumulate(span.length for span in spans)]
+            pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
+            positions = [at for span in rows.spans for at in span.positions()]
+            lists = [(ctypes.c_int64 * len(each))(*each) for each in (positions, firsts, pages, *nodes[:-1])]
+            positions_at, firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
+            roots, branches = nodes_at or (None, None)
+            call = c.Call(
+                *(rows.num_tokens, len(spans), positions_at, firsts_at, pages_at, most),
+                *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
+            )
+            known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
+        return known[0], known[1]
+
+    def structs(self, cache: PagedCache) -> tuple[c.Model, Any]:
+        """The model, and its layers with the places of their keys and values in a cache."""
+        return self._all_structs(cache)[:2]
+
+    def _all_structs(self, cache: PagedCache) -> tuple[c.Model, Any, dict[int, Any]]:
+        """The same, and what `rounded_structs` has made of it."""
+        known = self._structs.get(cache)
+        if known is None:
+            shape, made = self.embedding.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
+                places = [None if n is None else n.data_ptr() for n in norms]
+                places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
+                made.append(c.Layer(*(p.struct for p in products), *places, one.window or 0))
+            model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
+            known = self._structs[cache] = model, (c.Layer * len(made))(*made), {}
+        return known
+
+    def rounded_structs(self, cache: PagedCache, count: int) -> tuple[c.Model, Any]:
+        """The same of the first `count` layers, with weights in 4 bits."""
+        model, layers, known = self._all_structs(cache)
+        if count not in known:
+            known[count] = self.rounded.structs(layers, count)
+        return model, known[count]
+
+
+def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
+    """The chain that a tree begins with as a row, and every other node as one of its own; and (roots, branches, their
+    width) as `body.cpp` has them, if any."""
+    if all(span.tree is None for span in spans):
+        return spans, ()
+    rows = [row for span in spans for row in ([span] if span.tree is None else _chain_first(span))]
+    roots = [-1 if row.tree is None else row.root for row in rows]
+    branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
+    width = max(map(len, branches))
+    return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
+
+
+def _chain_first(span: Span) -> list[Span]:
+    """A tree's tokens: those of the chain that it begins with, as one row, and the others one by one."""
+    assert span.tree is not None
+    parents = span.tree.parents
+    chain = next((i for i in range(1, len(parents)) if parents[i] != i - 1), len(parents))
+    count = max(0, chain - (span.start - span.root))  # of its own tokens
+    first = [Span(span.pages, span.start, count)] if count else []
+    return [*first, *span.nodes()[count:]]

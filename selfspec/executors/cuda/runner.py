@@ -1,0 +1,218 @@
+"""`Runner`: what a stack asks to run layers, or a whole round, from recordings; it says no where it has none to offer.
+
+Captured graphs matter because a decoded token is many small kernels: launched one by one from Python, they take longer
+than the weights take to be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.control.plan import SurvivalStop
+from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
+from selfspec.executors.cuda.graphs import Graphs, Recorded
+from selfspec.executors.cuda.self_check import round_problem
+from selfspec.executors.cuda.shapes import SLOTS, TOKENS, held, round_up, shape_of
+from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
+from selfspec.executors.cuda.storage import Storages
+from selfspec.executors.cuda.whole_round import RoundInputs, RoundKey, RoundRow, RowRound, WholeRound, read_record
+from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
+from selfspec.model.kv_cache import PackedRows, PagedCache
+from selfspec.model.self_check import TOLERANCE, split_error
+
+_log = logging.getLogger("selfspec")
+MOST_WIDTH = 16  # places per row of a whole round: as many new tokens as the attention kernel splits work for
+MOST_ROWS = 8  # of a whole round: it computes every row's every place, used or not
+BUDGET = 2 << 30  # bytes that recordings may keep
+
+
+def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
+    """Give a stack a runner, checked in the loaded dtype: split against whole, and recorded rounds against eager.
+
+    A runner that raises or disagrees is taken away again, with a warning; so is one that cannot be had.
+
+    Args:
+        make: the stack's runner; default: with CUDA graphs where the stack is on CUDA, else none.
+    """
+    if make is None:
+        if stack.device.type != "cuda" or not has_triton():
+            return
+        make = Runner.on_cuda
+    try:
+        stack.runner = make(stack)
+        error = split_error(stack)
+        problem = f"its logits differ by {error:.2g} standard deviations"
+        if error <= TOLERANCE.get(stack.dtype, 0.2):
+            problem = round_problem(stack, stack.runner) or ""
+    except Exception as raised:  # whatever a compiler or driver has to say
+        problem = f"{type(raised).__name__}: {raised}"
+    if problem:
+        _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
+        stack.runner = None
+
+
+class Runner:
+    """Recordings of one stack.
+
+    Args:
+        stack: a `selfspec.model.stack.Stack`; the runner uses `run_here`, `logits`, `exit_heads` and its sizes.
+        kernels: who scatters, attends, picks and accepts.
+        capture: who records.
+        budget: bytes that recordings may keep together.
+        most_rows: rows of a whole round; larger batches are recorded in segments of layers.
+    """
+
+    def __init__(
+        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, most_rows: int = MOST_ROWS
+    ) -> None:
+        self.stack, self.kernels, self.most_rows = stack, kernels, most_rows
+        self.graphs = Graphs(capture, budget)
+        self.storages = Storages()
+        self.refused: str | None = None
+        """The operation that cannot be recorded, once one has been met; everything then runs eagerly."""
+        self._heads = stack.exit_heads
+        self._given: dict[bool, Tensor] = {}  # what layers are given: tokens, hidden states
+        self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
+
+    @classmethod
+    def on_cuda(cls, stack: Any, budget: int = BUDGET) -> Runner:
+        """With Triton's kernels and CUDA graphs; raises ImportError where Triton is not installed."""
+        return cls(stack, triton_kernels(), CudaCapture(stack.device), budget)
+
+    @torch.inference_mode()
+    def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
+        """A cache whose rows can be run from recordings, those of earlier caches included."""
+        with self._lock:
+            cache, dropped = self.storages.lend(num_pages, page_size)
+            self.graphs.forget(lambda key: any(key[0] is one for one in dropped))  # type: ignore[index]
+            return cache
+
+    def run(
+        self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor | None:
+        """See `Stack.run`; None for calls that are not recorded: prompts, caches of others, refused models."""
+        storage = self.storages.of(rows.cache)
+        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
+            return None
+        shape = shape_of(rows.spans, storage.cache.room)
+        if shape is None:
+            return None
+        tapped = tuple(sorted(taps or ()))
+        buffer = self._buffer(given)
+        if buffer is None:
+            return None
+        with self._lock:
+            key = (storage, "layers", start, stop, shape, tapped)
+
+            def prepare() -> tuple[LayersInputs, Callable[[], tuple[Tensor, ...]]]:
+                inputs = LayersInputs(shape, storage.cache, buffer[: shape.tokens])
+
+                def body() -> tuple[Tensor, ...]:
+                    static = StaticRows(storage.cache, inputs.layout, self.kernels)
+                    seen: dict[int, Tensor | None] = dict.fromkeys(tapped)
+                    hidden = self.stack.run_here(static, start, stop, inputs.given, seen if tapped else None)
+                    return hidden, *(one for one in seen.values() if one is not None)
+
+                return inputs, body
+
+            made = self._recorded(key, prepare, lambda inputs: inputs.fill(rows.spans, given))
+            if made is None:
+                return None
+            made.recording.replay()
+            count = rows.num_tokens
+            hidden, *seen = (one[:count].clone() for one in made.recording.outputs)
+        if taps is not None:
+            taps.update(zip(tapped, seen, strict=True))
+        return hidden
+
+    def round(
+        self,
+        cache: PagedCache,
+        rows: Sequence[RoundRow],
+        exit_layer: int,
+        min_confidence: float = 0.0,
+        stop: SurvivalStop | None = None,
+        confident: bool = False,
+    ) -> list[RowRound] | None:
+        """One round of a small batch; None where it is not recorded.
+
+        Args:
+            exit_layer: layers that draft; 0: the rows' given drafts, perhaps none, are verified by all layers.
+            min_confidence: a row stops after a token less probable than this.
+            stop: when the rows that still draft stop together.
+            confident: report the drafted tokens' confidences.
+        """
+        storage = self.storages.of(cache)
+        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
+            return None
+        kind = "survival" if stop is not None else "confidence" if min_confidence > 0 else "none"
+        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident)
+        if key is None:
+            return None
+        with self._lock:
+            if self.stack.exit_heads is not self._heads:  # recorded rounds read the weights of those that were
+                self._heads = self.stack.exit_heads
+                self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
+
+            def prepare() -> tuple[RoundInputs, WholeRound]:
+                inputs = RoundInputs(key, storage.cache, self.stack.device)
+                return inputs, WholeRound(self.stack, storage.cache, self.kernels, inputs)
+
+            made = self._recorded(
+                (storage, "round", key), prepare, lambda inputs: inputs.fill(rows, min_confidence, stop)
+            )
+            if made is None:
+                return None
+            made.recording.replay()
+            record = made.recording.outputs[0].cpu()  # the round's one copy to the host
+        return read_record(record, rows, key)
+
+    def _round_key(
+        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool
+    ) -> RoundKey | None:
+        longest = max(row.drafts for row in rows)
+        if longest == 0:
+            exit_layer, stop = 0, "none"
+        slots = round_up(len(rows), SLOTS)
+        if slots is None or len(rows) > self.most_rows or longest + 1 > MOST_WIDTH:
+            return None
+        most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
+        hot = [row for row in rows if row.temperature > 0]
+        filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
+        most_tokens = held(max(row.content + longest for row in rows), room)
+        return RoundKey(exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident)
+
+    def _recorded(
+        self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]
+    ) -> Recorded[Any] | None:
+        """The recording of a key, its buffers filled; made now if there is none. None where that is not possible."""
+        made = self.graphs.get(key)
+        if made is not None:
+            fill(made.inputs)
+            return made
+        inputs, body = prepare()
+        fill(inputs)
+        try:
+            return self.graphs.record(key, inputs, body)
+        except CannotCapture as problem:
+            self.refused = problem.operation
+            _log.warning(
+                "this model cannot be captured in graphs (%s: %s), so it is decoded eagerly, which is slower",
+                problem.operation, problem.reason,
+            )  # fmt: skip
+            self.graphs.forget(lambda key: True)
+            return None
+
+    def _buffer(self, given: Tensor) -> Tensor | None:
+        """The shared buffer for tokens or hidden states; None for hidden states unlike those before."""
+        known = self._given.get(given.is_floating_point())
+        if known is None:
+            room = (TOKENS[-1], *given.shape[1:])
+            known = self._given[given.is_floating_point()] = given.new_zeros(room)
+        return known if known.shape[1:] == given.shape[1:] and known.dtype == given.dtype else None

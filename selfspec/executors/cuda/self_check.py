@@ -1,0 +1,124 @@
+"""Do recorded rounds give what the eager layers give? Asked at load, of the rounds that decoding will use."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.executors.cuda.whole_round import RoundRow, RowRound
+from selfspec.kernels import reference
+from selfspec.kernels.layout import SamplingTensors
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.self_check import TOLERANCE
+
+NUM_DRAFTS = 2
+LENGTHS = (11, 6)  # tokens of the prompts
+PAGE = 64
+CHURN = tuple(1 << power for power in range(9, 21))  # bytes of memory that is handed out between two replays
+CASES = (((0.8, 1), (1.0, 2)), ((0.0, 0),))  # (temperature, seed) of each row: two sampled rows, one greedy row
+
+
+class Expected(NamedTuple):
+    """What the eager layers pick for a row."""
+
+    drafted: list[int]
+    picks: list[int]
+    drafts_clear: list[bool]  # whether the two best scores lie further apart than rounding reaches
+    picks_clear: list[bool]
+
+
+@torch.inference_mode()
+def round_problem(stack: Any, runner: Any) -> str | None:
+    """What is wrong with the recorded rounds of a runner; None where nothing is.
+
+    Two sampled rows and then a single greedy one are drafted and verified: eagerly, from a new recording, and from the
+    same recording after freed memory was handed out again. Picks that rounding could turn are not compared, nor what
+    follows them.
+
+    Args:
+        stack: a `selfspec.model.stack.Stack`.
+        runner: a `selfspec.executors.cuda.runner.Runner` of it.
+    """
+    if runner.most_rows == 0:
+        return None
+    exit_layer = max(1, stack.num_layers // 4)
+    rng = torch.Generator().manual_seed(0)
+    for how in CASES:
+        cache = runner.new_cache(len(how), PAGE)
+        prompts = [torch.randint(0, stack.vocab_size, (n,), generator=rng).tolist() for n in LENGTHS[: len(how)]]
+        rows = [_row([i], prompt, *one) for i, (prompt, one) in enumerate(zip(prompts, how, strict=True))]
+        expected = [_eagerly(stack, cache, row, prompt, exit_layer) for row, prompt in zip(rows, prompts, strict=True)]
+        handed_out: list[Tensor] = []
+        for when in ("when it was recorded", "when it was replayed"):
+            done = runner.round(cache, rows, exit_layer)
+            if done is None:  # it cannot be recorded, which was said
+                return None
+            if not all(_agrees(one, wanted) for one, wanted in zip(done, expected, strict=True)):
+                kind = "two sampled rows" if len(how) > 1 else "a single row"
+                return f"a round of {kind} picks other tokens {when}"
+            handed_out += [torch.full((size,), 255, dtype=torch.uint8, device=stack.device) for size in CHURN * 8]
+    return None
+
+
+def _row(pages: list[int], prompt: list[int], temperature: float, seed: int) -> RoundRow:
+    return RoundRow(
+        pages, len(prompt), prompt[-1], room=NUM_DRAFTS + 2, eos=(), drafts=NUM_DRAFTS, given=(),
+        temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed,
+    )  # fmt: skip
+
+
+def _eagerly(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], exit_layer: int) -> Expected:
+    """Read the prompt but its last token, then draft and verify with the eager layers and the plain pick."""
+
+    def layers(at: int, count: int, start: int, stop: int, given: Tensor) -> Tensor:
+        rows = PackedRows(cache, [Span(row.pages, at, count)], stack.device)
+        done: Tensor = stack.run_here(rows, start, stop, given)
+        return done
+
+    tokens = torch.tensor(prompt, device=stack.device)
+    held = len(prompt) - 1
+    hidden = layers(0, held, 0, exit_layer, tokens[:-1])
+    layers(0, held, exit_layer, stack.num_layers, hidden)
+    token, states = tokens[-1:], list[Tensor]()
+    drafted, drafts_clear = list[int](), list[bool]()
+    for step in range(NUM_DRAFTS + 1):
+        states.append(layers(held + step, 1, 0, exit_layer, token))
+        if step < NUM_DRAFTS:
+            token, clear = _pick(stack, stack.logits(states[-1], exit_layer), row, held + step + 1)
+            drafted += token.tolist()
+            drafts_clear += clear
+    last = layers(held, NUM_DRAFTS + 1, exit_layer, stack.num_layers, torch.cat(states))
+    picks, picks_clear = _pick(stack, stack.logits(last), row, held + 1)
+    return Expected(drafted, picks.tolist(), drafts_clear, picks_clear)
+
+
+def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
+    """Picks `[N]` at positions from `position` on, and whether rounding cannot turn them."""
+    count, device = len(logits), logits.device
+
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((count,), value, dtype=dtype, device=device)
+
+    sampling = SamplingTensors(
+        full(row.temperature, torch.float32), full(0, torch.int32), full(1, torch.float32), full(0, torch.float32),
+        full(row.seed, torch.int64), position + torch.arange(count, device=device), row.temperature > 0, False,
+    )  # fmt: skip
+    scores = reference.scores(logits, sampling)
+    best = scores.topk(2).values
+    reach = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
+    return scores.argmax(-1), (best[:, 0] - best[:, 1] > reach).tolist()
+
+
+def _agrees(done: RowRound, wanted: Expected) -> bool:
+    for token, other, is_clear in zip(done.drafted, wanted.drafted, wanted.drafts_clear, strict=False):
+        if token != other:
+            return not is_clear
+    if len(done.drafted) != len(wanted.drafted):
+        return False
+    for place, token in enumerate(done.block):
+        if token != wanted.picks[place]:
+            return not wanted.picks_clear[place]
+    whole = next((i for i, (a, b) in enumerate(zip(wanted.drafted, wanted.picks, strict=False)) if a != b), NUM_DRAFTS)
+    return done.accepted == whole == len(done.block) - 1 and done.kept == len(done.block)

@@ -1,0 +1,120 @@
+"""A packed call's description in buffers that stay where they are, so that a recording can read it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.executors.cuda.shapes import Shape
+from selfspec.kernels.layout import MOST_NODES, Layout, Trees
+from selfspec.kernels.suite import Kernels
+from selfspec.model.attention import Reach
+from selfspec.model.attention_backends import tree_lines
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+
+
+class StaticRows(PackedRows):
+    """Stands in for `PackedRows` inside a recording: what it says lies in a layout's tensors, not on the host.
+
+    Nothing in it refers to itself: it lies in the recordings' memory, which must be free once a recording is given up.
+    """
+
+    def __init__(self, cache: PagedCache, layout: Layout, kernels: Kernels) -> None:
+        self.cache, self.layout, self._kernels = cache, layout, kernels
+        self.spans, self.device = (), layout.positions.device
+        self.positions = layout.positions[None]
+        self.plans = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.positions.shape[0]
+
+    def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.layer(layer_idx, key, value)
+        self._kernels.scatter(key, value, keys, values, self.layout.slots)
+        return keys, values
+
+    def attend(
+        self,
+        rows: Any,
+        queries: Tensor,  # [heads, N, head_dim]
+        keys: Tensor,
+        values: Tensor,
+        reach: Reach,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        given = (queries.transpose(0, 1), keys, values, self.layout, scale, *reach, softcap, sinks)
+        return self._kernels.attend(*given)
+
+
+class LayersInputs:
+    """The buffers of one recording of layers; what it is given (tokens or hidden states) lies in a shared one."""
+
+    def __init__(self, shape: Shape, cache: PagedCache, given: Tensor) -> None:
+        device, self.shape, self.given = given.device, shape, given
+        self._page_size, self._tables = cache.page_size, ((-1,),)
+        width = cache.pages_for(shape.most_tokens)
+        self._long = torch.zeros((2, shape.tokens), dtype=torch.int64, device=device)
+        self._ints = torch.zeros(3 * shape.slots + shape.tokens, dtype=torch.int32, device=device)
+        self._pages = torch.zeros((shape.slots, width), dtype=torch.int32, device=device)
+        starts, counts, lengths, owners = self._ints.split([shape.slots] * 3 + [shape.tokens])
+        self.layout = Layout(
+            starts, counts, lengths, self._pages, owners, self._long[0], self._long[1],
+            shape.most_new, shape.most_tokens, _no_trees(shape, device) if shape.trees else None,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that only this recording reads."""
+        trees = self.layout.trees or ()
+        return sum(one.nbytes for one in (self._long, self._ints, self._pages, *trees))
+
+    def fill(self, spans: Sequence[Span], given: Tensor) -> None:
+        """Write a call into the buffers; slots and tokens beyond it become empty ones."""
+        size, spare = self._page_size, self.shape.slots - len(spans)
+        starts, owners, slots, positions = list[int](), list[int](), list[int](), list[int]()
+        for row, (pages, first, count, _) in enumerate(spans):
+            starts.append(len(owners))
+            owners += [row] * count
+            positions += spans[row].positions()
+            slots += [pages[p // size] * size + p % size for p in range(first, first + count)]
+        padding = self.shape.tokens - len(owners)
+        counts = [span.length for span in spans] + [0] * spare
+        lengths = [span.start + span.length for span in spans] + [0] * spare
+        upload(self._long, [slots + [-1] * padding, positions + [0] * padding])
+        upload(self._ints, [*starts, *[0] * spare, *counts, *lengths, *owners, *[-1] * padding])
+        if self.layout.trees is not None:
+            roots, nodes, ancestors = tree_lines(spans)
+            upload(self.layout.trees.roots, roots + [0] * spare)
+            upload(self.layout.trees.positions, nodes + [[0] * MOST_NODES] * spare)
+            upload(self.layout.trees.ancestors, ancestors + [0] * padding)
+        fill_pages(self._pages, self, tuple(tuple(span.pages) for span in spans))
+        self.given[: len(owners)] = given
+        self.given[len(owners) :] = 0
+
+
+def _no_trees(shape: Shape, device: torch.device) -> Trees:
+    ints = torch.zeros((1 + MOST_NODES, shape.slots), dtype=torch.int32, device=device)
+    nodes = ints[1:].view(shape.slots, MOST_NODES)
+    return Trees(ints[0], nodes, torch.zeros(shape.tokens, dtype=torch.int64, device=device))
+
+
+def upload(buffer: Tensor, values: Any) -> None:
+    """Write numbers of the host into a buffer, without waiting for the device."""
+    made = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    buffer.copy_(made, non_blocking=True)
+
+
+def fill_pages(buffer: Tensor, owner: Any, tables: tuple[tuple[int, ...], ...]) -> None:
+    """Write rows' pages into `[S, P]`, unless they are there; a row's pages beyond P are not read."""
+    if owner._tables == tables:
+        return
+    width = buffer.shape[1]
+    lines = [[*table[:width], *[0] * (width - len(table))] for table in tables]
+    upload(buffer, lines + [[0] * width] * (len(buffer) - len(lines)))
+    owner._tables = tables

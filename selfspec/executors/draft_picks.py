@@ -1,0 +1,99 @@
+"""`DraftPicker`: the picks of a draft, and where each row's draft stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.control.acceptance import likely_seconds
+from selfspec.control.plan import Plan, confidence_bin
+from selfspec.control.rows import StageSeconds
+from selfspec.decoding.row import Row
+from selfspec.drafting.early_exit import Branch
+from selfspec.executors.pick import Sampling, Subset
+from selfspec.executors.picker import Picker
+from selfspec.executors.processors import process
+from selfspec.kernels.compiled_pick import Picks
+from selfspec.model.stack import Stack
+
+
+class DraftPicker:
+    """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
+
+    def __init__(self, stack: Stack, picker: Picker, rows: Sequence[Row], plan: Plan, seconds: StageSeconds) -> None:
+        self._stack, self._picker, self._rows, self._plan, self._seconds = stack, picker, rows, plan, seconds
+        self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
+        self._processes = any(row.request.logits_processor for row in rows)
+        self._survival = [1.0] * len(rows)
+        self.confidences: list[list[float]] = [[] for _ in rows]
+        self._others: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
+        self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
+
+    def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
+        self._seconds.lap("draft")
+        rows = [self._rows[i] for i in members]
+        logits, tokens = self._logits(hidden)
+        self._seconds.lap("head")
+        if self._processes:
+            pairs = zip(members, logits, strict=True)
+            logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
+        positions = [len(row.content) + step for row in rows]
+        samplings = [row.request.sampling for row in rows]
+        picks, sure, seconds = self._picks(logits, samplings, positions, tokens)
+        going = members if sure is None else self._confident(sure.tolist(), members)
+        if seconds is not None:
+            for i, token in zip(members, seconds.tolist(), strict=True):
+                self._others[i].append(token)
+        if self._processes:
+            for i, token in zip(members, picks.tolist(), strict=True):
+                self._drafted[i].append(token)
+        if self._plan.keep_divergence:
+            for i, one in zip(members, logits, strict=True):
+                self.logits[i].append(one)
+        self._seconds.lap("pick")
+        return picks, going
+
+    def _picks(
+        self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], tokens: Subset | None
+    ) -> Picks:
+        plan = self._plan
+        return self._picker(
+            logits, samplings, positions, tokens, plan.reads_confidence, plan.second_choices is not None
+        )
+
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
+        """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
+        plan = self._plan
+        assert plan.exit_layer is not None
+        if plan.draft_vocab is None or self._processes or plan.keep_divergence:
+            return self._stack.logits(hidden, plan.exit_layer), None
+        logits, tokens = self._stack.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
+        return logits, None if tokens is None else Subset(tokens, self._stack.vocab_size)
+
+    def _confident(self, sure: list[float], members: list[int]) -> list[int]:
+        """The rows that go on after this token; the token itself is never withdrawn."""
+        plan = self._plan
+        for i, confidence in zip(members, sure, strict=True):
+            self.confidences[i].append(confidence)
+        if plan.stop is not None:
+            for i, confidence in zip(members, sure, strict=True):
+                self._survival[i] *= plan.stop.calibration[confidence_bin(confidence)]
+            return members if plan.stop.goes_on([self._survival[i] for i in members]) else []
+        return [i for i, confidence in zip(members, sure, strict=True) if confidence >= plan.min_confidence]
+
+    def divergences(self, row: int, target: Tensor) -> tuple[float, ...]:
+        """KL(target || draft) in nats at the row's first drafted positions, given the target's logits `[n, vocab]`."""
+        log_p = target.log_softmax(-1)
+        log_q = torch.stack(self.logits[row][: len(target)]).log_softmax(-1)
+        terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
+        return tuple(terms.sum(-1).tolist())
+
+    def branches(self, row: int, length: int) -> list[Branch]:
+        """The second choices worth drafting beside a row's `length` tokens, in their order."""
+        rule = self._plan.second_choices
+        assert rule is not None
+        most = min(rule.most, self._rows[row].room - 1 - length)
+        found = likely_seconds(rule, self.confidences[row], most)
+        return [Branch(node, self._others[row][node]) for node in found]

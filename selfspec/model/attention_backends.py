@@ -1,0 +1,241 @@
+"""Attention backends behind one function, and which of them a machine and a model are served by best.
+
+    sdpa       torch's own, on every device (`selfspec.model.attention.attend_rows`)
+    triton     our kernel over pages: ragged rows, windows, chunks, soft-caps, sinks and trees alike
+    flash      the flash-attn package, where it is installed (extra `flash`)
+    varlen     torch's variable-length attention, from the version on that reads pages
+    reference  the kernel's plain twin: for tests, on any device
+
+A layer or call that a backend cannot serve (in `flash` and `varlen` chunks, sinks, trees, pages of another size; in
+`triton` trees of more than 64 nodes) goes through `sdpa`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.kernels import reference
+from selfspec.kernels.layout import MOST_NODES, Layout, Trees
+from selfspec.kernels.suite import has_triton
+from selfspec.model.attention import Reach, attend_rows
+from selfspec.model.kv_cache import PackedRows, Span
+
+# (packed rows, queries [heads, N, head_dim], the layer's keys, values, reach, scale, softcap, sinks)
+Attend = Callable[[PackedRows, Tensor, Tensor, Tensor, Reach, float, float | None, Tensor | None], Tensor]
+FLASH_PAGE = 256  # pages of flash-attn 2, and of torch's copy of it, hold a multiple of this
+
+
+class Backend(NamedTuple):
+    """Who computes attention; every one returns what `attend_rows` does, up to rounding."""
+
+    name: str
+    attend: Attend
+    page_multiple: int = 1  # a page must hold a multiple of so many tokens
+
+
+def importable(device: torch.device | str) -> dict[str, Backend]:
+    """The backends that this machine has for a device, by name."""
+    found = {"sdpa": Backend("sdpa", attend_rows)}
+    if torch.device(device).type == "cuda":
+        if has_triton():
+            found["triton"] = Backend("triton", _triton)
+        if importlib.util.find_spec("flash_attn") is not None and _flash_function() is not None:
+            found["flash"] = Backend("flash", _flash, FLASH_PAGE)
+        if _varlen_function() is not None:
+            found["varlen"] = Backend("varlen", _varlen, FLASH_PAGE)
+    found["reference"] = Backend("reference", _reference)
+    return found
+
+
+def named(name: str, device: torch.device | str) -> Backend:
+    """The backend of a name; ValueError where this machine does not have it."""
+    found = importable(device)
+    if name not in found:
+        raise ValueError(
+            f"attention must be auto or one of {', '.join(found)} on {torch.device(device).type} here, got {name!r}"
+        )
+    return found[name]
+
+
+def layout_of(rows: PackedRows) -> Layout:
+    """Where the rows of a packed call stand, as the kernels are told; made once per call."""
+    known: Layout | None = rows.plans.get("layout")
+    if known is None:
+        known = rows.plans["layout"] = _layout(rows)
+    return known
+
+
+def _layout(rows: PackedRows) -> Layout:
+    size, device = rows.cache.page_size, rows.device
+    starts, owners, slots = list[int](), list[int](), list[int]()
+    for row, (pages, first, count, _) in enumerate(rows.spans):
+        starts.append(len(owners))
+        owners += [row] * count
+        slots += [pages[p // size] * size + p % size for p in range(first, first + count)]
+    counts = [span.length for span in rows.spans]
+    lengths = [span.start + span.length for span in rows.spans]
+    width = max(len(span.pages) for span in rows.spans)
+    tables = [[*span.pages, *[0] * (width - len(span.pages))] for span in rows.spans]
+
+    def ints(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    places = torch.tensor(slots, device=device)
+    return Layout(
+        ints(starts), ints(counts), ints(lengths), ints(tables), ints(owners), places, rows.positions[0],
+        max(counts), max(lengths), _trees(rows),
+    )  # fmt: skip
+
+
+def fits_masks(spans: Sequence[Span]) -> bool:
+    """Whether every tree has as few nodes as a mask has bits."""
+    return all(span.tree is None or len(span.tree.parents) <= MOST_NODES for span in spans)
+
+
+def tree_lines(spans: Sequence[Span]) -> tuple[list[int], list[list[int]], list[int]]:
+    """Roots and node positions of every row, and the ancestors of every new token: the fields of `Trees`."""
+    roots, nodes, ancestors = list[int](), list[list[int]](), list[int]()
+    for span in spans:
+        tree, depths, masks = span.tree, list[int](), [0] * span.length
+        if tree is not None:
+            depths, masks = tree.depths(), [1]
+            for node, parent in enumerate(tree.parents[1:], 1):
+                masks.append(masks[parent] | 1 << node)
+        roots.append(span.start + span.length if tree is None else span.root)
+        nodes.append([span.root + depth for depth in depths] + [0] * (MOST_NODES - len(depths)))
+        ancestors += [mask - (1 << 64) if mask >> 63 else mask for mask in masks[-span.length :]]
+    return roots, nodes, ancestors
+
+
+def _trees(rows: PackedRows) -> Trees | None:
+    if all(span.tree is None for span in rows.spans):
+        return None
+    roots, nodes, ancestors = tree_lines(rows.spans)
+    ints, device = torch.int32, rows.device
+    return Trees(
+        torch.tensor(roots, dtype=ints, device=device),
+        torch.tensor(nodes, dtype=ints, device=device),
+        torch.tensor(ancestors, device=device),
+    )
+
+
+def _reference(
+    rows: PackedRows,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    if not fits_masks(rows.spans):
+        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
+    return reference.attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
+
+
+def _triton(
+    rows: PackedRows,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    if not fits_masks(rows.spans):
+        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
+    from selfspec.kernels.paged_attention import attend
+
+    return attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
+
+
+def _flash(
+    rows: PackedRows,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    call = _flash_function()
+    if call is None or sinks is not None or not _flash_serves(rows, queries, reach):
+        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
+    layout = layout_of(rows)
+    fed, held = _cumulative(rows, layout)
+    return call(
+        queries.transpose(0, 1), keys, values, fed, held, layout.most_new, layout.most_tokens, softmax_scale=scale,
+        causal=True, window_size=_sides(reach), softcap=softcap or 0.0, block_table=layout.pages,
+    )  # fmt: skip
+
+
+def _varlen(
+    rows: PackedRows,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    call = _varlen_function()
+    if call is None or softcap is not None or sinks is not None or not _flash_serves(rows, queries, reach):
+        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
+    layout = layout_of(rows)
+    fed, held = _cumulative(rows, layout)
+    return call(
+        queries.transpose(0, 1), keys, values, fed, held, layout.most_new, layout.most_tokens, scale=scale,
+        window_size=(-1, 0) if reach.window is None else _sides(reach), enable_gqa=True,
+        seqused_k=layout.lengths, block_table=layout.pages,
+    )  # fmt: skip
+
+
+def _flash_serves(rows: PackedRows, queries: Tensor, reach: Reach) -> bool:
+    paged = rows.cache.page_size % FLASH_PAGE == 0
+    kind = queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0 and queries.shape[-1] <= 256
+    chains = all(span.tree is None for span in rows.spans)
+    return paged and kind and chains and reach.chunk is None
+
+
+def _sides(reach: Reach) -> tuple[int, int]:
+    """How many tokens a query sees before and after itself, in flash-attn's way; -1 is all of them."""
+    return (-1, -1) if reach.window is None else (reach.window - 1, 0)
+
+
+def _cumulative(rows: PackedRows, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Cumulative new tokens and cumulative lengths, int32 `[rows + 1]` each, from 0 on."""
+    known: tuple[Tensor, Tensor] | None = rows.plans.get("cumulative")
+    if known is None:
+        both = torch.stack([layout.counts, layout.lengths]).cumsum(1, dtype=torch.int32)
+        fed, held = torch.nn.functional.pad(both, (1, 0))
+        known = rows.plans["cumulative"] = (fed, held)
+    return known
+
+
+@cache
+def _flash_function() -> Any:
+    try:
+        return importlib.import_module("flash_attn").flash_attn_varlen_func
+    except (ImportError, OSError, AttributeError):  # another package of that name, or one built for another torch
+        return None
+
+
+@cache
+def _varlen_function() -> Any:
+    try:
+        call = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return call if "block_table" in inspect.signature(call).parameters else None

@@ -1,0 +1,66 @@
+"""Is a stack exact on this device? Asked once, before anybody trusts a bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.stack import Stack
+
+LENGTHS = (37, 21, 6)  # of three rows: several tiles and blocks, and one that shares its first with others
+STEPS = 4  # last tokens of each row, read one by one, and then together
+PAGE = 8
+
+
+@torch.inference_mode()
+def difference(stack: Stack) -> str:
+    """What differs between rows decoded alone, token by token, and together, split at an exit: a word, or ''.
+
+    Raises:
+        Whatever the model's forward does.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(stack.vocab_size, (n,), generator=generator).to(stack.device) for n in LENGTHS]
+    alone = [_alone(stack, prompt) for prompt in prompts]
+    for exit_layer in sorted({max(1, stack.num_layers // 4), stack.num_layers // 2}):
+        order = (0, 1, 2) if exit_layer % 2 else (2, 0, 1)
+        together = _together(stack, [prompts[i] for i in order], exit_layer)
+        for i, (hidden, logits) in zip(order, together, strict=True):
+            if not torch.equal(hidden, alone[i][0]):
+                return "hidden states"
+            if not torch.equal(logits, alone[i][1]):
+                return "logits"
+    return ""
+
+
+def _alone(stack: Stack, prompt: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the last tokens, each in a call of its own."""
+    cache = PagedCache(1, len(prompt))
+    first = len(prompt) - STEPS
+
+    def read(start: int, length: int) -> Tensor:
+        rows = PackedRows(cache, [Span([0], start, length)], stack.device)
+        return stack.run(rows, 0, stack.num_layers, prompt[start : start + length])
+
+    read(0, first)
+    hidden = [read(first + step, 1) for step in range(STEPS)]
+    return torch.cat(hidden), torch.cat([stack.logits(one) for one in hidden])
+
+
+def _together(stack: Stack, prompts: list[Tensor], exit_layer: int) -> list[tuple[Tensor, Tensor]]:
+    """The same of several rows in small pages, packed, in two parts."""
+    cache = PagedCache(sum(-(-len(prompt) // PAGE) for prompt in prompts), PAGE)
+    pages = [cache.reserve(len(prompt)) or [] for prompt in prompts]
+    firsts = [len(prompt) - STEPS for prompt in prompts]
+
+    def read(starts: list[int], lengths: list[int]) -> Tensor:
+        spans = [Span(*each) for each in zip(pages, starts, lengths, strict=True)]
+        rows = PackedRows(cache, spans, stack.device)
+        parts = zip(prompts, starts, lengths, strict=True)
+        hidden = stack.run(rows, 0, exit_layer, torch.cat([prompt[at : at + n] for prompt, at, n in parts]))
+        return stack.run(rows, exit_layer, stack.num_layers, hidden)
+
+    read([0] * len(prompts), firsts)
+    hidden = read(firsts, [STEPS] * len(prompts))
+    return list(zip(hidden.split(STEPS), stack.logits(hidden).split(STEPS), strict=True))

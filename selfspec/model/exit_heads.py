@@ -1,0 +1,144 @@
+"""Exit heads: small adapters between an early layer and the model's own norm and head.
+
+They bring a layer's hidden states nearer to those after the last layer, so that its guesses are better; the model is
+left as it is, bit for bit, and judges drafts without them (Kangaroo, arXiv 2404.18911, has one such adapter, of a
+block's size; these see a single position and are smaller still).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as as_bytes
+from torch import Tensor, nn
+
+FILE = "exit_heads.safetensors"  # beside a model's weights, or in a folder of its own
+FORMAT = "selfspec exit heads 1"
+EPS = 1e-6
+
+
+class ExitHead(nn.Module):
+    """x + up(silu(down(norm(x)))) for hidden states `[..., hidden_size]`; as made it changes nothing, since up is 0."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(hidden_size))
+        self.down = nn.Parameter(torch.randn(rank, hidden_size) / hidden_size**0.5)
+        self.up = nn.Parameter(torch.zeros(hidden_size, rank))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS)
+        return hidden + F.linear(F.silu(F.linear(inner, self.down)), self.up)
+
+
+class ExitHeads(nn.Module):
+    """One `ExitHead` for each of some exit layers of a model.
+
+    Args:
+        layers: exit layers, each from 1 to one below the model's number of layers.
+        hidden_size: the model's.
+        rank: inner width of the adapters.
+        weights: which weights they were trained for (`selfspec.model.fingerprint.weights_of`); empty: unknown.
+    """
+
+    def __init__(self, layers: Iterable[int], hidden_size: int, rank: int, weights: str = "") -> None:
+        super().__init__()
+        self.layers = tuple(sorted(set(layers)))
+        sizes = (*self.layers, hidden_size, rank)
+        if not self.layers or {*map(type, sizes)} != {int} or min(sizes) < 1:
+            raise ValueError(
+                f"exit heads need layers of at least 1, a hidden size and a rank, "
+                f"got {list(self.layers)}, {hidden_size} and {rank}"
+            )
+        self.hidden_size, self.rank, self.weights = hidden_size, rank, weights
+        self.heads = nn.ModuleDict({str(layer): ExitHead(hidden_size, rank) for layer in self.layers})
+
+    def forward(self, hidden: Tensor, layer: int) -> Tensor:
+        """Hidden states `[..., hidden_size]` after `layer`, ready for the norm and head; unchanged without a head."""
+        if layer not in self.layers:
+            return hidden
+        head = self.heads[str(layer)]
+        adapted: Tensor = head(hidden.to(head.norm.dtype))  # type: ignore[arg-type]
+        return adapted.to(hidden.dtype)
+
+    def of_layers(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """The same for several layers at once, `[layers, N, hidden_size]`."""
+        return torch.stack([self(one, layer) for one, layer in zip(hidden, layers, strict=True)])
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `exit_heads.safetensors` into a folder, whole or not at all; returns the file.
+
+        Raises:
+            OSError: the folder or the file cannot be written; what was there before is still there.
+        """
+        file = Path(folder) / FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        about = {"layers": list(self.layers), "hidden_size": self.hidden_size, "rank": self.rank}
+        metadata = {"format": FORMAT, "about": json.dumps(about), "weights": self.weights}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{FILE}.")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(as_bytes(tensors, metadata))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(name, 0o666 & ~_umask())  # mkstemp lets nobody else read
+            os.replace(name, file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExitHeads:
+        """Read what `save` wrote, from its folder or file, in float32 on the CPU.
+
+        Raises:
+            FileNotFoundError: there is no such folder or file.
+            OSError: the file is damaged or holds something else.
+        """
+        file = Path(path).expanduser()
+        file = file / FILE if file.is_dir() else file
+        if not file.is_file():
+            raise FileNotFoundError(f"exit heads {path}: no {FILE} there; give the folder that training wrote it into")
+        try:
+            with safe_open(file, "pt") as opened:
+                metadata: dict[str, Any] = opened.metadata() or {}
+                saved = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
+            about = json.loads(metadata["about"])
+            if len(saved) != 3 * len(about["layers"]) or not all(t.is_floating_point() for t in saved.values()):
+                raise ValueError("its tensors are not those it tells of")
+            with torch.device("meta"):  # what the file claims costs no memory until its tensors have borne it out
+                heads = cls(**about, weights=metadata.get("weights", ""))
+            heads.load_state_dict(saved, assign=True)
+        except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as problem:
+            raise OSError(
+                f"exit heads {path}: {file.name} is truncated or damaged; copy it or train them again"
+            ) from problem
+        return heads.float().requires_grad_(False)
+
+    def check(self, num_layers: int, hidden_size: int) -> None:
+        """Raise ValueError where they cannot belong to a model of this shape."""
+        if self.hidden_size != hidden_size or self.layers[-1] >= num_layers:
+            raise ValueError(
+                f"exit_heads are of a model of width {self.hidden_size} with more than {self.layers[-1]} layers, and "
+                f"this one has width {hidden_size} and {num_layers} layers; train heads for it"
+            )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

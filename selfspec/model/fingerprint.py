@@ -1,0 +1,99 @@
+"""What tells one model, one set of weights or one device from another, in a few readable fields and short hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.model.quantized import dense, is_dense
+from selfspec.model.stack import Stack
+
+NAMES = {"architectures", "dtype", "torch_dtype", "id2label", "label2id", "auto_map", "transformers_version"}
+SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
+SAMPLES = 8  # numbers looked at in every weight
+
+
+def shape_of(stack: Stack) -> dict[str, Any]:
+    """What of a model its speed depends on: its config but for names and token ids, its modules and their sizes."""
+    return {
+        "architecture": type(stack.model).__name__,
+        "num_layers": stack.num_layers,
+        "hidden_size": hidden_size_of(stack),
+        "vocab_size": stack.vocab_size,
+        "shape": _digest(_plain(stack.config.to_dict()), _modules(stack.model)),
+    }
+
+
+def hidden_size_of(stack: Stack) -> int:
+    return int(stack.config.get_text_config().hidden_size)
+
+
+def heads_of(stack: Stack) -> str:
+    """A hash over a few numbers of every weight of the exit heads; empty without them."""
+    if stack.exit_heads is None:
+        return ""
+    saved = stack.exit_heads.state_dict()
+    return _digest(list(saved), torch.cat(list(map(_sample, saved.values()))).tolist())
+
+
+def weights_of(stack: Stack) -> str:
+    """A hash over a few numbers of every weight that is saved, the same in float32 and bfloat16 and on any device."""
+    saved = {name: value for name, value in stack.model.state_dict().items() if isinstance(value, Tensor)}
+    seen = torch.cat([torch.zeros(0), *map(_sample, saved.values())])
+    return _digest(list(saved), seen.tolist())
+
+
+def vocabulary_of(tokenizer: Any) -> str:
+    """A hash over every token's text and id, added tokens included: what the ids of a text mean."""
+    return _digest(tokenizer.get_vocab())
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's own name, or the processor's where the system tells it, else its architecture."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{device.type}: {next(names, '') or platform.processor() or platform.machine()}"
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A few numbers spread over a weight, rounded to bfloat16, on the host."""
+    if tensor.is_meta:
+        return torch.zeros(0)
+    if hasattr(tensor, "to_local"):  # a share of it is enough, and to gather it would take all ranks
+        tensor = tensor.to_local()
+    flat = dense(tensor.detach()).reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].to(torch.bfloat16).float().cpu()
+
+
+def _modules(model: Any) -> list[str]:
+    """Every module's kind, sizes, kinds of quantised weights, and adapter switches."""
+    told = []
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        sizes = [list(weight.shape) if is_dense(weight) else [type(weight).__name__, *weight.shape] for weight in own]
+        switches = [vars(module)[name] for name in SWITCHES if name in vars(module)]
+        told.append(f"{type(module).__name__} {sizes} {switches}")
+    return told
+
+
+def _plain(value: Any) -> Any:
+    """A config without what no speed depends on."""
+    if not isinstance(value, dict):
+        return value
+    kept = {str(k): v for k, v in value.items() if k not in NAMES and not str(k).startswith("_")}
+    return {k: _plain(v) for k, v in kept.items() if not k.endswith(("token_id", "token_ids"))}
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,151 @@
+"""A Llama-shaped model's weights by name, for the engine that computes its layers itself instead of calling them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.model.quantized import is_dense
+
+# Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
+LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+DTYPES = (torch.float32, torch.bfloat16)
+# Parts from elsewhere may do more than their weights say: a LoRA layer has a `weight` too, its base layer's.
+KNOWN_MODULES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+
+
+class Linear(NamedTuple):
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+class Layer(NamedTuple):
+    """One decoder layer's weights, shared with the model."""
+
+    layer_idx: int
+    window: int | None  # tokens that attention reaches back, where it is limited
+    scale: float
+    norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: Linear
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def weights(self) -> list[Tensor]:
+        """Every tensor of the layer."""
+        linears = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
+        norms = [norm.weight for norm in (self.norm, self.mlp_norm, self.q_norm, self.k_norm) if norm is not None]
+        return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]
+
+
+class LlamaWeights(NamedTuple):
+    """Weights of a whole model, shared with it."""
+
+    head_dim: int
+    embedding: Tensor  # [vocab, hidden_size]
+    layers: list[Layer]
+    norm: Norm
+    head: Linear
+    rotary: Any  # the module that gives cos and sin of positions
+
+    @classmethod
+    def of(cls, model: Any) -> LlamaWeights | None:
+        """The weights of a causal LM that the compiled engine can serve; None for every other model.
+
+        It serves Llama-shaped models on CPU in float32 or bfloat16, whose weights alone say what they compute: without
+        hooks, adapters, quantised weights or modules from elsewhere.
+        """
+        if not _is_plain(model):
+            return None
+        try:
+            base = model.model
+            made = cls(
+                head_dim=base.layers[0].self_attn.head_dim,
+                embedding=base.embed_tokens.weight,
+                layers=[_layer(layer) for layer in base.layers],
+                norm=_norm(base.norm),
+                head=_linear(model.lm_head),
+                rotary=base.rotary_emb,
+            )
+            activations = {type(layer.mlp.act_fn) for layer in base.layers}
+        except AttributeError:  # a part is missing or of another kind
+            return None
+        silu = all(kind is nn.SiLU or kind.__name__ == "SiLUActivation" for kind in activations)
+        return made if silu and made._is_served() else None
+
+    def _is_served(self) -> bool:
+        first, weights = self.layers[0], [weight for layer in self.layers for weight in layer.weights()]
+        is_alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in self.layers)
+        is_readable = all(
+            weight.dtype == self.embedding.dtype in DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
+            for weight in (self.embedding, self.head.weight, *weights)
+        )
+        return is_alike and is_readable and self.head_dim % 2 == 0
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether a model is of a Llama-shaped class and made of that class's own modules, unchanged."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if type(model).__name__ not in LLAMA_SHAPED or rope.get("rope_type", "default") not in STATIC_ROPE:
+        return False
+    modules = list(model.modules())
+    linears = [m for m in modules if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
+    is_hooked = any(
+        m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") or "forward" in m.__dict__ for m in modules
+    )
+    return (
+        not is_hooked
+        and all(type(m) is nn.Linear for m in linears)
+        and type(model.get_input_embeddings()) is nn.Embedding
+        and all(type(m).__module__.startswith(KNOWN_MODULES) for m in modules)
+        and all(is_dense(weight) for weight in model.parameters())
+    )
+
+
+def _linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight, module.bias)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))
+
+
+def _layer(layer: Any) -> Layer:
+    attn, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        layer_idx=attn.layer_idx,
+        window=_window(attn),
+        scale=float(attn.scaling),
+        norm=_norm(layer.input_layernorm),
+        q=_linear(attn.q_proj),
+        k=_linear(attn.k_proj),
+        v=_linear(attn.v_proj),
+        q_norm=_norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
+        k_norm=_norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
+        o=_linear(attn.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _window(attn: Any) -> int | None:
+    """The sliding window, where the family's attention hands it on: per layer in Qwen, for all layers in Mistral."""
+    if hasattr(attn, "sliding_window"):
+        return attn.sliding_window
+    return getattr(attn.config, "sliding_window", None) if "Mistral" in type(attn).__name__ else None

@@ -1,0 +1,123 @@
+"""`Group`: rows of a packed call that one attention call serves, and what their queries read and see.
+
+Short rows share a call, padded to the longest; a long one goes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+
+SHORT = 32  # rows with at most this many new tokens share one padded call; longer ones (prefill) go alone
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows that one attention call serves; R rows (or idle pages between them), n queries each after padding."""
+
+    positions: Tensor  # [R, n] position of each query; padding repeats a real one
+    limit: int  # keys [0, limit) are read
+    pages: slice | Tensor  # consecutive pages, one per row; or [R, pages per row]
+    take: Tensor | None  # [R * n] index of each query in the packed call; None: the call's own order
+    give: tuple[Tensor, Tensor] | None  # (index in the packed call, index in R * n) of the real queries
+    single: bool  # one row and one query: nothing to mask but a lower bound
+    branches: Branches | None = None  # where some rows are trees
+
+
+class Branches(NamedTuple):
+    """What the queries of a group see where positions do not tell."""
+
+    seen: Tensor  # bool [R, n, limit]
+    positions: Tensor  # int64 [R, limit], of the keys
+
+
+def plan_groups(rows: PackedRows) -> list[Group]:
+    """Which rows share a call: all the short ones, padded to the longest; each long one alone."""
+    starts, first = [], 0
+    for span in rows.spans:
+        starts.append(first)
+        first += span.length
+    short = [i for i, span in enumerate(rows.spans) if span.length <= SHORT]
+    long = [i for i, span in enumerate(rows.spans) if span.length > SHORT]
+    if len(rows.spans) == 1:
+        return [_lone_group(rows, rows.spans[0])]
+    groups = [_padded_group(rows, [i], starts) for i in long]
+    return ([_padded_group(rows, short, starts)] if short else []) + groups
+
+
+def _lone_group(rows: PackedRows, span: Span) -> Group:
+    limit = span.start + span.length
+    pages = _page_index(rows.cache, [span.pages], limit, rows.device)
+    branches = None if span.tree is None else _branches([span], span.length, limit, rows.device)
+    return Group(rows.positions, limit, pages, None, None, span.length == 1 and branches is None, branches)
+
+
+def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int]) -> Group:
+    spans = {rows.spans[i].pages[0]: i for i in members}
+    width = max(rows.spans[i].length for i in members)
+    limit = max(rows.spans[i].start + rows.spans[i].length for i in members)
+    low, high = min(spans), max(spans)
+    one_page = all(len(rows.spans[i].pages) == 1 for i in members)
+    if one_page and high - low < 2 * len(members):  # neighbours, perhaps with an idle page between: no gather
+        order: list[int | None] = [spans.get(page) for page in range(low, high + 1)]
+        pages: slice | Tensor = slice(low, high + 1)
+    else:
+        order = list(members)
+        pages = _page_index(rows.cache, [rows.spans[i].pages for i in members], limit, rows.device)
+    take: list[int] = []
+    positions: list[list[int]] = []
+    real: list[int] = []  # where the queries stand in the packed call
+    padded: list[int] = []  # and in this group
+    for line, i in enumerate(order):
+        if i is None:  # an idle page: its query looks at its first slot and is thrown away
+            take += [0] * width
+            positions.append([0] * width)
+            continue
+        span = rows.spans[i]
+        offsets, places = [min(j, span.length - 1) for j in range(width)], span.positions()
+        take += [starts[i] + j for j in offsets]
+        positions.append([places[j] for j in offsets])
+        real += range(starts[i], starts[i] + span.length)
+        padded += range(line * width, line * width + span.length)
+    as_is = take == list(range(rows.num_tokens))
+    index = None if as_is else torch.tensor(take, device=rows.device)
+    give = None if as_is else (torch.tensor(real, device=rows.device), torch.tensor(padded, device=rows.device))
+    branches = None
+    if any(rows.spans[i].tree is not None for i in members):
+        of_order = [None if i is None else rows.spans[i] for i in order]
+        branches = _branches(of_order, width, limit, rows.device)
+    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, give, False, branches)
+
+
+def _branches(spans: Sequence[Span | None], width: int, limit: int, device: torch.device) -> Branches:
+    """Of rows some of which are trees; None is an idle page. Padded queries see what the row's last one sees."""
+    keys = np.tile(np.arange(limit), (len(spans), 1))
+    seen = np.zeros((len(spans), width, limit), np.bool_)
+    seen[:, :, 0] = True  # an idle page's query needs something to look at
+    for line, span in enumerate(spans):
+        if span is None:
+            continue
+        last = np.minimum(np.arange(width), span.length - 1)
+        if span.tree is None:
+            seen[line] = keys[line] <= (span.start + last)[:, None]
+            continue
+        root, end = span.root, span.start + span.length
+        keys[line, root:end] = root + np.array(span.tree.depths())
+        seen[line, :, :root] = True
+        seen[line, :, root:end] = span.tree.ancestors()[-span.length :][last]
+    return Branches(torch.from_numpy(seen).to(device), torch.from_numpy(keys).to(device))
+
+
+def _page_index(cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device) -> slice | Tensor:
+    if len(tables) == 1 and len(tables[0]) == 1:
+        return slice(tables[0][0], tables[0][0] + 1)
+    need = cache.pages_for(limit)
+    table = [[*pages[:need], *[pages[0]] * (need - len(pages))] for pages in tables]
+    return torch.tensor(table, device=device)

@@ -1,0 +1,187 @@
+"""Does the split model agree with the whole one? Asked once at load, before anybody trusts a token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import UnsupportedModelError
+from selfspec.model import attention_backends as backends
+from selfspec.model.fingerprint import hidden_size_of
+from selfspec.model.kv_cache import PackedRows, Span
+from selfspec.model.refusals import replaced_forward
+from selfspec.model.row_groups import SHORT
+from selfspec.model.shortlist import NUM_TOP
+from selfspec.model.stack import Stack
+from selfspec.model.views import make_twin
+
+_log = logging.getLogger("selfspec")
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+# Two rows: tokens in all, tokens prefilled before the draft begins. The first is long enough for a call of its own.
+LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
+FAR = 1e3  # nats below a position's likeliest token: only masks put a logit there
+
+
+@torch.inference_mode()
+def split_error(stack: Stack) -> float:
+    """Logit difference between split and whole, in units of the whole model's logit spread: the largest.
+
+    In half precision the median position's: rounding can send a token of a mixture of experts to another expert, while
+    a wrong split disturbs every position.
+
+    Two ragged rows are prefilled in one packed call, drafted token by token through the early layers, and verified in
+    one ragged call of the later ones; at two exit layers, in the loaded dtype.
+    """
+    whole = make_twin(stack.model)
+    vocab = int(whole.config.vocab_size)
+    rng = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, vocab, (n,), generator=rng).to(stack.device) for n in LENGTHS]
+    wanted = [whole(input_ids=p[None], use_cache=False).logits[0].float() for p in prompts]
+    tail = torch.cat([want[at:] for want, at in zip(wanted, PREFIX, strict=True)])
+    exits = sorted({max(1, stack.num_layers // 4), stack.num_layers // 2})
+    errors = []
+    for hidden in [_split_states(stack, prompts, e) for e in exits]:
+        errors.append(difference(stack.logits(hidden), tail))
+        # A head that depends on how many tokens share a call would make a row's tokens depend on its neighbours.
+        errors[-1][0] = torch.maximum(errors[-1][0], difference(stack.logits(hidden[:1]), tail[:1])[0])
+    worst = torch.stack(errors)
+    return float(worst.max() if stack.dtype.itemsize >= 4 else worst.median(-1).values.max())
+
+
+def difference(got: Tensor, wanted: Tensor) -> Tensor:
+    """The largest difference between logits at each of N positions, fp32 `[N]`, in units of the wanted ones' spread.
+
+    A token that is masked in both is left out of difference and spread, since a mask's size says nothing of a model's
+    logits; one that is masked in `wanted` alone is infinitely wrong.
+
+    Args:
+        got: fp32 `[N, vocab]`, as `wanted`.
+    """
+    real = wanted > wanted.amax(-1, keepdim=True) - FAR
+    is_masked = got < got.amax(-1, keepdim=True) - FAR / 2  # half: a logit at the bound may be rounded to either side
+    apart = torch.where(real, (got - wanted).abs(), torch.where(is_masked, 0.0, torch.inf))
+    return apart.amax(-1) / wanted[real].std().clamp_min(1e-6)
+
+
+def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
+    """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, prefilled, drafted and verified."""
+    cache = stack.new_cache(len(prompts), max(LENGTHS))
+    pages = [[row] for row in range(len(prompts))]
+
+    def rows(spans: list[tuple[int, int, int]]) -> PackedRows:
+        return PackedRows(cache, [Span(pages[row], at, n) for row, at, n in spans], stack.device)
+
+    prefill = rows([(row, 0, n) for row, n in enumerate(PREFIX)])
+    hidden = stack.run(prefill, 0, exit_layer, torch.cat([p[:n] for p, n in zip(prompts, PREFIX, strict=True)]))
+    stack.run(prefill, exit_layer, stack.num_layers, hidden)
+    drafted: list[list[Tensor]] = [[] for _ in prompts]
+    for step in range(max(n - at for n, at in zip(LENGTHS, PREFIX, strict=True))):
+        live = [row for row in range(len(prompts)) if PREFIX[row] + step < LENGTHS[row]]
+        tokens = torch.stack([prompts[row][PREFIX[row] + step] for row in live])
+        out = stack.run(rows([(row, PREFIX[row] + step, 1) for row in live]), 0, exit_layer, tokens)
+        for row, state in zip(live, out, strict=True):
+            drafted[row].append(state)
+    verify = rows([(row, PREFIX[row], LENGTHS[row] - PREFIX[row]) for row in range(len(prompts))])
+    states = torch.stack([state for row in drafted for state in row])
+    return stack.run(verify, exit_layer, stack.num_layers, states)
+
+
+def self_check(stack: Stack) -> float:
+    """The split error, or UnsupportedModelError with the reason when it is beyond what rounding explains.
+
+    A compiled body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
+    attention backend in favour of `sdpa`, with a warning. Heads over a part of the vocabulary are left out where they
+    differ from the model's own, see `check_part_heads`.
+    """
+    error = _split_error_or_refusal(stack)
+    check_part_heads(stack)
+    return error
+
+
+@torch.inference_mode()
+def check_part_heads(stack: Stack) -> None:
+    """Leave out heads over a part of the vocabulary that do not give the model's own logits.
+
+    They replace the vocabulary product inside the model's forward. A forward that treats logits by their token id, as
+    one that masks some ids does, then treats others, or fails.
+    """
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(PREFIX[0], hidden_size_of(stack), generator=rng).to(stack.device, stack.hidden_dtype)
+    wanted = stack.logits(hidden, 1)
+    top = torch.stack([torch.randperm(wanted.shape[1], generator=rng)[:NUM_TOP] for _ in hidden]).to(stack.device)
+    others = stack.others.expand(len(hidden), -1)
+
+    def is_equal(index: Tensor, logits: Tensor) -> bool:
+        error = difference(wanted.scatter(1, index, logits), wanted).max()
+        return bool(error <= TOLERANCE.get(stack.dtype, 0.2))
+
+    def short_is_equal() -> bool:
+        short = stack.short_logits(hidden[None], top, [1])
+        return short is None or (
+            is_equal(top, short[0, :, : top.shape[1]]) and is_equal(others, short[0, :, top.shape[1] :])
+        )
+
+    def draft_is_equal() -> bool:
+        tokens = stack.others.sort().values
+        logits = stack.logits_of(hidden, 1, tokens)
+        return logits is None or is_equal(tokens.expand(len(hidden), -1), logits)
+
+    stack.leave_out_heads(short=not _holds(short_is_equal), draft=not _holds(draft_is_equal))
+
+
+def _holds(test: Callable[[], bool]) -> bool:
+    """Whether a test passes; not where the model's forward raises, on logits of a shape it does not expect."""
+    try:
+        return test()
+    except Exception:
+        return False
+
+
+def _split_error_or_refusal(stack: Stack) -> float:
+    kind = getattr(stack.config, "model_type", "model")
+    if stack.num_layers < 2:
+        raise UnsupportedModelError(f"{kind}: a model of {stack.num_layers} layer has no layer to leave early at")
+    allowed = TOLERANCE.get(stack.dtype, 0.2)
+    if stack.compiled is not None:
+        try:
+            error = split_error(stack)
+        except Exception:
+            error = float("inf")
+        if error <= allowed:
+            return error
+        stack.compiled = None
+    try:
+        error = _error_by_any_backend(stack, allowed)
+    except Exception as problem:
+        raise UnsupportedModelError(
+            replaced_forward(stack.model)
+            or f"{kind}: its layers cannot be run in two parts ({type(problem).__name__}: {problem}); "
+            "decode it with transformers' own generate()"
+        ) from problem
+    if not error <= allowed:
+        raise UnsupportedModelError(
+            replaced_forward(stack.model)
+            or f"{kind}: run in two parts, its logits differ from the whole model's by {error:.2g} standard "
+            f"deviations (at most {allowed:g} is rounding), so drafts could not be verified; "
+            "decode it with transformers' own generate()"
+        )
+    return error
+
+
+def _error_by_any_backend(stack: Stack, allowed: float) -> float:
+    """The split error with the stack's attention backend; where that is too large, with `sdpa` in its place."""
+    if stack.backend.name == "sdpa":
+        return split_error(stack)
+    try:
+        error = split_error(stack)
+        if error <= allowed:
+            return error
+        problem = f"its logits differ by {error:.2g} standard deviations"
+    except Exception as raised:
+        problem = f"{type(raised).__name__}: {raised}"
+    _log.warning("attention backend %s does not serve this model here (%s); sdpa does", stack.backend.name, problem)
+    stack.backend = backends.named("sdpa", stack.device)
+    return split_error(stack)

@@ -1,0 +1,16 @@
+"""A target that decodes from recordings on the processor: `tests.cuda.tape` in place of CUDA graphs."""
+
+from __future__ import annotations
+
+from selfspec.executors.cuda.runner import Runner
+from selfspec.kernels.suite import REFERENCE
+from tests.cuda.tape import Tape
+
+
+def with_runner(target, budget=1 << 40, most_rows=8, num_bytes=None, kernels=REFERENCE):
+    """The same target, run from recordings by the plain twins, or by other kernels."""
+    if target.engine == "compiled":  # it reads rows where no recording has them: on the host
+        target.stack.compiled = None
+    tape = Tape(num_bytes)
+    target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, most_rows)
+    return target

@@ -1,0 +1,206 @@
+"""A stand-in for CUDA graphs: it records the operations of a body, and a replay does these again and nothing else.
+
+What a device does with a recording is what the tape does:
+- Python is not run again, and every operation reads and writes the memory that it had when it was recorded.
+- Memory from outside the body is held weakly. A replay that reads memory which nobody holds any longer raises.
+- Memory from inside lies in one pool. Before a replay the whole pool is filled with NaN, as if others had used it.
+- Operations that wait for the device, or that copy from the host, are refused by name.
+
+It does not tell: wrong code of a kernel, races between streams, and copies from the host where all tensors are the
+host's (`tests/cuda/test_host_copies.py` runs layers on the meta device for that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from selfspec.executors.cuda.capture import CannotCapture, Watched
+
+WAITS = {  # the host needs an answer of the device, be it only the size of a result
+    "item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique",
+    "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave.Tensor", "grouped_mm_fallback",
+    "argwhere", "nonzero_numpy", "where.default",
+    "resolve_neg",  # what `tolist` asks first
+}  # fmt: skip
+FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
+SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+KERNELS = ("scatter", "attend", "pick", "accept")
+
+
+def refusal(func: Any, args: Any) -> str | None:
+    """Why a CUDA graph cannot hold an operation; None where it can."""
+    name = str(func).split(".", 1)[1]  # without the namespace
+    short = name.split(".")[0].rstrip("_")
+    if WAITS & {name, short}:
+        return "operation would wait for the device, which is not permitted when stream is capturing"
+    if FROM_HOST & {name, short}:
+        return "operation would copy from the host, which is not permitted when stream is capturing"
+    if short in ("index", "index_put") and any(one is not None and one.dtype == torch.bool for one in args[1]):
+        return "operation would wait for the size of a mask, which is not permitted when stream is capturing"
+    if short == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+        return "operation reads its offsets on the host in all but bfloat16, not permitted when stream is capturing"
+    return None
+
+
+class Outside(NamedTuple):
+    """A tensor in memory that the recording does not hold."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        held = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if held is None:
+            raise AssertionError(f"a replay reads {self.dtype} {list(self.size)} that nobody holds any longer")
+        return torch.empty(0, dtype=self.dtype).set_(held, self.offset, self.size, self.stride)
+
+
+class Step(NamedTuple):
+    """One operation; its new results are written over those of the recording."""
+
+    call: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    made: list[tuple[int, torch.Tensor]]  # which of the flat results lie in new memory, and where
+
+
+class Recorder(Watched):
+    """Does what a body does, and writes it down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.pool: dict[int, torch.UntypedStorage] = {}
+        self.outside: dict[int, StorageWeakRef] = {}
+        self.kernels: list[str] = []  # what was launched, in order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.last = str(func)
+        reason = refusal(func, args)
+        if reason is not None:
+            raise RuntimeError(reason)
+        return self.take(func, args, kwargs or {}, empties=str(func).split(".")[1].startswith(("empty", "new_empty")))
+
+    def launch(self, name: str, kernel: Callable[..., Any], is_opaque: bool, args: Any, kwargs: Any) -> Any:
+        """A kernel: what torch does in it is written down, or where torch does not see it, the call as one."""
+        self.kernels.append(f"{name}({', '.join(map(_told, (*args, *kwargs.values())))})")
+        if not is_opaque:
+            return kernel(*args, **kwargs)
+        with _disable_current_modes():
+            return self.take(kernel, args, kwargs)
+
+    def take(self, call: Callable[..., Any], args: Any, kwargs: Any, empties: bool = False) -> Any:
+        frozen = tree_map_only(torch.Tensor, self._freeze, (args, kwargs))
+        known = {_key(one) for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)}
+        out = call(*args, **kwargs)
+        made = []
+        for place, one in enumerate(tree_flatten(out)[0]):
+            if isinstance(one, torch.Tensor) and _key(one) not in known | self.pool.keys() | self.outside.keys():
+                self.pool[_key(one)] = one.untyped_storage()
+                made.append((place, one))
+        schema = getattr(call, "_schema", None)
+        if not empties and (made or schema is None or schema.is_mutable):  # a view needs no doing again
+            self.steps.append(Step(call, *frozen, made))
+        return out
+
+    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
+        key = _key(tensor)
+        if key in self.pool:
+            return tensor
+        storage = self.outside.setdefault(key, StorageWeakRef(tensor.untyped_storage()))
+        return Outside(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class Tape:
+    """Records bodies as `CudaCapture` does.
+
+    Args:
+        num_bytes: what every recording is said to take; None: the size of what it made.
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
+        self.made: list[Taped] = []
+        self.num_bytes = num_bytes
+        self._recorder: Recorder | None = None
+
+    def record(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> Taped:
+        body()  # makes what is made once, as the run before a capture does
+        recorder = self._recorder = Recorder()
+        try:
+            with recorder:
+                outputs = body()
+        except Exception as problem:
+            raise CannotCapture(recorder.last, str(problem)) from problem
+        finally:
+            self._recorder = None
+        made = Taped(recorder, outputs, self)
+        if self.num_bytes is not None:
+            made.num_bytes = self.num_bytes
+        self.made.append(made)
+        return made
+
+    def kernels(self, kernels: Any) -> Any:
+        """The same kernels, whose launches are written down while something is recorded."""
+
+        def seen(name: str) -> Callable[..., Any]:
+            kernel, is_opaque = getattr(kernels, name), kernels.name == "triton"
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if self._recorder is None:
+                    return kernel(*args, **kwargs)
+                return self._recorder.launch(name, kernel, is_opaque, args, kwargs)
+
+            return run
+
+        return kernels._replace(**{name: seen(name) for name in KERNELS})
+
+
+class Taped:
+    """A recording."""
+
+    def __init__(self, recorder: Recorder, outputs: tuple[torch.Tensor, ...], tape: Tape) -> None:
+        self.outputs, self.kernels, self._tape = outputs, recorder.kernels, tape
+        self.steps, self.pool = recorder.steps, list(recorder.pool.values())
+        self.num_bytes = sum(storage.nbytes() for storage in self.pool)
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for made in self._tape.made:
+            for storage in made.pool:
+                storage.fill_(255)  # NaN in every floating-point format, -1 in integers
+        for call, args, kwargs, made in self.steps:
+            args, kwargs = tree_map_only(Outside, Outside.tensor, (args, kwargs), is_leaf=_is_outside)
+            flat = tree_flatten(call(*args, **kwargs))[0]
+            for place, held in made:
+                held.copy_(flat[place])
+
+
+def _is_outside(one: Any) -> bool:
+    return isinstance(one, Outside)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _told(argument: Any) -> str:
+    """An argument's dtype and shape, or itself."""
+    if isinstance(argument, torch.Tensor):
+        return f"{SHORT[argument.dtype]}{list(argument.shape)}".replace(" ", "")
+    if isinstance(argument, float):
+        return f"{argument:.4g}"
+    if isinstance(argument, tuple):
+        fields = getattr(argument, "_fields", None)
+        inner = ", ".join(map(_told, argument))
+        return f"({inner})" if fields is None else f"{type(argument).__name__}({inner})"
+    return str(argument)

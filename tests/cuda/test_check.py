@@ -1,0 +1,87 @@
+"""What the check at load finds: kernels that are wrong for several rows, for one, or when memory has changed hands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.api import Target
+from selfspec.executors.cuda.runner import Runner, install
+from selfspec.executors.cuda.self_check import round_problem
+from selfspec.kernels.suite import REFERENCE
+from tests.cuda.standin import with_runner
+from tests.cuda.tape import Tape
+from tests.models import build
+
+
+def flawed(is_wrong):
+    """Kernels whose picks are wrong where a call is."""
+
+    def pick(logits, sampling):
+        picks, sure = REFERENCE.pick(logits, sampling)
+        return (picks + 1) % logits.shape[1] if is_wrong(logits, sampling) else picks, sure
+
+    return REFERENCE._replace(pick=pick)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_right_rounds_pass(family, dtype):
+    target = with_runner(Target(build(family).to(dtype)))
+    assert round_problem(target.stack, target.stack.runner) is None
+    assert target.stack.runner.graphs.num_recorded > 0
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "problem"),
+    [
+        (lambda logits, sampling: sampling.sampled, "two sampled rows"),
+        (lambda logits, sampling: not sampling.sampled, "a single row"),
+        (lambda logits, sampling: len(logits) > 2, "two sampled rows"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_picks_are_found(dtype, is_wrong, problem):
+    target = with_runner(Target(build("llama").to(dtype)), kernels=flawed(is_wrong))
+    assert problem in round_problem(target.stack, target.stack.runner)
+
+
+def test_wrong_acceptance_of_right_picks_is_found():
+    def accept(*given):
+        done = REFERENCE.accept(*given)
+        drafted, accepted = done.record[:, 0], done.record[:, 1]
+        done.record[:, 1:2] = torch.where(accepted == drafted, 0, drafted)[:, None]
+        return done
+
+    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(accept=accept))
+    assert "two sampled rows" in round_problem(target.stack, target.stack.runner)
+
+
+class Forgetful(Tape):
+    """Its recordings are right once; after that, what they read belongs to others."""
+
+    def record(self, body):
+        made = super().record(body)
+        replay = made.replay
+
+        def later():
+            replay()
+            if made.num_replays > 1:
+                made.outputs[0].add_(1)
+
+        made.replay = later
+        return made
+
+
+def test_a_recording_that_is_right_only_at_first_is_found():
+    target = Target(build("llama"), engine="views")
+    target.stack.runner = Runner(target.stack, REFERENCE, Forgetful())
+    assert "when it was replayed" in round_problem(target.stack, target.stack.runner)
+
+
+def test_a_runner_whose_rounds_are_wrong_is_taken_away(caplog):
+    stack = Target(build("llama"), engine="views").stack
+    tape = Tape()
+    install(stack, lambda one: Runner(one, flawed(lambda logits, sampling: sampling.sampled), tape))
+    assert stack.runner is None
+    assert "a round of two sampled rows picks other tokens" in caplog.text

@@ -1,0 +1,177 @@
+"""`CudaCapture` against a stand-in for torch.cuda: streams, the shared pool, and what a recording is said to take.
+
+The stand-in behaves as torch does: a capture empties the allocator's cache first, one that fails does not give the
+stream back, and a pool whose last graph is gone cannot be opened again while its memory is in use.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from selfspec.executors.cuda.capture import CannotCapture, CudaCapture
+
+SEGMENT = 2 << 20
+
+
+class Device:
+    """What torch.cuda would know."""
+
+    def __init__(self):
+        self.stream = "the caller's"
+        self.cached = 0  # bytes that the allocator holds outside the pool
+        self.pool_bytes = 0
+        self.graphs = weakref.WeakSet()  # those that hold the pool
+        self.was_opened = False
+        self.done = []  # what orders the work of streams
+
+    def new_stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: self.done.append("the recorder's waits for the caller's"))
+
+    def current_stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: self.done.append("the caller's waits for the recorder's"))
+
+    def synchronize(self, device):
+        self.done.append("the host waits for the device")
+
+    @contextmanager
+    def using(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextmanager
+    def capturing(self, graph, pool, stream, capture_error_mode):
+        assert not self.was_opened or self.graphs, "the pool was given back while its memory was in use"
+        assert pool == (0, 7) and capture_error_mode == "thread_local"
+        self.done.append("capture")
+        self.cached, self.was_opened = 0, True
+        self.graphs.add(graph)
+        self.stream = stream
+        try:
+            yield
+        except BaseException as problem:
+            raise RuntimeError("operation failed due to a previous error during capture") from problem
+        self.stream = "the caller's"
+        self.pool_bytes += SEGMENT
+
+    def snapshot(self):
+        other = {"segment_pool_id": (0, 0), "total_size": self.cached}
+        return [other, {"segment_pool_id": (0, 7), "total_size": self.pool_bytes}]
+
+
+class Graph:
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+    for name, stand_in in (
+        ("Stream", made.new_stream),
+        ("current_stream", made.current_stream),
+        ("stream", made.using),
+        ("synchronize", made.synchronize),
+        ("graph_pool_handle", lambda: (0, 7)),
+        ("CUDAGraph", Graph),
+        ("graph", made.capturing),
+        ("memory_snapshot", made.snapshot),
+        ("memory_reserved", lambda device: made.cached + made.pool_bytes),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return made
+
+
+def body_that_caches(device):
+    runs = []
+
+    def body():
+        runs.append(1)
+        if len(runs) == 1:  # the run before the capture leaves memory in the allocator's cache
+            device.cached += 10 * SEGMENT
+        return (torch.ones(3) + 1,)
+
+    return body
+
+
+def test_what_a_recording_takes_is_counted_though_caches_were_emptied_for_it(device):
+    capture = CudaCapture(torch.device("cpu"))
+    made = capture.record(body_that_caches(device))
+    assert made.num_bytes == SEGMENT
+    assert made.outputs[0].tolist() == [2.0] * 3
+
+
+def test_a_recording_that_fits_into_the_pool_as_it_is_takes_its_results(device, monkeypatch):
+    capture = CudaCapture(torch.device("cpu"))
+    monkeypatch.setattr(device, "snapshot", lambda: [])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
+    assert capture.record(lambda: (torch.ones(3),)).num_bytes == 12
+
+
+def test_a_capture_that_fails_names_the_operation_and_gives_the_stream_back(device):
+    runs = []
+
+    def body():
+        runs.append(1)
+        doubled = torch.ones(3) * 2
+        if len(runs) > 1:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return (doubled,)
+
+    with pytest.raises(CannotCapture, match=r"aten\.mul") as refused:
+        CudaCapture(torch.device("cpu")).record(body)
+    assert "\n" not in refused.value.reason
+    assert device.stream == "the caller's"
+
+
+def test_the_run_before_a_capture_comes_after_what_filled_its_inputs_and_before_the_capture(device):
+    capture, start = CudaCapture(torch.device("cpu")), len(device.done)
+
+    def body():
+        device.done.append("body")
+        return (torch.ones(3),)
+
+    capture.record(body)
+    assert device.done[start:] == [
+        "the recorder's waits for the caller's",
+        "body",
+        "the caller's waits for the recorder's",
+        "the host waits for the device",
+        "capture",
+        "body",
+    ]
+    assert device.stream == "the caller's"
+
+
+def test_a_pool_that_cannot_be_opened_gives_the_stream_back(device, monkeypatch):
+    def zeros(*size, **how):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaCapture(torch.device("cpu"))
+    assert device.stream == "the caller's"
+
+
+def test_the_pool_stays_open_when_all_recordings_are_given_up(device):
+    capture = CudaCapture(torch.device("cpu"))
+    made = capture.record(lambda: (torch.ones(3),))
+    del made
+    gc.collect()
+    assert len(device.graphs) == 1
+    capture.record(lambda: (torch.ones(3),))
+
+
+def test_a_recording_outlives_who_made_it(device):
+    made = CudaCapture(torch.device("cpu")).record(lambda: (torch.ones(3),))
+    gc.collect()
+    assert len(device.graphs) == 2
+    made.replay()

@@ -1,0 +1,321 @@
+"""Decoding from recordings gives the tokens of decoding without them: whole rounds and segments, ragged and sampled."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.api import Target
+from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.request import Request
+from selfspec.executors.cuda.runner import Runner, install
+from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from tests.cuda.standin import with_runner
+from tests.cuda.tape import Tape
+from tests.decoding.test_trees import seconds
+from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, make_prompts
+from tests.models import EOS, build, tiny
+from tests.slow import slow
+
+SAMPLED = {
+    "temperature": [0.0, 0.8, 1.0, 0.7],
+    "top_k": [0, 0, 9, 0],
+    "top_p": [1.0, 0.9, 1.0, 1.0],
+    "seed": [0, 1, 2, 3],
+}
+LONG = {"max_new_tokens": [20, 9, 14, 17]}
+
+
+def options_for(count, sampled):
+    return {name: values[:count] for name, values in (SAMPLED | LONG if sampled else LONG).items()}
+
+
+class Stopping(Schedule):
+    """Throws dice for stops by survival too."""
+
+    def plan(self, rows):
+        plan = super().plan(rows)
+        calibration = tuple(self.random.random() for _ in range(NUM_BINS))
+        if plan.exit_layer and self.random.random() < 0.5:
+            stop = SurvivalStop(calibration, self.random.random() / 2)
+            return Plan(plan.exit_layer, plan.draft_lengths, stop=stop, keep_confidence=True)
+        return plan
+
+
+RECORDINGS = {
+    "lengths": st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    "seed": st.integers(0, 1000),
+    "sampled": st.booleans(),
+    "most_rows": st.sampled_from([0, 2, 8]),  # 0: segments only
+    "page_size": st.sampled_from([4, 16, 128]),
+}
+
+
+def check_recorded(model, lengths, seed, sampled, most_rows, page_size):
+    """From recordings come the tokens, statistics and outcomes of the ordinary engine, round by round."""
+    prompts, options = make_prompts(lengths, seed), options_for(len(lengths), sampled)
+    policies = [Stopping(seed, 4) for _ in range(2)]
+    engine = {"page_size": page_size}
+    wanted = decode(Target(model), prompts, policies[0], engine=engine, **options)
+    target = with_runner(Target(model), most_rows=most_rows)
+    got = decode(target, prompts, policies[1], lambda made: audit_cache(made, target.model), engine, **options)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert [one.stats for one in got] == [one.stats for one in wanted]
+    assert [one.finish_reason for one in got] == [one.finish_reason for one in wanted]
+    assert target.stack.runner.graphs.num_recorded > 0
+    assert [plan for plan, _ in policies[0].seen] == [plan for plan, _ in policies[1].seen]
+    for one, other in zip(*[policy.outcomes for policy in policies], strict=True):
+        assert (one.num_drafted, one.num_accepted) == (other.num_drafted, other.num_accepted)
+        assert one.confidences == pytest.approx(other.confidences, abs=1e-4)
+
+
+@settings(max_examples=3)
+@given(**RECORDINGS)
+def test_tokens_are_those_of_the_ordinary_engine(**case):
+    check_recorded(build("llama"), **case)
+
+
+@pytest.mark.parametrize(
+    ("family", "most_rows"),
+    [
+        ("qwen3", 0),
+        ("gemma2", 8),
+        ("gpt2", 0),
+        ("opt", 8),
+        slow("qwen3", 8),
+        slow("gemma2", 0),
+        slow("gpt2", 8),
+        slow("opt", 0),
+    ],
+)
+def test_views_of_other_families_can_be_recorded(family, most_rows):
+    prompts = make_prompts([3, 20, 11])
+    wanted = decode(tiny(family), prompts, Schedule(3, 4), max_new_tokens=12)
+    target = with_runner(Target(build(family)), most_rows=most_rows)
+    got = decode(target, prompts, Schedule(3, 4), max_new_tokens=12)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    runner = target.stack.runner
+    assert runner.refused is None and runner.graphs.num_recorded > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
+    prompts, how = make_prompts([3, 20, 11]), {"max_new_tokens": 6}
+    wanted = decode(tiny(family), prompts, Schedule(3, 4), **how)
+    target = with_runner(Target(build(family)))
+    got = decode(target, prompts, Schedule(3, 4), **how)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert target.stack.runner.refused == "aten._grouped_mm.default"
+    half = with_runner(Target(build(family).bfloat16()))
+    decode(half, prompts, Schedule(3, 4, lookup=False), **how)
+    assert half.stack.runner.refused is None and half.stack.runner.graphs.num_recorded > 0
+
+
+def test_float64_too():
+    prompts, model = make_prompts([9, 17]), build("llama").double()
+    wanted = decode(Target(model), prompts, Schedule(5, 4), max_new_tokens=16)
+    got = decode(with_runner(Target(model)), prompts, Schedule(5, 4), max_new_tokens=16)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+
+
+@pytest.mark.parametrize("most_rows", [0, 8])
+def test_whatever_a_plan_asks_for_is_answered_as_ever(most_rows):
+    """Looks at other layers, divergences and stops: in whole rounds where they can be, in segments else."""
+    prompts = make_prompts([7, 22, 13])
+    wanted = decode(tiny("llama"), prompts, Adversary(2, 4), max_new_tokens=18)
+    target = with_runner(Target(build("llama")), most_rows=most_rows)
+    policy = Adversary(2, 4)
+    got = decode(target, prompts, policy, max_new_tokens=18)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert policy.shadows
+
+
+def test_second_choices_are_verified_from_recordings_of_layers():
+    prompts, how = make_prompts([7, 22, 13]), {"max_new_tokens": 18}
+    wanted = decode(tiny("llama"), prompts, Always(None, 0), **how)
+    target = with_runner(Target(build("llama")), most_rows=0)
+    got = decode(target, prompts, seconds(3), lambda made: audit_cache(made, target.model), **how)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert sum(one.stats.num_side_tokens for one in got) > 10
+
+
+def test_end_of_text_inside_a_draft_ends_the_row():
+    prompts = make_prompts([5, 8, 12, 3], seed=4)
+    free = decode(tiny("llama"), prompts, Always(2, 5), max_new_tokens=24)
+    ends = {one.tokens[7] for one in free}
+    target = with_runner(Target(build("llama")))
+    engine = Engine(target, policy=Always(2, 5), max_batch_size=4, max_cached_tokens=1024)
+    for prompt in prompts:
+        engine.submit(Request(prompt, 24, eos=frozenset({EOS, *ends})))
+    done = [row.completion for round_ in engine.run() for row in round_.rows if row.completion is not None]
+    for one in done:
+        whole = free[one.request_id].tokens
+        cut = next((i + 1 for i, token in enumerate(whole) if token in {EOS, *ends}), len(whole))
+        assert one.tokens == whole[:cut]
+
+
+# ------------------------------------------------------------------------------------------------------- bookkeeping
+
+
+def test_another_call_decodes_without_recording_anything_anew():
+    target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
+    first = target.generate(prompts, max_new_tokens=12, exit_layer=1, num_draft_tokens=3)
+    runner = target.stack.runner
+    recorded = runner.graphs.num_recorded
+    again = target.generate(prompts, max_new_tokens=12, exit_layer=1, num_draft_tokens=3)
+    assert [one.tokens for one in again] == [one.tokens for one in first]
+    assert runner.graphs.num_recorded == recorded
+    assert sum(made.num_replays for made in runner.graphs.capture.made) > recorded
+
+
+def test_two_engines_at_once_have_pages_of_their_own():
+    target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
+    wanted = decode(tiny("llama"), prompts, Always(1, 3), max_new_tokens=12)
+    engines = [Engine(target, policy=Always(1, 3), max_cached_tokens=256, page_size=16) for _ in prompts]
+    for engine, prompt in zip(engines, prompts, strict=True):
+        engine.submit(prompt, max_new_tokens=12)
+    tokens = [[], []]
+    while any(engine.has_work for engine in engines):
+        for engine, mine in zip(engines, tokens, strict=True):
+            for round_ in engine.step():
+                mine += [token for row in round_.rows for token in row.tokens]
+    assert tokens == [one.tokens for one in wanted]
+
+
+def test_the_longest_unused_recordings_are_given_up():
+    target, prompts = (
+        with_runner(Target(build("llama")), budget=7 << 19, most_rows=0, num_bytes=1 << 20),
+        make_prompts([9, 17]),
+    )
+    wanted = decode(tiny("llama"), prompts, Schedule(7, 4), max_new_tokens=20)
+    got = decode(target, prompts, Schedule(7, 4), max_new_tokens=20)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    graphs = target.stack.runner.graphs
+    assert len(graphs) == 3 and 3 << 20 < graphs.num_bytes < 7 << 19 and graphs.num_recorded > 3
+
+
+def test_rounds_are_recorded_anew_with_new_exit_heads():
+    target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
+    before = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
+    heads, dice = ExitHeads([1], 32, 4), torch.Generator().manual_seed(0)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=dice)
+    target.exit_heads, runner = heads, target.stack.runner
+    recorded, kept = runner.graphs.num_recorded, len(runner.graphs)
+    after = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
+    assert [one.tokens for one in after] == [one.tokens for one in before]
+    assert [one.stats for one in after] != [one.stats for one in before], "the new heads draft otherwise"
+    assert runner.graphs.num_recorded > recorded and len(runner.graphs) <= kept + 2, (
+        "recorded anew, in place of the old"
+    )
+
+
+def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog):
+    class Waiting(torch.nn.SiLU):
+        def forward(self, hidden):
+            return super().forward(hidden) if float(hidden.sum()) < 1e30 else hidden
+
+    model, prompts = build("llama"), make_prompts([9, 17])
+    model.model.layers[0].mlp.act_fn = Waiting()
+    target = Target(model, engine="views")
+    wanted = target.generate(prompts, max_new_tokens=12, exit_layer=1)
+    with_runner(target)
+    with caplog.at_level(logging.WARNING):
+        got = target.generate(prompts, max_new_tokens=12, exit_layer=1)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    notices = [one.message for one in caplog.records if "cannot be captured" in one.message]
+    assert len(notices) == 1 and "aten.item" in notices[0]
+    assert target.stack.runner.refused == "aten.item.default"
+
+
+def test_calls_share_recordings_by_shape_and_nothing_else():
+    target = with_runner(Target(build("llama")))
+    stack, runner = target.stack, target.stack.runner
+    cache = stack.new_cache(8, 16)
+    tables = [cache.reserve(32) for _ in range(3)]
+    with torch.inference_mode():
+        for spans in ([(0, 0, 3)], [(1, 5, 4)], [(0, 3, 2), (2, 0, 2)], [(0, 5, 1), (1, 9, 2), (2, 2, 1)]):
+            rows = PackedRows(cache, [Span(tables[row], at, count) for row, at, count in spans])
+            stack.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
+        assert runner.graphs.num_recorded == 3  # of two calls that fit into one shape there is one recording
+        prompt = PackedRows(cache, [Span(tables[0], 0, 30)])
+        stack.run(prompt, 0, 2, torch.arange(30))
+    assert runner.graphs.num_recorded == 3
+    rows = PackedRows(cache, [Span(tables[0], 6, 1)])
+    assert runner.run(rows, 0, 2, torch.tensor([3])) is None, "where gradients may be wanted, nothing is recorded"
+    foreign = PackedRows(PagedCache(2, 16), [Span([0], 6, 1)])
+    with torch.inference_mode():
+        assert runner.run(foreign, 0, 2, torch.tensor([3])) is None, "pages that may be gone tomorrow"
+
+
+def test_results_are_copies_that_later_replays_leave_alone():
+    target = with_runner(Target(build("llama")))
+    stack = target.stack
+    cache = stack.new_cache(4, 16)
+    pages = cache.reserve(16)
+    with torch.inference_mode():
+        taps = {1: None, 2: None}
+        first = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), taps)
+        kept = [one.clone() for one in (first, taps[1], taps[2])]
+        stack.run(PackedRows(cache, [Span(pages, 2, 1)]), 0, 3, torch.tensor([7]))
+        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
+        other = {2: None}
+        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), other)
+        plain = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]))
+        assert torch.equal(other[2], kept[2]) and torch.equal(plain, kept[0])
+        for one, same in zip((first, taps[1], taps[2]), kept, strict=True):
+            assert one.isfinite().all() and torch.equal(one, same)
+
+
+# -------------------------------------------------------------------------------------------------------- installing
+
+
+@pytest.mark.parametrize("problem", ["raises", "wrong"])
+def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
+    def careless(queries, *given):
+        if problem == "raises":
+            raise RuntimeError("no kernel image is available")
+        return torch.zeros_like(queries)
+
+    stack = Target(build("llama"), engine="views").stack
+    install(stack, lambda one: Runner(one, REFERENCE._replace(attend=careless), Tape()))
+    assert stack.runner is None
+    assert "decoding from graphs does not serve this model here" in caplog.text
+
+
+def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
+    stack = Target(build("llama"), engine="views").stack
+    assert stack.runner is None
+    install(stack)
+    assert stack.runner is None
+    install(stack, lambda one: Runner(one, REFERENCE, Tape()))
+    assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
+
+
+def test_the_kernels_themselves_decode_from_recordings():
+    """Triton's, in its interpreter: everything but the device."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    prompts, how = (
+        make_prompts([5, 9]),
+        {"max_new_tokens": 2, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
+    )
+    wanted = decode(tiny("llama"), prompts, Always(1, 2), **how)
+    target = with_runner(Target(build("llama"), engine="views"), kernels=triton_kernels())
+    assert [one.tokens for one in decode(target, prompts, Always(1, 2), **how)] == [one.tokens for one in wanted]
+    assert target.stack.runner.graphs.num_recorded > 0
+
+
+def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(monkeypatch):
+    prompts = make_prompts([9, 17, 4, 12])
+    wanted = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
+    monkeypatch.setattr("selfspec.executors.pick.pick_for", lambda device: REFERENCE.pick)
+    got = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert pick_for(torch.device("cpu")) is None

@@ -1,0 +1,205 @@
+"""Exit heads change what early layers guess, and nothing of what the model says."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from selfspec import load
+from selfspec.api import Target
+from selfspec.executors.pick import Sampling
+from selfspec.executors.picker import Picker
+from selfspec.executors.shadow import shadow_picks
+from selfspec.model import exit_heads as module
+from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
+from tests.helpers import make_prompts
+from tests.models import build, tiny
+
+PROMPTS = make_prompts([9, 4, 12], seed=3)
+
+
+def some_heads(layers=(1, 3), width=32, rank=5, seed=0):
+    heads = ExitHeads(layers, width, rank).requires_grad_(False)
+    torch.manual_seed(seed)
+    for head in heads.heads.values():
+        head.up.normal_(0, 0.5)
+    return heads
+
+
+def test_a_new_head_changes_nothing():
+    hidden = torch.randn(4, 32)
+    assert torch.equal(ExitHead(32, 8)(hidden), hidden)
+    heads = some_heads()
+    assert not torch.equal(heads(hidden, 1), hidden)
+    assert heads(hidden, 2) is hidden, "a layer without a head"
+    many = torch.randn(3, 4, 32)
+    assert torch.equal(heads.of_layers(many, (1, 2, 3)), torch.stack([heads(many[0], 1), many[1], heads(many[2], 3)]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@torch.inference_mode()
+def test_the_last_layer_never_sees_them(family):
+    target = Target(build(family))
+    plain = target.generate(PROMPTS, policy="plain", max_new_tokens=20, temperature=0.7)
+    hidden = torch.randn(5, 32)
+    early, late = target.stack.logits(hidden, 3), target.stack.logits(hidden)
+    target.exit_heads = some_heads()
+    assert torch.equal(target.stack.logits(hidden), late) and torch.equal(target.stack.logits(hidden, 4), late)
+    assert not torch.allclose(target.stack.logits(hidden, 3), early)
+    assert torch.equal(target.stack.logits(hidden, 2), target.stack.early_logits(hidden[None], (2,))[0])
+    for policy in (
+        {"exit_layer": 1},
+        {"exit_layer": 3, "num_draft_tokens": 5},
+        {"policy": "del"},
+        {"policy": "adaptive"},
+    ):
+        drafted = target.generate(PROMPTS, max_new_tokens=20, temperature=0.7, **policy)
+        assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+    target.exit_heads = None
+    assert torch.equal(target.stack.logits(hidden, 3), early)
+
+
+@torch.inference_mode()
+def test_shadow_picks_look_through_them():
+    target = tiny("llama")
+    stack, hidden, count = target.stack, torch.randn(3, 6, 32), 6
+    target.exit_heads = some_heads()
+    try:
+        logits = stack.logits(torch.randn(count, 32))
+        given = ([Sampling()] * count, range(count), logits, logits.argmax(-1))
+        exact = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given, exact=True)
+        short = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given)
+        own = torch.stack([stack.logits(hidden[i], layer).argmax(-1) for i, layer in enumerate((1, 2, 3))])
+        assert (exact.hits == (own == logits.argmax(-1)).numpy()).all()
+        assert (short.hits == exact.hits).mean() > 0.8, "a vocabulary of 96 fits into the shortlist"
+    finally:
+        target.exit_heads = None
+
+
+def test_saved_and_loaded_they_are_the_same(tmp_path):
+    heads = some_heads()
+    heads.weights = "0123456789abcdef"
+    assert heads.save(tmp_path / "new" / "folder") == tmp_path / "new" / "folder" / FILE
+    for path in (tmp_path / "new" / "folder", tmp_path / "new" / "folder" / FILE):
+        again = ExitHeads.load(path)
+        assert (again.layers, again.hidden_size, again.rank, again.weights) == ((1, 3), 32, 5, "0123456789abcdef")
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), heads.parameters(), strict=True))
+        assert not any(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    some_heads(seed=1).save(tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        some_heads(seed=2).save(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before and os.listdir(tmp_path) == [FILE]
+
+
+def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no exit_heads\.safetensors there"):
+        ExitHeads.load(tmp_path)
+    file = tmp_path / FILE
+    file.write_bytes(b"rubbish")
+    with pytest.raises(OSError, match="truncated or damaged"):
+        ExitHeads.load(tmp_path)
+    save_file({"a": torch.ones(2)}, file)
+    with pytest.raises(OSError, match="no file of exit heads"):
+        ExitHeads.load(tmp_path)
+    some_heads().save(tmp_path)
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(OSError, match="truncated or damaged"):
+        ExitHeads.load(tmp_path)
+
+
+def test_heads_of_another_model_are_refused_and_of_other_weights_noticed(caplog):
+    target = Target(build("llama"))
+    for wrong in (some_heads(width=64), some_heads(layers=(2, 4))):
+        with pytest.raises(ValueError, match="exit_heads are of a model of width"):
+            target.exit_heads = wrong
+        assert target.exit_heads is None
+    other = some_heads()
+    other.weights = "of other weights"
+    target.exit_heads = other
+    assert "trained for other weights" in caplog.text
+    with pytest.raises(ValueError, match="exit heads need layers"):
+        ExitHeads((), 32, 4)
+
+
+def test_heads_beside_the_weights_are_found_and_can_be_left_out(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    assert load(tmp_path / "model").exit_heads is None
+    some_heads().save(tmp_path / "model")
+    some_heads(layers=(2,)).save(tmp_path / "apart")
+    assert load(tmp_path / "model").exit_heads.layers == (1, 3)
+    assert load(tmp_path / "model", exit_heads="none").exit_heads is None
+    assert load(tmp_path / "model", exit_heads=tmp_path / "apart").exit_heads.layers == (2,)
+    assert load(build("llama"), exit_heads=some_heads()).exit_heads.layers == (1, 3)
+    with pytest.raises(FileNotFoundError, match="exit heads"):
+        load(tmp_path / "model", exit_heads=tmp_path / "nowhere")
+
+
+def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_again():
+    model = build("llama").to(torch.bfloat16)
+    target = Target(model, exit_heads=some_heads())
+    assert target.exit_heads.heads["1"].up.dtype == torch.bfloat16
+    model.to(torch.float64)
+    plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
+    assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
+    assert target.exit_heads.heads["1"].up.dtype == torch.float64
+
+
+@pytest.mark.parametrize("engine", ["views", "compiled"])
+def test_in_bfloat16_they_draft_and_learn_with_any_engine(engine):
+    target = Target(build("llama").to(torch.bfloat16), exit_heads=some_heads(), engine=engine)
+    [plain] = target.generate(PROMPTS[:1], policy="plain", exact=True, max_new_tokens=24)
+    for options in ({"exit_layer": 1}, {"exit_layer": 3, "learn": True}, {"policy": "adaptive"}):
+        assert target.generate(PROMPTS[:1], exact=True, max_new_tokens=24, **options)[0].tokens == plain.tokens
+    assert target.learner.num_lessons > 0
+
+
+def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_changed():
+    heads, model = some_heads(), build("llama")
+    before = [parameter.clone() for parameter in heads.parameters()]
+    one, other = Target(model, exit_heads=heads), Target(build("llama").to(torch.bfloat16), exit_heads=heads)
+    for target in (one, other):
+        [plain] = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
+        assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain.tokens
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, heads.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"layers": [1, 3], "hidden_size": 10**9, "rank": 10**9},
+        {"layers": [True, 3], "hidden_size": 32, "rank": 5},
+        {"layers": [-1, 3], "hidden_size": 32, "rank": 5},
+        {"layers": list(range(1, 20_000)), "hidden_size": 32, "rank": 5},
+        {"layers": [1], "hidden_size": 32, "rank": 5},
+        {"layers": None, "hidden_size": 32, "rank": 5},
+        [],
+    ],
+    ids=["huge", "a truth value", "negative", "many", "fewer", "none", "a list"],
+)
+def test_a_file_whose_words_do_not_fit_its_tensors_is_refused_before_anything_is_made_of_it(tmp_path, about):
+    state, generator = some_heads().state_dict(), torch.get_rng_state()
+    metadata = {"format": module.FORMAT, "about": json.dumps(about), "weights": ""}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / FILE, metadata)
+    with pytest.raises(OSError, match="truncated or damaged"):
+        ExitHeads.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_loading_draws_no_random_numbers(tmp_path):
+    some_heads().save(tmp_path)
+    generator = torch.get_rng_state()
+    ExitHeads.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), generator)

@@ -1,0 +1,165 @@
+"""Models whose own forward changes their logits: every head that replaces it gives the same logits, or is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM
+
+from selfspec.api import Target
+from selfspec.errors import UnsupportedModelError
+from selfspec.model.self_check import difference
+from tests.helpers import Adversary, decode, generate, make_prompts
+from tests.models import SMALL, build
+
+LOWEST = torch.finfo(torch.float32).min
+BANNED = [7, 20, 61, 62, 90]  # some within any part of the vocabulary, some beyond
+
+
+def changing(base, change):
+    """A subclass of a model whose forward passes its logits `[..., vocab]` through `change`."""
+
+    class Changed(base):
+        def forward(self, *args, **given):
+            out = super().forward(*args, **given)
+            out.logits = change(out.logits.clone())
+            return out
+
+    return Changed
+
+
+def masked(logits, value=LOWEST):
+    logits[..., BANNED] = value
+    return logits
+
+
+CHANGES = {
+    "ids are masked by the lowest number": masked,
+    "ids are masked by minus infinity": lambda logits: masked(logits, -torch.inf),
+    "ids are masked by minus ten thousand": lambda logits: masked(logits, -1e4),
+    "most ids are masked": lambda logits: logits.index_fill(-1, torch.arange(30, 96), LOWEST),
+    "logits are multiplied": lambda logits: logits * 0.37,
+    "logits are capped": lambda logits: 20 * torch.tanh(logits / 20),
+    "a bias is added per id": lambda logits: logits + torch.linspace(-4, 4, logits.shape[-1]),
+    "probabilities are normalised": lambda logits: logits.log_softmax(-1),
+    "ids change places": lambda logits: logits.roll(11, -1),
+}
+
+
+def changed(name, base=LlamaForCausalLM, family="llama", **overrides):
+    """A tiny model of such a subclass, with the weights of `tests.models.build`."""
+    plain = build(family, **overrides)
+    model = changing(base, CHANGES[name])(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+class OverParts(Adversary):
+    """Throws dice for drafts over a part of the vocabulary too."""
+
+    def plan(self, rows):
+        plan = super().plan(rows)
+        return replace(plan, draft_vocab=self.dice.choice([None, 12, 48])) if plan.exit_layer else plan
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("engine", ["auto", "views"])
+def test_whatever_a_forward_does_to_logits_tokens_are_generates(name, engine):
+    model, prompts = changed(name), make_prompts([12, 7])
+    target = Target(model, engine=engine)
+    assert target.engine == "views"
+    expected = [generate(model, prompt, 16) for prompt in prompts]
+    assert [c.tokens for c in target.generate(prompts, max_new_tokens=16)] == expected
+    for seed in range(2):
+        assert [c.tokens for c in decode(target, prompts, OverParts(seed, 4), max_new_tokens=16)] == expected
+
+
+@pytest.mark.parametrize("name", ["ids are masked by the lowest number", "a bias is added per id"])
+def test_a_larger_vocabulary_is_adaptives_default_too(name):
+    model, [prompt] = changed(name, Qwen3ForCausalLM, "qwen3", vocab_size=256), make_prompts([9])
+    [done] = Target(model).generate([prompt], max_new_tokens=24)
+    assert done.tokens == generate(model, prompt, 24)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.inference_mode()
+def test_logits_over_a_part_of_the_vocabulary_are_the_models_own_or_there_are_none(name):
+    stack, generator = Target(changed(name)).stack, torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, 32, generator=generator)
+    wanted = stack.logits(hidden, 2)
+    top = torch.stack([torch.randperm(96, generator=generator)[:32] for _ in hidden])
+    short = stack.short_logits(hidden[None], top, [2])
+    if short is not None:
+        torch.testing.assert_close(short[0, :, :32], wanted.gather(1, top), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(short[0, :, 32:], wanted[:, stack.others], rtol=1e-4, atol=1e-4)
+    logits, tokens = stack.draft_logits(hidden, 2, 20)
+    expected = wanted if tokens is None else wanted[:, tokens]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    by_value = name in ("logits are multiplied", "logits are capped")  # whatever the id
+    assert (short is not None, tokens is not None) == (by_value, by_value)
+
+
+@pytest.mark.parametrize("name", ["ids are masked by the lowest number", "logits are multiplied"])
+def test_an_exact_stack_leaves_out_the_same_heads(name):
+    target, prompts = Target(changed(name)), make_prompts([12, 7])
+    plain = [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True, policy="plain")]
+    assert [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True)] == plain
+    hidden, top = torch.zeros(1, 3, 32), torch.arange(32).expand(3, -1)
+    for stack in (target.stack, target.exact_stack):
+        with torch.inference_mode():
+            assert (stack.short_logits(hidden, top, [1]) is None) == (name != "logits are multiplied")
+
+
+def test_a_faster_body_is_not_taken_for_a_known_class_whose_forward_was_replaced(monkeypatch):
+    model, [prompt] = build("llama"), make_prompts([9])
+    unchanged = generate(model, prompt, 12)
+    first = LlamaForCausalLM.forward
+
+    def forward(self, *args, **given):
+        out = first(self, *args, **given)
+        out.logits[..., unchanged[0]] = LOWEST
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    target = Target(model)
+    assert target.engine == "views"
+    expected = generate(model, prompt, 12)
+    assert target.generate([prompt], max_new_tokens=12)[0].tokens == expected != unchanged
+
+
+def test_a_head_that_depends_on_how_many_tokens_share_a_call_is_refused():
+    only_prompts = changing(LlamaForCausalLM, lambda logits: masked(logits) if logits.shape[1] > 1 else logits)
+    model = only_prompts(AutoConfig.for_model("llama", **SMALL)).eval()
+    with pytest.raises(UnsupportedModelError, match="differ from the whole model's"):
+        Target(model)
+
+
+def test_a_split_that_is_wrong_beside_a_mask_is_found():
+    wanted = masked(torch.randn(4, 96, generator=torch.Generator().manual_seed(0)))
+    got = wanted.clone()
+    assert difference(got, wanted).tolist() == [0, 0, 0, 0]
+    got[1, 3] += 0.5
+    got[2, BANNED[0]] = 0.0
+    got[3, 5] = LOWEST
+    assert [bool(error > 0.1) for error in difference(got, wanted)] == [False, True, True, True]
+
+
+def test_lookup_drafts_what_a_mask_forbids_and_it_is_refused():
+    model = changed("ids are masked by the lowest number")
+    prompt = [5, 7, 6, 5, 7, 6, 5, 7, 6, 5, 7, 6, 5]
+    target = Target(model)
+    [done] = target.generate([prompt], max_new_tokens=16, drafts=["lookup"])
+    assert done.tokens == generate(model, prompt, 16) and not set(done.tokens) & set(BANNED)
+
+
+def test_a_forward_that_looks_at_tokens_as_well_is_refused():
+    class NeverTwice(LlamaForCausalLM):
+        def forward(self, input_ids=None, **given):
+            out = super().forward(input_ids=input_ids, **given)
+            out.logits = out.logits.scatter(-1, input_ids[..., None], LOWEST)
+            return out
+
+    with pytest.raises(UnsupportedModelError, match=r"cannot be run in two parts .* transformers' own generate"):
+        Target(NeverTwice(AutoConfig.for_model("llama", **SMALL)).eval())
