@@ -19,7 +19,7 @@ from selfspec.control.acceptance import Agreement, SecondRates, Tracker
 from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
 from selfspec.control.costs import Costs
 from selfspec.control.decay import Passed
-from selfspec.control.ngrams import MOST_FOUND, NgramStats, table
+from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,
@@ -32,7 +32,7 @@ from selfspec.control.plan import (
     match_bin,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
-from selfspec.control.round_costs import MOST, Drafters, RoundCosts, Vocabulary
+from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, Vocabulary
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
 from selfspec.control.schedule import Schedule
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from selfspec.control.decay import Decayed, Floats, Passed
 from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS, LookupTable, match_bin
-from selfspec.control.round_costs import MOST_PACKED, RoundCosts
+from selfspec.control.round_costs import MOST_FOUND, MOST_PACKED, RoundCosts
 from selfspec.control.rows import Tally
 
 SHORTEST = (1, *MATCH_EDGES)  # match of every bin
@@ -23,7 +23,6 @@ MOST_OF_PROMPT = 16.0  # tokens that a row's prompt counts for
 _PRIOR = np.array(PRIOR)
 _SHAPE = 2, NUM_MATCH_BINS  # hits, seen
 LEAST_CHANCE = 0.05  # tokens less likely to be right are not drafted
-MOST_FOUND = 63  # longest draft
 TYPICAL = 8  # drafted tokens per row around which one more token is priced
 # [bins, MOST_FOUND]: every further token of a draft follows a longer match.
 _BINS = np.array([[match_bin(match + at) for at in range(MOST_FOUND)] for match in SHORTEST])

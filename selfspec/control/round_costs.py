@@ -16,10 +16,10 @@ import numpy as np
 
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
 from selfspec.control.decay import Floats
-from selfspec.control.ngrams import MOST_FOUND
 
 MOST = 18  # longest draft considered
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # tokens after which a row's draft may be taken to end
+MOST_FOUND = 63  # longest draft of a row by lookup
 MOST_PACKED = 256  # drafted by lookup in all: the logits of a round's tokens are held at once
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookups are priced
 VOCAB_DIVISORS = (8, 4)  # draft vocabularies are such shares of the vocabulary

@@ -49,6 +49,10 @@ class Row:
         return self.limit - len(self.content)
 
     @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
     def state(self) -> RowState:
         """What a policy may know of it."""
         length, processes = len(self.content), bool(self.request.logits_processor)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan
-from selfspec.decoding.row import Row
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.picker import Picker
+from selfspec.executors.rows import Row
 from selfspec.executors.shadow import part_of, shadow_picks
 from selfspec.executors.verdict import Verdict
 from selfspec.model.stack import Stack

@@ -10,11 +10,11 @@ from torch import Tensor
 from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import Plan, confidence_bin
 from selfspec.control.rows import StageSeconds
-from selfspec.decoding.row import Row
 from selfspec.drafting.early_exit import Branch
 from selfspec.executors.pick import Sampling, Subset
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
+from selfspec.executors.rows import Row
 from selfspec.kernels.compiled_pick import Picks
 from selfspec.model.stack import Stack
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from selfspec.control.plan import Plan
 from selfspec.control.rows import StageSeconds
-from selfspec.decoding.row import Row
 from selfspec.drafting.early_exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.prompt_lookup import given_draft
 from selfspec.executors.after_round import Teach, hand_on, with_divergences, with_shadows
@@ -22,6 +21,7 @@ from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
 from selfspec.executors.program import Executed, Executor, RoundDraft
+from selfspec.executors.rows import Row
 from selfspec.executors.verdict import Verdict, drawable, walk
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
-from selfspec.decoding.row import Row
 from selfspec.executors.picker import Picker
+from selfspec.executors.rows import Row
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.decoding.row import Row
+from selfspec.executors.rows import Row
 from selfspec.model.kv_cache import Tree
 
 

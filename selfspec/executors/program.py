@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from selfspec.control.plan import LOOKUP, Plan, Policy
 from selfspec.control.rows import StageSeconds
-from selfspec.decoding.row import Row
 from selfspec.drafting.prompt_lookup import Guess
 from selfspec.executors.picker import Picker
 from selfspec.executors.prefill import prefill
+from selfspec.executors.rows import Row
 from selfspec.executors.verdict import Verdict
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
@@ -67,7 +67,7 @@ class Executor:
         for _ in range(plan.num_rounds):
             draft = next_draft(rows, plan)
             yield self.round(rows, draft)
-            if draft.plan.shadow is not None or any(row.finish_reason is not None for row in rows):
+            if draft.plan.shadow is not None or any(row.has_ended for row in rows):
                 return
             if clock.now() - begin >= deadline:
                 return

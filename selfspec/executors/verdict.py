@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from selfspec.control.rows import RowOutcome, Shadow
-from selfspec.decoding.row import Row
+from selfspec.executors.rows import Row
 from selfspec.model.kv_cache import Tree
 
 

@@ -14,10 +14,10 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.decay import Passed
 from selfspec.control.fixed import PromptLookup
 from selfspec.control.goodput import SmartSpecLookup
-from selfspec.control.ngrams import LEAST_CHANCE, MOST_FOUND, SHORTEST, NgramStats, table
+from selfspec.control.ngrams import LEAST_CHANCE, SHORTEST, NgramStats, table
 from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan, match_bin
 from selfspec.control.registry import make_policy
-from selfspec.control.round_costs import LOOKUP_GRID, MOST_PACKED, RoundCosts
+from selfspec.control.round_costs import LOOKUP_GRID, MOST_FOUND, MOST_PACKED, RoundCosts
 from selfspec.control.rows import RowOutcome, RowState, Tally
 from tests.control.rounds import Found, tell
 from tests.control.test_adaptive import LAYERS, traces

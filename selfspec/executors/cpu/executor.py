@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, SurvivalStop
 from selfspec.control.rows import StageSeconds
-from selfspec.decoding.row import Row
 from selfspec.drafting.compiled_prompt_lookup import CompiledLookup
 from selfspec.executors.after_round import with_shadows
 from selfspec.executors.cpu.body import CompiledBody
@@ -17,6 +16,7 @@ from selfspec.executors.cpu.rounds import CompiledRounds, most_rounds
 from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, told_of
 from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
+from selfspec.executors.rows import Row
 from selfspec.executors.verdict import Verdict
 from selfspec.model.kv_cache import PagedCache, Span, Tree
 from selfspec.model.stack import Stack

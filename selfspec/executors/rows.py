@@ -1,0 +1,55 @@
+"""`Row`: what executors need to know of a sequence that is being decoded; `selfspec.decoding.row.Row` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from selfspec.control.rows import RowState
+from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.pick import Sampling
+
+
+class Stopper(Protocol):
+    """Which tokens end a row."""
+
+    @property
+    def eos(self) -> Collection[int]: ...
+
+
+class Request(Protocol):
+    """How a row's tokens are picked."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def logits_processor(self) -> Sequence[Any]: ...
+    @property
+    def keep_logits(self) -> bool: ...
+
+
+class Row(Protocol):
+    """A sequence. Valid keys and values: those of its first `num_cached` tokens; all but the last once it decodes."""
+
+    num_cached: int
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def request(self) -> Request: ...
+    @property
+    def stopper(self) -> Stopper: ...
+    @property
+    def pages(self) -> list[int]: ...
+    @property
+    def content(self) -> list[int]: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def lookup(self) -> RowLookup: ...
+    @property
+    def state(self) -> RowState: ...
+    @property
+    def has_ended(self) -> bool: ...
+    def blamed(self) -> AbstractContextManager[None]: ...
