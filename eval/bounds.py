@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.round_costs import RoundCosts
+from eval.round_costs import CostGrid
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT
 from selfspec.control.plan import DRAFTS
@@ -34,7 +34,7 @@ class Static(NamedTuple):
     copies: bool = False  # in 4 bits
 
 
-def plain_seconds(traces: Sequence[Trace], costs: RoundCosts) -> float:
+def plain_seconds(traces: Sequence[Trace], costs: CostGrid) -> float:
     return sum(costs.plain_at(t.prompt_length + i) for t in traces for i in range(len(t.tokens)))
 
 
@@ -72,7 +72,7 @@ def drafted_by_copies(trace: Trace, line: int, threshold: float) -> np.ndarray:
     return np.where(low.any(1), low.argmax(1) + 1, MOST_ACCEPTED)
 
 
-def statics(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
+def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
     """Every static setting with the seconds it takes for all traces together."""
     yield Static(None, 0, 0.0, plain_seconds(traces, costs))
     num_layers = traces[0].num_layers
@@ -98,7 +98,7 @@ def statics(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[flo
 
 def _walk(
     trace: Trace,
-    costs: RoundCosts,
+    costs: CostGrid,
     table: tuple[list[float], list[float]],
     most: int,
     accepted: np.ndarray,
@@ -119,7 +119,7 @@ def _walk(
     return seconds
 
 
-def best_static(traces: Sequence[Trace], costs: RoundCosts, thresholds: Sequence[float] = THRESHOLDS) -> Static:
+def best_static(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Static:
     """The setting that would have been fastest over all the traces together."""
     return min(statics(traces, costs, thresholds), key=lambda s: s.seconds)
 
@@ -135,7 +135,7 @@ def by_lookup(trace: Trace, longest: int) -> NDArray[np.int64]:
     return out
 
 
-def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DRAFTS) -> float:
+def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
     A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too. A
@@ -167,7 +167,7 @@ def clairvoyant(trace: Trace, costs: RoundCosts, drafts: Sequence[str] = DRAFTS)
     return float(rest[0])
 
 
-def _with_second(trace: Trace, costs: RoundCosts, accepted: NDArray[np.int64], i: int, rest: Any) -> float:
+def _with_second(trace: Trace, costs: CostGrid, accepted: NDArray[np.int64], i: int, rest: Any) -> float:
     """Seconds from position i on, where the first round drafts up to a wrong token, and the right one beside it."""
     n, most, exits = len(trace.tokens), costs.base.shape[1] - 1, trace.num_layers - 1
     lines = np.flatnonzero((accepted + 1 <= most) & (i + accepted + 3 <= n))

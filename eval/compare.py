@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from eval.bounds import MOST_ACCEPTED, Static, clairvoyant, plain_seconds, statics
 from eval.config import MEASURED, STORED, ReplayConfig
 from eval.replay import Replayed, make, replay
-from eval.round_costs import RoundCosts
+from eval.round_costs import CostGrid
 from eval.sources import CHAIN, WITH_SOURCES, split_policy
 from eval.tasks import Recorded
 from eval.timing import Say
@@ -77,7 +77,7 @@ def _column(task: Recorded, length: int, head: str | float, config: ReplayConfig
     """One task's cells from top to bottom."""
     traces = [trace.cut(length) for trace in task.traces]
     costs = task.costs if isinstance(head, str) else with_head(task.costs, head)
-    of_rounds = RoundCosts(costs, MOST_ACCEPTED)
+    of_rounds = CostGrid(costs, MOST_ACCEPTED)
     plain = plain_seconds(traces, of_rounds)
     prior = task.prior if config.prior == STORED else None
     cells = []
@@ -134,7 +134,7 @@ def _summary(done: Sequence[Replayed]) -> dict[str, Any]:
     }
 
 
-def _bounds(traces: Sequence[Trace], costs: RoundCosts) -> Iterator[tuple[str, float, dict[str, Any]]]:
+def _bounds(traces: Sequence[Trace], costs: CostGrid) -> Iterator[tuple[str, float, dict[str, Any]]]:
     tried = list(statics(traces, costs))
     for name, among in ((STATIC, [s for s in tried if s.min_confidence == 0]), (STOPPED, tried)):
         best = min(among, key=lambda s: s.seconds)

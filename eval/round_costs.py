@@ -1,4 +1,4 @@
-"""`RoundCosts`: what every round of one row takes that a bound may be made of, in arrays."""
+"""`CostGrid`: what every round of one row takes that a bound may be made of, in arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.control.plan import LOOKUP
 from selfspec.control.round_costs import deepest_copy
 
 
-class RoundCosts:
+class CostGrid:
     """Seconds of a round of one row by exit layer, drafted tokens and context, in arrays."""
 
     def __init__(self, costs: Costs, longest: int) -> None:

@@ -126,6 +126,7 @@ class Engine:
         # Not handed out yet; they outlive a step that raises:
         self._results: list[RowResult] = []  # of a round that has not ended
         self._rounds: list[Round] = []
+        self._wasted = 0  # tokens of that round beyond the end of a row
         self._deadline = DEADLINE if burst is None else burst
         self._executors = executors_for(self.stack, self.cache, self._picker, None if learn is None else learn.take)
         self._round_seconds = 0.0  # of the last round
@@ -227,6 +228,7 @@ class Engine:
         outcomes = list[RowOutcome]()
         for row, verdict in zip(rows, executed.verdicts, strict=True):
             if row.finish_reason is not None:
+                self._wasted += len(verdict.block)
                 continue
             is_left_out = part is not None and bool(executed.exit_layer) and _is_left_out(part, verdict)
             result = self._apply(row, verdict)
@@ -236,8 +238,8 @@ class Engine:
         return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
 
     def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:
-        self._rounds.append(Round(self._results, plan, seconds, exit_layer, at))
-        self._results = []
+        self._rounds.append(Round(self._results, plan, seconds, exit_layer, at, self._wasted))
+        self._results, self._wasted = [], 0
 
     def _drop_ended(self, rows: Sequence[Row]) -> None:
         """Rows that ended in a program, or whose own code raised in it, leave."""
@@ -279,6 +281,7 @@ class Engine:
         beside = len(verdict.drafted) - len(branch)
         row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason
+        self._wasted += len(verdict.block) - kept
         return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside)
 
     def _ended(self, row: Row) -> Completion | None:

@@ -35,3 +35,4 @@ class Round(NamedTuple):
     seconds: StageSeconds
     exit_layer: int | None = None  # what drafted in it: a layer, 0 for lookup, or None
     program_index: int = 0  # its place among the rounds of its program
+    num_wasted: int = 0  # tokens that were decoded beyond the end of a row

@@ -8,7 +8,9 @@ from functools import partial
 
 import pytest
 
+from selfspec import load
 from selfspec.api import Target
+from selfspec.control.fixed import Fixed
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.errors import CacheFullError
@@ -278,3 +280,20 @@ def test_a_processor_that_raises_ends_its_own_row_and_no_other():
 def test_a_request_made_by_hand_is_checked_too(wrong):
     with pytest.raises(ValueError, match=r"^(prompt is empty|max_new_tokens must|stop must)"):
         Request(**wrong)
+
+
+def test_tokens_that_were_decoded_beyond_an_end_of_text_are_counted():
+    target = load("demo")
+    prompt = target.tokenizer("def mean(values):\n")["input_ids"]
+
+    def rounds_of(eos):
+        engine = Engine(target, policy=Fixed(8, 4), max_batch_size=1)
+        engine.submit(prompt, max_new_tokens=64, eos=eos)
+        return [round_ for round_ in engine.run() if round_.plan is not None]
+
+    blocks = [round_.rows[0].tokens for round_ in rounds_of([])]
+    tokens = [token for block in blocks for token in block]
+    block, at = next((b, i) for b in blocks for i in range(len(b) - 1) if tokens.count(b[i]) == 1)
+    rounds = rounds_of([block[at]])
+    assert [round_.num_wasted for round_ in rounds] == [0] * (len(rounds) - 1) + [len(block) - at - 1]
+    assert rounds[-1].rows[0].tokens == block[: at + 1]

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from eval.bounds import MOST_DRAFTED, best_static, clairvoyant, plain_seconds, statics
 from eval.replay import replay
-from eval.round_costs import RoundCosts
+from eval.round_costs import CostGrid
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed, Plain
@@ -68,13 +68,13 @@ def test_every_static_setting_takes_the_seconds_of_its_replay(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
     pair = [trace, trace.cut(-(-len(trace.tokens) // 2))]
-    found = list(statics(pair, RoundCosts(costs, MOST_DRAFTED), FEW))
+    found = list(statics(pair, CostGrid(costs, MOST_DRAFTED), FEW))
     ways = trace.num_layers - 1 + (max(1, trace.num_layers // 2) if costs.copies else 0)
     assert len(found) == 1 + ways * len(FEW) * MOST_DRAFTED
     for static in found:
         policy = Plain() if static.exit_layer is None else Fixed(*static[:3], draft_bits=4 if static.copies else None)
         assert static.seconds == pytest.approx(replay(pair, policy, costs).seconds)
-    best = best_static(pair, RoundCosts(costs, MOST_DRAFTED), FEW)
+    best = best_static(pair, CostGrid(costs, MOST_DRAFTED), FEW)
     assert best.seconds == min(static.seconds for static in found)
 
 
@@ -84,7 +84,7 @@ def test_plain_seconds_are_those_of_plain_decoding(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
     done = replay([trace], Plain(), costs)
-    assert plain_seconds([trace], RoundCosts(costs, 4)) == pytest.approx(done.seconds)
+    assert plain_seconds([trace], CostGrid(costs, 4)) == pytest.approx(done.seconds)
     assert done.plain_seconds == pytest.approx(done.seconds)
 
 
@@ -93,7 +93,7 @@ def test_plain_seconds_are_those_of_plain_decoding(data):
 def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
-    of_rounds = RoundCosts(costs, MOST_DRAFTED)
+    of_rounds = CostGrid(costs, MOST_DRAFTED)
     least = clairvoyant(trace, of_rounds, DRAFTS)
     assert least <= best_static([trace], of_rounds, FEW).seconds * (1 + 1e-9)
     chance = replay([trace], NoEmptyDraft(Dice(data.draw(st.integers(0, 99)), trace.num_layers)), costs)
@@ -116,14 +116,14 @@ class NoEmptyDraft(Policy):
 def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
     trace = data.draw(traces(most_tokens=6, most_layers=3))
     costs = data.draw(costs_for(trace.num_layers))
-    of_rounds, drafts = RoundCosts(costs, 6), ("exit", "lookup", "tree")
+    of_rounds, drafts = CostGrid(costs, 6), ("exit", "lookup", "tree")
     assert clairvoyant(trace, of_rounds, drafts) == pytest.approx(fastest_schedule(trace, costs))
     assert clairvoyant(trace, of_rounds, DRAFTS) <= clairvoyant(trace, of_rounds, drafts) * (1 + 1e-9)
 
 
 def fastest_schedule(trace, costs):
     """By trying every exit layer and every length in every round, by the layers and by copies of them."""
-    half = RoundCosts(costs, 1).half
+    half = CostGrid(costs, 1).half
 
     @cache
     def rest(at):
@@ -159,5 +159,5 @@ def fastest_schedule(trace, costs):
 @given(longest=st.integers(1, 40))
 def test_a_clairvoyant_with_longer_drafts_is_never_slower(longest):
     trace, costs = random_trace(4, 4, 60), made_up_costs(4)
-    shorter, longer = (clairvoyant(trace, RoundCosts(costs, most)) for most in (longest, longest + 1))
+    shorter, longer = (clairvoyant(trace, CostGrid(costs, most)) for most in (longest, longest + 1))
     assert longer <= shorter
