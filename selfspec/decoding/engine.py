@@ -198,6 +198,9 @@ class Engine:
         outcomes = []
         try:
             for executed in executor.run(rows, plan, deadline):
+                if all(row.has_ended for row in rows):  # by what a compiled program does not see, as a stop string
+                    self._waste(executed)
+                    continue
                 outcomes.append(self._take(rows, executed, part))
                 executed.seconds.prefill += clock.prefill
                 executed.seconds.control += clock.control
@@ -236,6 +239,12 @@ class Engine:
             outcomes.append(verdict.outcome(row.request_id, result.num_accepted, is_left_out))
         executed.seconds.rest += executed.seconds.now() - start
         return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
+
+    def _waste(self, executed: Executed) -> None:
+        """A round that no row was left for; it is counted with the one before."""
+        last = self._rounds[-1]
+        tokens = sum([len(verdict.block) for verdict in executed.verdicts])
+        self._rounds[-1] = last._replace(num_wasted=last.num_wasted + tokens)
 
     def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:
         self._rounds.append(Round(self._results, plan, seconds, exit_layer, at, self._wasted))

@@ -38,7 +38,7 @@ def test_hits_are_what_a_draft_of_one_token_accepts_at_every_position(temperatur
         for i in range(len(done.tokens)):
             engine = Engine(target, policy=Fixed(e, 1), max_batch_size=1)
             engine.submit([*prompt, *done.tokens[:i]], max_new_tokens=2, temperature=temperature, seed=3)
-            accepted.append(bool(engine.step().rows[0].num_accepted))
+            accepted.append(bool(engine.step()[0].rows[0].num_accepted))
         assert accepted == trace.hits[e - 1].tolist()
         assert 0 < sum(accepted) < len(accepted)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from selfspec import hub
 from selfspec.api import Target
 from selfspec.errors import NoCompilerError
+from selfspec.executors.cpu import install as engines
 from selfspec.executors.cpu.body import CompiledBody
-from selfspec.executors.cpu.executor import install as engines
 from selfspec.executors.cpu.install import choose
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels import compiler
