@@ -288,7 +288,7 @@ def test_tokens_that_were_decoded_beyond_an_end_of_text_are_counted():
 
     def rounds_of(eos):
         engine = Engine(target, policy=Fixed(8, 4), max_batch_size=1)
-        engine.submit(prompt, max_new_tokens=64, eos=eos)
+        engine.submit(Request(prompt, max_new_tokens=64, eos=frozenset(eos)))
         return [round_ for round_ in engine.run() if round_.plan is not None]
 
     blocks = [round_.rows[0].tokens for round_ in rounds_of([])]
