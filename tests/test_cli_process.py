@@ -70,6 +70,7 @@ def test_help_names_every_option_and_begins_with_examples():
     assert all(f"--{name}" in text for name in options.split())
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_is_no_error(model_folder):
     plain = ("--policy", "plain")  # nothing is measured before
     with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250, "--quiet", *plain) as process:

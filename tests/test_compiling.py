@@ -73,6 +73,7 @@ def test_without_a_compiler_what_needs_one_is_skipped_and_the_rest_runs(tmp_path
     assert "needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found" in printed
 
 
+@pytest.mark.slow
 def test_workers_and_later_sessions_share_one_build(tmp_path):
     made = compiler.library()._name  # the path it was loaded from
     counting = program(

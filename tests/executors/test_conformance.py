@@ -30,6 +30,7 @@ from tests.executors.engines import (
 from tests.executors.engines import corpus as corpus
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
 from tests.models import build
+from tests.slow import slow
 
 LATE = {"cpu": (CompiledRounds, "run"), "cuda": (Runner, "round")}  # after what an executor's fast path has done
 every_executor = pytest.mark.parametrize("kind", EXECUTORS)
@@ -98,7 +99,12 @@ def check_policy(kind, policy, made=None, asked=(3, 0, 7, 4)):
 
 @pytest.mark.parametrize("has_corpus", [False, True], ids=["own text", "corpus"])
 @pytest.mark.parametrize(
-    ("kind", "seed"), [(kind, seed) for kind in EXECUTORS for seed in range(4 if kind != "cuda" else 2)]
+    ("kind", "seed"),
+    [
+        (kind, seed) if seed < 2 and (kind, seed) != ("cuda", 1) else slow(kind, seed)
+        for kind in EXECUTORS
+        for seed in range(4)
+    ],
 )
 def test_any_programs_of_any_batch_give_the_tokens_of_plain_decoding(kind, has_corpus, corpus, seed):
     check_programs(kind, seed, corpus if has_corpus else None)
