@@ -194,9 +194,12 @@ class Engine:
         part = self._part(plan, rows)
         clock.lap("control")
         executor = next(one for one in self._executors if one.serves(rows, plan))
-        outcomes = []
+        outcomes = list[RoundOutcome]()
         try:
             for executed in executor.run(rows, plan, deadline):
+                if all(row.has_ended for row in rows):  # by stop strings, which compiled programs know nothing of
+                    outcomes[-1].seconds.rest += executed.seconds.total
+                    continue
                 outcomes.append(self._take(rows, executed, part))
                 executed.seconds.prefill += clock.prefill
                 executed.seconds.control += clock.control

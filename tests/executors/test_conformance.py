@@ -253,6 +253,21 @@ def test_nothing_of_a_row_is_handed_out_after_the_text_that_ended_it(kind):
         assert (done[0].tokens, done[0].text) == (wanted.tokens, wanted.text) and done[1].tokens == others.tokens
 
 
+@every_executor
+@pytest.mark.parametrize("name", ["noted", "adaptive"])
+def test_there_are_no_rounds_after_the_text_that_ended_the_last_row(kind, name):
+    request, wanted = plain(kind, 5)
+    policy = Noted(2, 2, num_rounds=1000) if name == "noted" else name
+    engine = engine_of(kind, policy=policy)
+    engine.submit(request)
+    rounds = drain(engine).rounds
+    assert finished(rounds)[0].text == wanted.text
+    assert all(round_.rows for round_ in rounds if round_.plan is not None)
+    if name == "noted":
+        outcomes = [outcome for _, of_program in policy.seen for outcome in of_program]
+        assert len(outcomes) == len(rounds) and all(outcome.rows for outcome in outcomes)
+
+
 class Fails:
     """A processor or criterion that raises once a row holds so many tokens."""
 
