@@ -207,6 +207,10 @@ class Engine:
                 self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
         finally:
             self._drop_ended(rows)
+            if outcomes:  # of one that raised, those that ended before
+                self._observe(plan, outcomes)
+
+    def _observe(self, plan: Plan, outcomes: Sequence[RoundOutcome]) -> None:
         clock = StageSeconds()
         self.policy.observe(plan, outcomes)
         clock.lap("control")
