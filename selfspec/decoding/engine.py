@@ -195,10 +195,10 @@ class Engine:
         part = self._part(plan, rows)
         clock.lap("control")
         executor = next(one for one in self._executors if one.serves(rows, plan))
-        outcomes = []
+        outcomes = list[RoundOutcome]()
         try:
             for executed in executor.run(rows, plan, deadline):
-                if all(row.has_ended for row in rows):  # by what a compiled program does not see, as a stop string
+                if all(row.has_ended for row in rows):  # by stop strings, which compiled programs know nothing of
                     self._waste(executed)
                     continue
                 outcomes.append(self._take(rows, executed, part))
@@ -208,6 +208,10 @@ class Engine:
                 self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
         finally:
             self._drop_ended(rows)
+            if outcomes:  # of one that raised, those that ended before
+                self._observe(plan, outcomes)
+
+    def _observe(self, plan: Plan, outcomes: Sequence[RoundOutcome]) -> None:
         clock = StageSeconds()
         self.policy.observe(plan, outcomes)
         clock.lap("control")
@@ -244,6 +248,7 @@ class Engine:
         """A round that no row was left for; it is counted with the one before."""
         last = self._rounds[-1]
         tokens = sum([len(verdict.block) for verdict in executed.verdicts])
+        last.seconds.rest += executed.seconds.total
         self._rounds[-1] = last._replace(num_wasted=last.num_wasted + tokens)
 
     def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:

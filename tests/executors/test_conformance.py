@@ -259,6 +259,21 @@ def test_nothing_of_a_row_is_handed_out_after_the_text_that_ended_it(kind):
         assert (done[0].tokens, done[0].text) == (wanted.tokens, wanted.text) and done[1].tokens == others.tokens
 
 
+@every_executor
+@pytest.mark.parametrize("name", ["noted", "adaptive"])
+def test_there_are_no_rounds_after_the_text_that_ended_the_last_row(kind, name):
+    request, wanted = plain(kind, 5)
+    policy = Noted(2, 2, num_rounds=1000) if name == "noted" else name
+    engine = engine_of(kind, policy=policy)
+    engine.submit(request)
+    rounds = drain(engine).rounds
+    assert finished(rounds)[0].text == wanted.text
+    assert all(round_.rows for round_ in rounds if round_.plan is not None)
+    if name == "noted":
+        outcomes = [outcome for _, of_program in policy.seen for outcome in of_program]
+        assert len(outcomes) == len(rounds) and all(outcome.rows for outcome in outcomes)
+
+
 class Fails:
     """A processor or criterion that raises once a row holds so many tokens."""
 
@@ -276,7 +291,8 @@ class Fails:
 @pytest.mark.parametrize("problem", [RuntimeError, KeyboardInterrupt])
 def test_what_a_callers_code_raises_in_a_later_round_costs_no_other_row_a_token(kind, option, problem):
     (request, wanted), (other, others) = plain(kind, 0), plain(kind, 7)
-    engine = engine_of(kind, policy=Always(2, 2, num_rounds=1000))
+    policy = Noted(2, 2, num_rounds=1000)
+    engine = engine_of(kind, policy=policy)
     at = len(request.prompt) + 5  # within the first program
     first = engine.submit(other)
     bad = engine.submit(replace(request, **{option: (Fails(at, problem("no")),)}))
@@ -288,6 +304,8 @@ def test_what_a_callers_code_raises_in_a_later_round_costs_no_other_row_a_token(
     audit_pages(engine)
     rounds = drain(engine, before=before).rounds
     assert len(rounds[0].rows) == 2 and len(rounds) > len(before), "what was decoded before is reported"
+    told = [one.seconds for _, of_program in policy.seen for one in of_program]
+    assert [*map(id, told)] == [id(one.seconds) for one in rounds if one.plan is not None], "every round, once"
     done = finished(rounds)
     assert done[first].tokens == others.tokens
     assert done[bad].finish_reason == "cancelled"
@@ -299,6 +317,7 @@ def test_what_a_callers_code_raises_in_a_later_round_costs_no_other_row_a_token(
 def test_an_interrupt_after_a_call_that_nobody_heard_of_costs_no_token(kind, problem, at, monkeypatch):
     owner, name = LATE.get(kind, (EagerExecutor, "_accept"))
     honest, calls = getattr(owner, name), []
+    asked = [plain(kind, one) for one in (0, 3, 6, 7)]
 
     def interrupted(*given, **named):
         made = honest(*given, **named)
@@ -309,9 +328,8 @@ def test_an_interrupt_after_a_call_that_nobody_heard_of_costs_no_token(kind, pro
 
     monkeypatch.setattr(owner, name, interrupted)
     engine, rounds, raised = engine_of(kind, policy=Both(5), max_batch_size=3), [], 0
-    asked = (0, 3, 6, 7)
-    for one in asked:
-        engine.submit(plain(kind, one)[0])
+    for request, _ in asked:
+        engine.submit(request)
     while engine.has_work:
         try:
             rounds += engine.step()
@@ -320,4 +338,4 @@ def test_an_interrupt_after_a_call_that_nobody_heard_of_costs_no_token(kind, pro
         audit_pages(engine)
     assert raised == 1
     done = finished(rounds)
-    assert [done[i].tokens for i in range(len(asked))] == [plain(kind, one)[1].tokens for one in asked]
+    assert [done[i].tokens for i in range(len(asked))] == [wanted.tokens for _, wanted in asked]
