@@ -224,8 +224,8 @@ class Engine:
             deadline = min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
         most = plan.num_rounds if len(rows) == len(self.rows) else 1  # others wait for their prompts to be read
         if self.stack.ranks is not None:  # clocks differ between ranks
-            in_time = max(1, int(deadline / self._round_seconds)) if self._round_seconds else 1
-            most, deadline = min(most, self.stack.agreed(in_time)), math.inf
+            in_time = deadline / self._round_seconds if self._round_seconds else 1
+            most, deadline = self.stack.agreed(max(1, int(min(most, in_time)))), math.inf
         return (plan if most == plan.num_rounds else replace(plan, num_rounds=most)), deadline
 
     def _take(self, rows: Sequence[Row], executed: Executed, part: Part | None) -> RoundOutcome:

@@ -229,6 +229,16 @@ def test_a_program_runs_at_least_one_round_and_none_after_its_deadline(kind, exi
 
 
 @every_executor
+def test_a_layer_that_was_to_draft_nothing_is_not_what_drafted(kind):
+    policy, (request, wanted) = Noted(2, 0, num_rounds=9), plain(kind, 3)
+    engine = engine_of(kind, policy=policy)
+    engine.submit(request)
+    rounds = drain(engine).rounds
+    assert finished(rounds)[0].tokens == wanted.tokens
+    assert {round_.exit_layer for _, of_program in policy.seen for round_ in of_program} == {None}
+
+
+@every_executor
 @pytest.mark.parametrize("num_rounds", [1, 3, 1000])
 def test_a_program_ends_with_its_last_round_or_with_that_of_a_row(kind, num_rounds):
     engine = engine_of(kind, policy=Always(3, 2, num_rounds=num_rounds))
