@@ -168,6 +168,7 @@ class Engine:
         """
         refuse_autocast(self.stack.device)
         clock = StageSeconds()
+        self._drop_ended()
         if self._cancelled:
             self._drop_cancelled()
         with torch.inference_mode():
@@ -179,13 +180,14 @@ class Engine:
             self._run(ready, clock)
         elif self._results or not self._rounds:
             self._end_round(None, None, clock, 0)
-        rounds, self._rounds = self._rounds, []
+        rounds = self._rounds
         if self.learn is not None:
             clock.restart()
             num_ended = sum(row.completion is not None for round_ in rounds for row in round_.rows)
             self.learn.after(num_ended, sum(round_.seconds.total for round_ in rounds))
             clock.lap("control")
             rounds[-1].seconds.control += clock.control
+        self._rounds = []
         return rounds
 
     def _run(self, rows: Sequence[Row], clock: StageSeconds) -> None:
@@ -206,7 +208,7 @@ class Engine:
                 clock = StageSeconds()
                 self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
         finally:
-            self._drop_ended(rows)
+            self._drop_ended()
             if outcomes:  # of one that raised, those that ended before
                 self._observe(plan, outcomes)
 
@@ -236,19 +238,24 @@ class Engine:
             if row.finish_reason is not None:
                 continue
             is_left_out = part is not None and bool(executed.exit_layer) and _is_left_out(part, verdict)
-            result = self._apply(row, verdict)
-            self._results.append(result)
+            try:
+                result = self._apply(row, verdict)
+                self._results += [result]  # no call, after which an interrupt would be taken for one before
+            except BaseException:  # of a criterion; or an interrupt, after which nobody knows what the row has taken
+                row.has_raised = True
+                raise
             outcomes.append(verdict.outcome(row.request_id, result.num_accepted, is_left_out))
         executed.seconds.rest += executed.seconds.now() - start
         return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
 
     def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:
-        self._rounds.append(Round(self._results, plan, seconds, exit_layer, at))
-        self._results = []
+        round_ = Round(self._results, plan, seconds, exit_layer, at)
+        self._rounds += [round_]
+        self._results = []  # no call in between, after which an interrupt would have them told twice
 
-    def _drop_ended(self, rows: Sequence[Row]) -> None:
-        """Rows that ended in a program, or whose own code raised in it, leave."""
-        for row in rows:
+    def _drop_ended(self) -> None:
+        """Rows that ended, or whose own code raised, leave: after a program, or before the next after an interrupt."""
+        for row in self.rows:
             if row.has_raised:
                 self._cancel(row)
         self.rows = [row for row in self.rows if row.finish_reason is None]
@@ -260,9 +267,9 @@ class Engine:
 
     def _admit(self) -> None:
         for row in self._scheduler.admitted(self.max_batch_size - len(self.rows)):
+            self.rows.append(row)
             self.frequencies.add(row.request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
-            self.rows.append(row)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
@@ -274,11 +281,7 @@ class Engine:
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
-        try:
-            kept, told, reason = row.stopper.cut(row.content, emitted, verdict.block)
-        except BaseException:
-            row.has_raised = True  # criteria are the caller's own code
-            raise
+        kept, told, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
         row.keep(tokens, verdict.logits, verdict.scores)
@@ -294,8 +297,10 @@ class Engine:
         try:
             return row.completion()
         finally:
-            with torch.inference_mode():
-                self.cache.release(row.pages, row.limit)
+            if row.has_pages:
+                row.has_pages = False
+                with torch.inference_mode():
+                    self.cache.release(row.pages, row.limit)
 
     def _drop_cancelled(self) -> None:
         for row in self.rows:
@@ -307,7 +312,7 @@ class Engine:
         self._cancelled.clear()
 
     def _cancel(self, row: Row) -> None:
-        row.finish_reason = "cancelled"
+        row.finish_reason, row.has_raised = "cancelled", False
         self._results.append(RowResult(row.request_id, [], row.stopper.flush(), [], 0, self._ended(row)))
 
 
