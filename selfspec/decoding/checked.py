@@ -25,7 +25,7 @@ class CheckedPolicy:
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
         self._table: tuple[LookupTable | None, int] = None, 0  # that was fit last
-        self._checked: list[tuple[Plan, int]] = []  # plans that were fit, for so many rows; checked last, the first
+        self._checked: list[tuple[Plan, int, Plan]] = []  # plans, rows, and the plans as they are run; the last first
 
     def plan(self, rows: Sequence[Planned]) -> Plan:
         """The plan of a program of these rows.
@@ -33,10 +33,11 @@ class CheckedPolicy:
         Raises:
             ValueError: the rows cannot follow it.
         """
-        plan = self.policy.plan([row.state for row in rows])
-        if not any(plan is fit and len(rows) == num_rows for fit, num_rows in self._checked):
-            check_plan(plan, len(rows), self._num_layers)
-            self._checked = [(plan, len(rows)), *self._checked[: MOST_CHECKED - 1]]
+        asked = self.policy.plan([row.state for row in rows])
+        plan = next((fit for one, count, fit in self._checked if one is asked and count == len(rows)), None)
+        if plan is None:
+            plan = check_plan(asked, len(rows), self._num_layers)
+            self._checked = [(asked, len(rows), plan), *self._checked[: MOST_CHECKED - 1]]
         if plan.lookups is not None and (plan.lookups is not self._table[0] or len(rows) != self._table[1]):
             check_lookups(plan.lookups, len(rows))
             self._table = plan.lookups, len(rows)

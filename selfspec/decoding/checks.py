@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, NUM_MATCH_BINS, LookupTable, Plan, ShadowPlan
+from selfspec.control.plan import LOOKUP, NUM_BINS, NUM_MATCH_BINS, LookupTable, Plan, SecondChoices, ShadowPlan
 from selfspec.decoding.request import Request
 from selfspec.errors import is_number, whole
 from selfspec.model.stack import Stack
@@ -25,8 +26,14 @@ def check_request(request: Request, stack: Stack, has_tokenizer: bool) -> None:
         )
 
 
-def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
-    """ValueError unless so many rows of a model of so many layers can follow the plan."""
+def check_plan(plan: Plan, num_rows: int, num_layers: int) -> Plan:
+    """The plan, its whole numbers as ints, which alone compiled code takes.
+
+    Raises:
+        ValueError: so many rows of a model of so many layers cannot follow it.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"a policy must make plans of class selfspec.Plan, got {plan!r}")
     if plan.shadow is not None:
         _check_shadow(plan.shadow, plan.exit_layer, num_rows, num_layers)
     if plan.stop is not None and len(plan.stop.calibration) != NUM_BINS:
@@ -35,18 +42,29 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> None:
         whole("a plan's draft_vocab", plan.draft_vocab, 1)
     if plan.draft_bits not in (None, 4):
         raise ValueError(f"a plan's draft_bits must be 4 or None (the layers themselves), got {plan.draft_bits}")
-    whole("a plan's num_rounds", plan.num_rounds, 1)
     if plan.deadline is not None and not (is_number(plan.deadline) and plan.deadline >= 0):
         raise ValueError(f"a plan's deadline must be seconds, at least 0, or None, got {plan.deadline!r}")
-    if plan.exit_layer is None:
-        return
-    last = num_layers - 1
-    if len(plan.draft_lengths) != num_rows:
-        raise ValueError(f"a plan's draft_lengths must be one per row, {num_rows}, got {len(plan.draft_lengths)}")
-    for length in plan.draft_lengths:
-        whole("a plan's draft length", length, 0)
-    if not LOOKUP <= plan.exit_layer <= last:
-        raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {plan.exit_layer}")
+    exit_layer, lengths = plan.exit_layer, (0,) * num_rows
+    if exit_layer is not None:
+        exit_layer, last = whole("a plan's exit_layer", exit_layer), num_layers - 1
+        if len(plan.draft_lengths) != num_rows:
+            raise ValueError(f"a plan's draft_lengths must be one per row, {num_rows}, got {len(plan.draft_lengths)}")
+        if not LOOKUP <= exit_layer <= last:
+            raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {exit_layer}")
+        lengths = tuple([whole("a plan's draft length", length, 0) for length in plan.draft_lengths])
+    num_rounds = whole("a plan's num_rounds", plan.num_rounds, 1)
+    seconds = None if plan.second_choices is None else _checked_seconds(plan.second_choices)
+    return replace(plan, exit_layer=exit_layer, draft_lengths=lengths, num_rounds=num_rounds, second_choices=seconds)
+
+
+def _checked_seconds(rule: SecondChoices) -> SecondChoices:
+    """The same with a plain int; ValueError where compiled code would read beyond it, or could not sort by it."""
+    for rates in (rule.right, rule.second):
+        if len(rates) != NUM_BINS or any(rate != rate for rate in rates):
+            raise ValueError(
+                f"a plan's second_choices must have rates of first and of second choices, {NUM_BINS} each, got {rates}"
+            )
+    return rule._replace(most=whole("a plan's second_choices' most", rule.most))
 
 
 def check_lookups(lookups: LookupTable, num_rows: int) -> None:

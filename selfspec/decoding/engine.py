@@ -169,6 +169,7 @@ class Engine:
         """
         refuse_autocast(self.stack.device)
         clock = StageSeconds()
+        self._drop_ended()
         if self._cancelled:
             self._drop_cancelled()
         with torch.inference_mode():
@@ -180,13 +181,14 @@ class Engine:
             self._run(ready, clock)
         elif self._results or not self._rounds:
             self._end_round(None, None, clock, 0)
-        rounds, self._rounds = self._rounds, []
+        rounds = self._rounds
         if self.learn is not None:
             clock.restart()
             num_ended = sum(row.completion is not None for round_ in rounds for row in round_.rows)
             self.learn.after(num_ended, sum(round_.seconds.total for round_ in rounds))
             clock.lap("control")
             rounds[-1].seconds.control += clock.control
+        self._rounds = []
         return rounds
 
     def _run(self, rows: Sequence[Row], clock: StageSeconds) -> None:
@@ -207,7 +209,7 @@ class Engine:
                 clock = StageSeconds()
                 self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
         finally:
-            self._drop_ended(rows)
+            self._drop_ended()
             if outcomes:  # of one that raised, those that ended before
                 self._observe(plan, outcomes)
 
@@ -225,8 +227,8 @@ class Engine:
             deadline = min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
         most = plan.num_rounds if len(rows) == len(self.rows) else 1  # others wait for their prompts to be read
         if self.stack.ranks is not None:  # clocks differ between ranks
-            in_time = max(1, int(deadline / self._round_seconds)) if self._round_seconds else 1
-            most, deadline = min(most, self.stack.agreed(in_time)), math.inf
+            in_time = deadline / self._round_seconds if self._round_seconds else 1
+            most, deadline = self.stack.agreed(max(1, int(min(most, in_time)))), math.inf
         return (plan if most == plan.num_rounds else replace(plan, num_rounds=most)), deadline
 
     def _take(self, rows: Sequence[Row], executed: Executed, part: Part | None) -> RoundOutcome:
@@ -238,8 +240,12 @@ class Engine:
                 self._wasted += len(verdict.block)
                 continue
             is_left_out = part is not None and bool(executed.exit_layer) and _is_left_out(part, verdict)
-            result = self._apply(row, verdict)
-            self._results.append(result)
+            try:
+                result = self._apply(row, verdict)
+                self._results += [result]  # no call, after which an interrupt would be taken for one before
+            except BaseException:  # of a criterion; or an interrupt, after which nobody knows what the row has taken
+                row.has_raised = True
+                raise
             outcomes.append(verdict.outcome(row.request_id, result.num_accepted, is_left_out))
         executed.seconds.rest += executed.seconds.now() - start
         return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
@@ -252,12 +258,13 @@ class Engine:
         self._rounds[-1] = last._replace(num_wasted=last.num_wasted + tokens)
 
     def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:
-        self._rounds.append(Round(self._results, plan, seconds, exit_layer, at, self._wasted))
-        self._results, self._wasted = [], 0
+        round_ = Round(self._results, plan, seconds, exit_layer, at, self._wasted)
+        self._rounds += [round_]
+        self._results, self._wasted = [], 0  # no call in between, after which an interrupt would have them told twice
 
-    def _drop_ended(self, rows: Sequence[Row]) -> None:
-        """Rows that ended in a program, or whose own code raised in it, leave."""
-        for row in rows:
+    def _drop_ended(self) -> None:
+        """Rows that ended, or whose own code raised, leave: after a program, or before the next after an interrupt."""
+        for row in self.rows:
             if row.has_raised:
                 self._cancel(row)
         self.rows = [row for row in self.rows if row.finish_reason is None]
@@ -269,9 +276,9 @@ class Engine:
 
     def _admit(self) -> None:
         for row in self._scheduler.admitted(self.max_batch_size - len(self.rows)):
+            self.rows.append(row)
             self.frequencies.add(row.request.prompt)
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
-            self.rows.append(row)
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
@@ -283,11 +290,7 @@ class Engine:
 
     def _apply(self, row: Row, verdict: Verdict) -> RowResult:
         emitted = len(row.content) - row.num_prompt_tokens
-        try:
-            kept, told, reason = row.stopper.cut(row.content, emitted, verdict.block)
-        except BaseException:
-            row.has_raised = True  # criteria are the caller's own code
-            raise
+        kept, told, reason = row.stopper.cut(row.content, emitted, verdict.block)
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
         row.keep(tokens, verdict.logits, verdict.scores)
@@ -304,8 +307,10 @@ class Engine:
         try:
             return row.completion()
         finally:
-            with torch.inference_mode():
-                self.cache.release(row.pages, row.limit)
+            if row.has_pages:
+                row.has_pages = False
+                with torch.inference_mode():
+                    self.cache.release(row.pages, row.limit)
 
     def _drop_cancelled(self) -> None:
         for row in self.rows:
@@ -317,7 +322,7 @@ class Engine:
         self._cancelled.clear()
 
     def _cancel(self, row: Row) -> None:
-        row.finish_reason = "cancelled"
+        row.finish_reason, row.has_raised = "cancelled", False
         self._results.append(RowResult(row.request_id, [], row.stopper.flush(), [], 0, self._ended(row)))
 
 

@@ -30,7 +30,8 @@ class Row:
     stats: SpecStats = field(default_factory=SpecStats)
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
-    has_raised: bool = False  # its own processor or criterion did: the engine cancels it
+    has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine cancels it
+    has_pages: bool = True  # they are given back once
     datastore: Datastore | None = None
     num_prompt_tokens: int = 0
     limit: int = 0  # tokens its content may come to

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import selfspec
 from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import Plan, Policy, always
+from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, always
 from selfspec.control.registry import make_policy
 from selfspec.control.rows import RowState
 from tests.helpers import Schedule, decode, generate, make_prompts
@@ -89,6 +90,11 @@ class Once(Policy):
         return self.made
 
 
+def beside(num_rates, rate, most, lengths=(2, 2)):
+    """A plan of one layer that drafts second choices, each of them likely enough."""
+    return Plan(2, lengths, second_choices=SecondChoices((rate,) * num_rates, (rate,) * num_rates, -1.0, most))
+
+
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
@@ -99,6 +105,11 @@ class Once(Policy):
         (Plan(2, (1, -1)), r"a plan's draft length must be a whole number of at least 0, got -1"),
         (Plan(2, (1, 1), num_rounds=0), r"a plan's num_rounds must be a whole number of at least 1, got 0"),
         (Plan(2, (1, 1), deadline=-1.0), r"a plan's deadline must be seconds, at least 0, or None, got -1\.0"),
+        (Plan(2.5, (1, 1)), r"a plan's exit_layer must be a whole number, got 2\.5"),
+        (None, r"a policy must make plans of class selfspec\.Plan, got None"),
+        (beside(1, 0.5, 4), r"a plan's second_choices must have rates of first and of second choices, 12 each, got"),
+        (beside(NUM_BINS, float("nan"), 4), r"a plan's second_choices must have rates of first and of second"),
+        (beside(NUM_BINS, 0.5, 1.5), r"a plan's second_choices' most must be a whole number, got 1\.5"),
         (Plan(None, (), lookups=always((3,))), r"a plan's lookups must have lengths and gains of every row, 2, by 10"),
     ],
 )
@@ -115,10 +126,31 @@ def test_drafts_longer_than_a_row_has_room_for_are_cut(exit_layer, num_rounds):
     assert done.tokens == generate(tiny("llama").model, prompt, 5)
 
 
-def test_a_plan_without_an_exit_needs_no_lengths():
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_a_plan_without_an_exit_needs_no_lengths(keep_logits):
     [prompt] = make_prompts([4])
-    [done] = decode(tiny("llama"), [prompt], Once(Plan(None, ())), max_new_tokens=5)
+    [done] = decode(tiny("llama"), [prompt], Once(Plan(None, ())), max_new_tokens=5, keep_logits=keep_logits)
     assert done.tokens == generate(tiny("llama").model, prompt, 5)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2, np.array([3]), num_rounds=np.int64(4), deadline=np.float32(1)),
+        Plan(np.int64(2), (np.int64(3),), num_rounds=4),
+        Plan(0, [3], num_rounds=4),
+        Plan(0, (1 << 70,), num_rounds=1 << 70, deadline=float("inf")),
+        Plan(True, (True,)),
+        beside(NUM_BINS, 0.5, np.int64(2), (3,)),
+        beside(NUM_BINS, 0.5, 1 << 40, (3,)),
+    ],
+)
+@pytest.mark.parametrize("engine", ["views", "compiled"])
+def test_a_plans_numbers_may_be_numpys_and_of_any_size(plan, engine):
+    [prompt] = make_prompts([9])
+    [done] = decode(tiny("llama", engine=engine), [prompt * 2], Once(plan), max_new_tokens=12)
+    assert done.tokens == generate(tiny("llama").model, prompt * 2, 12)
+    assert done.stats.num_draft_tokens > 0
 
 
 def test_the_policy_of_the_documentation_drafts_and_changes_no_token():

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
+from selfspec.decoding.row import Row
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.eager import EagerExecutor
+from selfspec.model.draft_vocabulary import Frequencies
 from tests.executors.engines import (
     EXECUTORS,
     LENGTHS,
@@ -235,6 +237,16 @@ def test_a_program_runs_at_least_one_round_and_none_after_its_deadline(kind, exi
 
 
 @every_executor
+def test_a_layer_that_was_to_draft_nothing_is_not_what_drafted(kind):
+    policy, (request, wanted) = Noted(2, 0, num_rounds=9), plain(kind, 3)
+    engine = engine_of(kind, policy=policy)
+    engine.submit(request)
+    rounds = drain(engine).rounds
+    assert finished(rounds)[0].tokens == wanted.tokens
+    assert {round_.exit_layer for _, of_program in policy.seen for round_ in of_program} == {None}
+
+
+@every_executor
 @pytest.mark.parametrize("num_rounds", [1, 3, 1000])
 def test_a_program_ends_with_its_last_round_or_with_that_of_a_row(kind, num_rounds):
     engine = engine_of(kind, policy=Always(3, 2, num_rounds=num_rounds))
@@ -339,3 +351,34 @@ def test_an_interrupt_after_a_call_that_nobody_heard_of_costs_no_token(kind, pro
     assert raised == 1
     done = finished(rounds)
     assert [done[i].tokens for i in range(len(asked))] == [wanted.tokens for _, wanted in asked]
+
+
+@every_executor
+@pytest.mark.parametrize(("owner", "name"), [(Row, "keep"), (Frequencies, "add"), (Row, "completion")])
+def test_a_row_that_is_interrupted_while_it_takes_its_last_tokens_is_cancelled_alone(kind, owner, name, monkeypatch):
+    """Were it to go on, it would have no room, and write where others do."""
+    (request, wanted), (other, others) = plain(kind, 0), plain(kind, 7)
+    engine, honest, calls = engine_of(kind, policy=Always(2, 2, num_rounds=4)), getattr(owner, name), []
+    first, second = engine.submit(request), engine.submit(other)
+
+    def interrupted(*given, **named):
+        made = honest(*given, **named)
+        if not calls and any(row.request_id == first and row.room == 0 for row in engine.rows):
+            calls.append(made)
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(owner, name, interrupted)
+    rounds, raised = [], 0
+    while engine.has_work:
+        try:
+            rounds += engine.step()
+        except KeyboardInterrupt:
+            raised += 1
+        audit_pages(engine)
+    done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
+    assert raised == 1 and sorted(one.request_id for one in done) == [first, second]
+    found = finished(rounds)
+    assert (found[first].finish_reason, found[first].tokens) == ("cancelled", wanted.tokens)
+    assert (found[second].tokens, found[second].text) == (others.tokens, others.text)
+    assert engine.cache.num_free_pages == engine.cache.num_pages

@@ -71,7 +71,7 @@ def pages_never_freed(self, pages, written=None):
     pass
 
 
-def finished_rows_stay(self, rows):
+def finished_rows_stay(self):
     """Those that have room, since compiled code writes where it is told to."""
     self.rows = [row for row in self.rows if row.finish_reason is None or row.room > 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -16,6 +17,7 @@ from transformers.distributed import DistributedConfig
 from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.calibrate.measure import measure
+from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Plan, Policy
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.tensor_parallel import ranks_of
@@ -50,6 +52,7 @@ def decode(target: Target, rank: int) -> dict[str, object]:
     told = {
         "plain": target.generate(PROMPTS, policy="plain", **OPTIONS),
         "fixed": target.generate(PROMPTS, exit_layer=1, num_draft_tokens=3, **OPTIONS),
+        "endless": target.generate(PROMPTS, policy=Fixed(1, 3), burst=math.inf, **OPTIONS),
         "dice": target.generate(PROMPTS, policy=dice, **OPTIONS),
         "adaptive": target.generate(PROMPTS, policy="adaptive", max_batch_size=2, **OPTIONS),
         "sampled": target.generate(PROMPTS, exit_layer=2, **OPTIONS, **SAMPLED),

@@ -39,7 +39,7 @@ def records(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], Target(model)
 
 
-@pytest.mark.parametrize("way", ["plain", "fixed", "dice", "adaptive", "sampled", "exact"])
+@pytest.mark.parametrize("way", ["plain", "fixed", "endless", "dice", "adaptive", "sampled", "exact"])
 def test_every_way_to_decode_writes_what_one_process_writes(records, way):
     (first, second), target = records
     options = SAMPLED if way == "sampled" else {}

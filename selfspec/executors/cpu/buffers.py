@@ -221,7 +221,8 @@ class Buffers:
         self._indices[:] = [*further.indices]
         if table is not self._table[0]:
             lengths, gains, needs = table
-            flat_lengths, flat_gains = [n for own in lengths for n in own], [gain for own in gains for gain in own]
+            flat_lengths = [min(n, self.most) for own in lengths for n in own]  # they may exceed 64 bits
+            flat_gains = [gain for own in gains for gain in own]
             arrays = (ctypes.c_int64 * len(flat_lengths))(*flat_lengths), doubles(flat_gains), doubles(needs)
             self._table = table, arrays
         program.lengths, program.gains, program.needs = map(ctypes.addressof, self._table[1])

@@ -125,7 +125,7 @@ class CpuExecutor(Executor):
         if plan.table is not None:
             longest = tuple([max(length, *own) for length, own in zip(longest, plan.table.lengths, strict=True)])
         cut = [min(n, row.room - 1) for n, row in zip(longest, rows, strict=True)]
-        return Seen.of(self._rounds.body, layers, sum([1 + n + beside for n in cut]))
+        return Seen.of(self._rounds.body, layers, sum([1 + n + min(beside, n) for n in cut]))
 
 
 @lru_cache(maxsize=64)

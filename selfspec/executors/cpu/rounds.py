@@ -90,7 +90,7 @@ class CompiledRounds:
         """
         body, lengths, num_rounds = self.body, [row.length for row in rows], further.num_rounds
         beside = None if drafter is None else drafter.beside
-        more = 0 if beside is None else beside.most
+        more = 0 if beside is None else min(beside.most, max(lengths))
         drafts = lengths if given is None else [len(tokens) for tokens in given]
         most = max(*drafts, max(lengths) + more, min(further.most_looked_up, max(rooms)), 1)
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more

@@ -47,7 +47,7 @@ class CudaExecutor(Executor):
             pairs = zip(verdicts, draft.given, strict=True)
             verdicts = [v._replace(match=g.match, is_stored=g.is_stored) if g.tokens else v for v, g in pairs]
         seconds.lap("verify")
-        return Executed(plan.exit_layer, verdicts, seconds)
+        return Executed(plan.exit_layer if any(one.drafted for one in done) else None, verdicts, seconds)
 
 
 def _described(row: Row, length: int, given: Sequence[int]) -> RoundRow:
