@@ -6,7 +6,7 @@ calibrated into probability (SpecDec++, arXiv 2405.19715), a batch whose slow ro
 arXiv 2509.01083), and lookup in the row's own text (prompt lookup decoding) by how often it was right.
 
 Every few rounds it decides how layers draft (`planner`) and how many tokens are drafted by lookup after which match
-(`ngram_planner`): a plan is a program for all rounds until it decides again. `schedule` says when to decide and when to
+(`ngrams`): a plan is a program for all rounds until it decides again. `schedule` says when to decide and when to
 probe layers that do not draft; `correction` sets forecasts right by the clock and by what came.
 """
 
