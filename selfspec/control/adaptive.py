@@ -6,7 +6,7 @@ calibrated into probability (SpecDec++, arXiv 2405.19715), a batch whose slow ro
 arXiv 2509.01083), and lookup in the row's own text (prompt lookup decoding) by how often it was right.
 
 Every few rounds it decides how layers draft (`planner`) and how many tokens are drafted by lookup after which match
-(`ngram_planner`): a plan is a program for all rounds until it decides again. `schedule` says when to decide and when to
+(`ngrams`): a plan is a program for all rounds until it decides again. `schedule` says when to decide and when to
 probe layers that do not draft; `correction` sets forecasts right by the clock and by what came.
 """
 
@@ -167,7 +167,7 @@ class Adaptive(Policy):
     def _decide(self, rows: Sequence[RowState]) -> None:
         """How layers draft, and how much is drafted by lookup after which match."""
         before, identities, count = self.decision, [row.identity for row in rows], len(rows)
-        is_other, self._rows = identities != self._rows, identities
+        is_other = identities != self._rows
         round_costs = self._costs_of(count, self.costs.context_of(self._held))
         round_costs.correct_lookups(self._correction.ratio(BY_LOOKUP, count))
         if self._layers:
@@ -177,6 +177,7 @@ class Adaptive(Policy):
         else:
             self.decision = Decision(count / round_costs.plain_seconds)
         self._lookups = self._table(rows, round_costs) if self._looks_up else None
+        self._rows = identities  # only now: who is interrupted before decides again
         round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or round_costs.plain_seconds
         exit_layer = self.decision.exit_layer
         is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= KNOWN

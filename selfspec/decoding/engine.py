@@ -308,9 +308,9 @@ class Engine:
             return row.completion()
         finally:
             if row.has_pages:
-                row.has_pages = False
                 with torch.inference_mode():
                     self.cache.release(row.pages, row.limit)
+                    row.has_pages = False
 
     def _drop_cancelled(self) -> None:
         for row in self.rows:

@@ -37,7 +37,7 @@ class Picker:
         with_sure: bool = False,
         with_seconds: bool = False,
     ) -> Picks:
-        """Picks at N positions; see `decoding.pick.scored` for the arguments, and `surely` for how sure they are."""
+        """Picks at N positions; see `executors.pick.scored` for the arguments, and `surely` for how sure they are."""
         if self.is_compiled:
             tokens = None if subset is None else subset.tokens
             return compiled_pick(logits, told_of(samplings), positions, tokens, with_sure, with_seconds)

@@ -21,7 +21,7 @@ WIDE = 8192  # and that the search for a bound looks at in one step
 
 
 def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pick one token per place: int64 `[N]`, and how sure each is, fp32 `[N]`; see `decoding.pick.pick_surely`.
+    """Pick one token per place: int64 `[N]`, and how sure each is, fp32 `[N]`; see `executors.pick.pick_surely`.
 
     Ties go to the lowest token. A logit that is no number counts as the largest, as it does to `torch.argmax`.
 

@@ -20,7 +20,6 @@ from selfspec.kernels.layout import MOST_NODES, Layout
 SPLIT = 256  # tokens of a row that one program reads
 SHORT = 16  # rows with more new tokens than this (prompts) have queries enough to fill a device without splitting
 MOST_ROWS = 64  # of a tile of queries
-LOG2E = 1.4426950408889634
 
 
 def attend(

@@ -142,7 +142,7 @@ class PagedCache:
             storage[index, :end] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
-            heapq.heappush(self._free, page)
+        self._free = sorted([*self._free, *pages])  # all at once, whatever interrupts; what is sorted is a heap, too
 
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""

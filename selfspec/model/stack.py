@@ -91,11 +91,6 @@ class Stack:
         """What early hidden states go through before the norm and head; the last layer's never do."""
 
     @property
-    def twin(self) -> Any:
-        """The second body around the model's weights that everything here is made from."""
-        return self._twin
-
-    @property
     def has_draft_heads(self) -> bool:
         """Whether `draft_logits` are of fewer tokens; a runner's recorded rounds draft over all of them."""
         return self._draft_head is not None and self.runner is None

@@ -255,3 +255,22 @@ def test_exit_layers_may_be_given_in_any_order():
     costs = made_up_costs(LAYERS)
     rounds = play(Adaptive(costs, exit_layers=[3, 1, 2, 3], drafts=["exit"]), costs, 100)
     assert any(round_.plan.shadow is not None for round_ in rounds)
+
+
+def test_a_decision_that_is_interrupted_is_made_again(monkeypatch):
+    """Else it would go on with a lookup table of the rows before."""
+    policy = Adaptive(made_up_costs(LAYERS))
+    policy.plan([RowState(i, 50, 50) for i in range(2)])
+    later = [RowState(1, 52, 48)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Adaptive, "_table", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            policy.plan(later)
+    before = policy.decision
+    plan = policy.plan(later)
+    assert policy.decision is not before and len(plan.draft_lengths) == 1
+    assert plan.lookups is None or len(plan.lookups.lengths) == 1
+
+
+def interrupt(*given):
+    raise KeyboardInterrupt

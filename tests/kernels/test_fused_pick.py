@@ -1,4 +1,4 @@
-"""Picks: the twin is `decoding.pick`'s, the kernel is its twin, filters keep what transformers' keep."""
+"""Picks: the twin is `executors.pick`'s, the kernel is its twin, filters keep what transformers' keep."""
 
 from __future__ import annotations
 

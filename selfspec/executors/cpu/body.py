@@ -20,6 +20,7 @@ from torch import Tensor
 
 from selfspec.executors.cpu.four_bit import Rounded, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
+from selfspec.executors.cpu.spare import Spare
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
 from selfspec.model.draft_vocabulary import Subset
@@ -75,6 +76,8 @@ class CompiledBody:
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
+        self.spare = Spare()
+        """Buffers of compiled rounds, see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.buffers import Buffers, Done, Drafter, Further, Seen
@@ -18,35 +17,6 @@ from selfspec.model.kv_cache import PagedCache, Span
 STEP = 8  # drafted tokens: buffers are made for so many, or for a power of two
 MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
 ROUNDS_OF_ROWS = 1024  # rounds times rows that take little memory
-MOST_SPARE_BYTES, MOST_KEPT_BYTES = 1 << 25, 1 << 22  # of the buffers that a model keeps, and of each
-
-
-class Spare:
-    """Buffers of a model that are in nobody's use: new memory takes as long as a token of a small one. Engines of a
-    model may run in several threads, each with buffers that are its own until it gives them back."""
-
-    def __init__(self) -> None:
-        self._by_size: dict[tuple[int, int, int], list[Buffers]] = {}
-
-    def take(self, body: CompiledBody, size: tuple[int, int, int]) -> Buffers:
-        """Some of such a size, see `Buffers`."""
-        try:
-            return self._by_size[size].pop()
-        except (KeyError, IndexError):
-            return Buffers(body, *size)
-
-    def give_back(self, buffers: Buffers) -> None:
-        if buffers.num_bytes > MOST_KEPT_BYTES:
-            return
-        kept = self._by_size
-        total = buffers.num_bytes + sum([one.num_bytes for spares in list(kept.values()) for one in list(spares)])
-        if total > MOST_SPARE_BYTES:
-            first = next((size for size, spares in list(kept.items()) if spares), buffers.size)
-            kept.pop(first, None)  # of the size that came first
-        kept.setdefault(buffers.size, []).append(buffers)
-
-
-_spare: WeakKeyDictionary[CompiledBody, Spare] = WeakKeyDictionary()
 
 
 def most_rounds(count: int) -> int:
@@ -59,7 +29,6 @@ class CompiledRounds:
 
     def __init__(self, body: CompiledBody) -> None:
         self.body, self._lib = body, c.functions()
-        self._spare = _spare.setdefault(body, Spare())
 
     def run(
         self,
@@ -99,7 +68,8 @@ class CompiledRounds:
             longest = max(longest, min(longest + num_rounds * (most + 1), filled))
         model, layers = body.structs(cache)
         held = 1 if num_rounds == 1 else most_rounds(len(rows))
-        buffers = self._spare.take(body, (len(rows), max(STEP, 1 << (most - 1).bit_length()), held))
+        size = len(rows), max(STEP, 1 << (most - 1).bit_length()), held
+        buffers = body.spare.take(size) or Buffers(body, *size)
         drafting, judging = buffers.drafting, buffers.judging
         buffers.tell(rows, lengths, last, how, rooms)
         for row, tokens in enumerate(given or ()):
@@ -124,7 +94,7 @@ class CompiledRounds:
         buffers.go_on(further, drafter is None)
         has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.places)
         done = [] if has_failed else buffers.done(drafter)
-        self._spare.give_back(buffers)
+        body.spare.give_back(buffers)
         if has_failed:
             tokens_in_all = sum(drafts) + len(rows)
             raise MemoryError(

@@ -60,7 +60,7 @@ class Nodes {
     }
 };
 
-// Which second choices are drafted beside first ones: see `selfspec.control.second_choices.likely_seconds`.
+// Which second choices are drafted beside first ones: see `selfspec.control.acceptance.likely_seconds`.
 struct Seconds {
     const double *edges, *right, *second;  // between bins of confidence; by bin, of first and of second choices
     int64_t num_edges;
