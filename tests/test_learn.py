@@ -78,8 +78,9 @@ def test_drafts_get_better_on_what_they_were_refused_at(target):
     assert refused(after) < 0.6 * refused(before)
 
 
-def test_learning_that_is_off_costs_nothing(target, monkeypatch):
+def test_learning_that_is_off_costs_nothing(monkeypatch):
     monkeypatch.setattr("selfspec.executors.eager.hand_on", None)
+    target = Target(build("llama"), engine="views")
     target.generate(make_prompts([5]), exit_layer=1, max_new_tokens=8)
     assert (target.learner, target.exit_heads) == (None, None)
 
