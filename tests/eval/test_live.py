@@ -214,6 +214,7 @@ def test_the_fixed_settings_are_those_that_replay_finds_fastest(scene):
     assert len(best_in_replay(scene, 2, dataclasses.replace(config, finalists=99))) == 6
 
 
+@pytest.mark.slow
 def test_acceptance_of_synthetic_targets_falls_from_one_to_nearly_zero(monkeypatch):
     monkeypatch.setattr(synthetic, "build", TINY)
     record = synthetic.sweep(

@@ -10,6 +10,7 @@ from transformers import StoppingCriteria
 
 from eval.quality.harness import model_class
 from selfspec.hub import open_model
+from tests.slow import slow
 
 TEXTS = ["def f(x):\n    return", "import os\n", "class A:\n    def __init__(self):\n", "x = [1, 2,"]
 
@@ -71,7 +72,7 @@ def base(monkeypatch):
 
 @pytest.mark.filterwarnings("default")  # the harness's own
 @pytest.mark.parametrize(("batch", "settings"), [(1, {"exit_layer": 4, "num_draft_tokens": 6}), (4, {})])
-@pytest.mark.parametrize("stop", [["\n\n"], ["self.", "):"]])
+@pytest.mark.parametrize("stop", [slow(["\n\n"]), ["self.", "):"]])
 def test_outputs_are_those_of_the_harness_and_are_speculated(opened, base, batch, settings, stop):
     model, tokenizer = opened
     theirs = base(pretrained=model, tokenizer=tokenizer, batch_size=batch)

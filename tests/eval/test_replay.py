@@ -65,7 +65,7 @@ def test_replay_predicts_every_round_of_a_random_model(small, name, setting):
 @pytest.mark.parametrize(
     "setting", [slow(ALONE), slow(TOGETHER), slow(SAMPLED[0]), SAMPLED[1]], ids=IDS
 )  # the random model has them all
-@pytest.mark.parametrize("name", [*POLICIES, "dice 7"])
+@pytest.mark.parametrize("name", [*[name if name in ("fixed", "pld") else slow(name) for name in POLICIES], "dice 7"])
 def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
     compare(demo, factory(name, demo), setting)
 

@@ -36,6 +36,8 @@ from tests.slow import slow
 
 LATE = {"cpu": (CompiledRounds, "run"), "cuda": (Runner, "round")}  # after what an executor's fast path has done
 every_executor = pytest.mark.parametrize("kind", EXECUTORS)
+# The stand-in for a device takes ten times as long, and what the engine does with rounds is the same.
+most_executors = pytest.mark.parametrize("kind", [slow(kind) if kind == "cuda" else kind for kind in EXECUTORS])
 
 
 def finished(rounds):
@@ -132,7 +134,7 @@ def test_programs_draft_in_every_way_and_each_executor_runs_its_own(kind, corpus
     assert {name: count > 9 for name, count in calls.items()} == {name: kind == name for name in calls}
 
 
-@every_executor
+@most_executors
 def test_a_corpus_is_drafted_from_where_a_row_has_nothing_of_its_own(kind, corpus):
     policy, (request, wanted) = Noted(LOOKUP, 4, num_rounds=9), plain(kind, 7)
     engine = engine_of(kind, policy=policy, datastore=corpus)
@@ -258,7 +260,7 @@ def test_a_program_ends_with_its_last_round_or_with_that_of_a_row(kind, num_roun
         assert not any(ends[:-1]) and (len(program) == num_rounds or ends[-1])
 
 
-@every_executor
+@most_executors
 def test_nothing_of_a_row_is_handed_out_after_the_text_that_ended_it(kind):
     (request, wanted), (other, others) = plain(kind, 5), plain(kind, 7)
     assert wanted.finish_reason == "stop" and len(wanted.tokens) < request.max_new_tokens - 3

@@ -30,6 +30,7 @@ from tests.executors.faults import faulty as faulty
 from tests.executors.test_conformance import check_policy, check_programs, check_same_rounds
 from tests.helpers import Always
 from tests.models import build
+from tests.slow import slow
 from tests.tokenizers import byte_tokenizer
 
 SEEDS = 4
@@ -101,7 +102,7 @@ AROUND = [
 ]
 
 
-@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize("kind", [slow(kind) if kind == "cuda" else kind for kind in EXECUTORS])
 @pytest.mark.parametrize(("owner", "name", "fault"), AROUND, ids=[fault.__name__ for *_, fault in AROUND])
 def test_faults_around_every_executor_are_noticed(monkeypatch, kind, owner, name, fault):
     assert passes(kind)
