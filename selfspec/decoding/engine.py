@@ -217,7 +217,7 @@ class Engine:
         clock = StageSeconds()
         self.policy.observe(plan, outcomes)
         clock.lap("control")
-        self._rounds[-1].seconds.control += clock.control
+        outcomes[-1].seconds.control += clock.control
         self._round_seconds = outcomes[-1].seconds.total
 
     def _bounded(self, plan: Plan, rows: Sequence[Row]) -> tuple[Plan, float]:

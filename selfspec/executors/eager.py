@@ -71,9 +71,7 @@ class EagerExecutor(Executor):
         seconds.lap("pick")
         if drafted.trees is not None:
             settle(self.cache, rows, verdicts)
-        if draft.given is not None:
-            pairs = zip(verdicts, draft.given, strict=True)
-            verdicts = [v._replace(match=g.match, is_stored=g.is_stored) if g.tokens else v for v, g in pairs]
+        verdicts = draft.with_matches(verdicts)
         if chooser is not None:
             verdicts = _with_chosen(verdicts, chooser, plan, scores)
         taps: list[Tensor] = []

@@ -31,6 +31,13 @@ class RoundDraft(NamedTuple):
     plan: Plan  # its draft lengths fit into the rows
     given: Sequence[Guess] | None = None  # every row's draft by lookup, empty where it has none; None: no lookup drafts
 
+    def with_matches(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """The verdicts of rows that drafted by lookup, with the match that each draft follows."""
+        if self.given is None:
+            return verdicts
+        pairs = zip(verdicts, self.given, strict=True)
+        return [v._replace(match=g.match, is_stored=g.is_stored) if g.tokens else v for v, g in pairs]
+
 
 class Executor:
     """Runs plans. Keys and values are written beyond what rows hold; whoever takes the rounds adds tokens to the rows.

@@ -67,9 +67,7 @@ class CpuExecutor(Executor):
         further = Further(1, 0.0, [()] * len(rows))
         executed = next(self._executed(rows, plan, further, given, seen))
         verdicts, seconds = executed.verdicts, executed.seconds
-        if draft.given is not None:
-            pairs = zip(verdicts, draft.given, strict=True)
-            verdicts = [v._replace(match=g.match, is_stored=g.is_stored) if g.tokens else v for v, g in pairs]
+        verdicts = draft.with_matches(verdicts)
         if seen is not None and keeps:
             verdicts = _with_logits(rows, verdicts, seen)
         if seen is not None and plan.shadow is not None:

@@ -43,9 +43,7 @@ class CudaExecutor(Executor):
         if done is None:
             return self._otherwise.round(rows, draft)
         verdicts = [_verdict(one) for one in done]
-        if draft.given is not None:
-            pairs = zip(verdicts, draft.given, strict=True)
-            verdicts = [v._replace(match=g.match, is_stored=g.is_stored) if g.tokens else v for v, g in pairs]
+        verdicts = draft.with_matches(verdicts)
         seconds.lap("verify")
         return Executed(plan.exit_layer if any(one.drafted for one in done) else None, verdicts, seconds)
 
