@@ -41,7 +41,7 @@ class SelfSpeculative:
         policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
         drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
-        datastore: a file that `selfspec datastore build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
+        datastore: a file that `selfspec corpus build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
             drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.

@@ -12,7 +12,7 @@ import pytest
 
 import selfspec
 from selfspec.api import Target
-from selfspec.commands.options import SOURCES, PolicyName
+from selfspec.cli.options import DRAFTERS, PolicyName
 from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
 from selfspec.model.exit_heads import ExitHeads
@@ -91,7 +91,7 @@ def test_no_policy_changes_the_text(generate):
 
 
 def test_the_policies_are_those_of_the_library():
-    assert get_args(PolicyName) == tuple(POLICIES) and SOURCES == DRAFTS
+    assert get_args(PolicyName) == tuple(POLICIES) and DRAFTERS == DRAFTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)

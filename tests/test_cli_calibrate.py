@@ -12,11 +12,9 @@ import pytest
 import torch
 
 import selfspec
+from selfspec.calibrate import forecast, profile
 from selfspec.calibrate import measure as measure_module
-from selfspec.calibrate import profile
-from selfspec.commands import calibrate as command
-from selfspec.commands import forecast
-from selfspec.commands.notices import notices
+from selfspec.cli import calibrate as command
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from tests import cli_fixtures

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from selfspec.commands import generate as command
+from selfspec.cli import generate as command
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.cli_fixtures import assert_refused, copy_of, model_folder, run  # noqa: F401

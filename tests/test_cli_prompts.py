@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.commands.failure import Failure
-from selfspec.commands.prompts import parse_lines
+from selfspec.cli.failure import Failure
+from selfspec.cli.prompts import parse_lines
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read_over():

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import selfspec
-from selfspec import show
+from selfspec.cli import show
+from selfspec.cli.pieces import Painter, Piece, Pieces
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.stats import SpecStats
-from selfspec.pieces import Painter, Piece, Pieces
 from tests import cli_fixtures
 
 model_folder = cli_fixtures.model_folder

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from selfspec.commands import threads
-from selfspec.commands.failure import Failure
-from selfspec.commands.options import Generate
+from selfspec.cli.failure import Failure
+from selfspec.cli.options import Generate
+from selfspec.kernels import threads
 
 
 @pytest.fixture

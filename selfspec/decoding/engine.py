@@ -30,6 +30,7 @@ from selfspec.model.stack import Stack
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
 CUDA_PAGE_SIZE = 64
+PREFILL_CHUNK = 512  # prompt tokens read per step when the caller names no number
 DEADLINE = 1 / 30  # seconds of a program that somebody watches: what is streamed still seems to flow
 
 
@@ -85,7 +86,7 @@ class Engine:
         max_batch_size: int = 8,
         max_cached_tokens: int | None = None,
         page_size: int | None = None,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = PREFILL_CHUNK,
         learn: Learns | None = None,
         datastore: Datastore | None = None,
         exact: bool = False,

@@ -41,7 +41,7 @@ class Match(NamedTuple):
 
 
 class Datastore:
-    """An index of a corpus, as `selfspec datastore build` wrote it; any number of threads and processes may read it.
+    """An index of a corpus, as `selfspec corpus build` wrote it; any number of threads and processes may read it.
 
     A builder that replaces the file leaves those who have it open with the old one.
     """

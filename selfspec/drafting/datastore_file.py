@@ -83,10 +83,10 @@ def open_file(path: Path) -> tuple[BinaryIO, About]:
         file = path.open("rb")
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"there is no datastore {path}; make one with: selfspec datastore build MODEL CORPUS -o {path}"
+            f"there is no datastore {path}; make one with: selfspec corpus build MODEL CORPUS -o {path}"
         ) from None
     except IsADirectoryError:
-        raise DatastoreError(f"{path} is a folder; give the file that `selfspec datastore build` wrote") from None
+        raise DatastoreError(f"{path} is a folder; give the file that `selfspec corpus build` wrote") from None
     try:
         about = _read_header(path, file.read(PAGE))
         size = os.fstat(file.fileno()).st_size
@@ -102,7 +102,7 @@ def open_file(path: Path) -> tuple[BinaryIO, About]:
 
 def _read_header(path: Path, page: bytes) -> About:
     if not page.startswith(MAGIC):
-        raise DatastoreError(f"{path} is no datastore; give a file that `selfspec datastore build` wrote")
+        raise DatastoreError(f"{path} is no datastore; give a file that `selfspec corpus build` wrote")
     found = int.from_bytes(page[len(MAGIC) :][:4], "little")
     if found != FORMAT and len(page) >= _FIXED:
         raise DatastoreError(

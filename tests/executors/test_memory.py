@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.commands.failure import ending
+from selfspec.cli.failure import ending
 from selfspec.kernels import compiled_call
 from tests.executors.engines import engine_of, plain
 

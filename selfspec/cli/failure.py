@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RUN, USAGE, INTERRUPTED = 1, 2, 130
-_NAMES = (
-    "adapter|device|drafts|dtype|engine|exit_heads|exit_layer|max_new_tokens|model|num_draft_tokens|policy|quantize"
-)
+_LIBRARY_NAMES = {  # parameters of the library whose options are called otherwise
+    "max_new_tokens": "max_tokens",
+    "num_draft_tokens": "num_speculative_tokens",
+    "drafts": "drafters",
+    "datastore": "corpus",
+}
+_SAME_NAMES = ("adapter", "device", "dtype", "engine", "exit_heads", "exit_layer", "model", "policy", "quantize")
 
 
 class Failure(Exception):
@@ -20,6 +24,11 @@ class Failure(Exception):
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
         self.code = code
+
+
+def flag(name: str) -> str:
+    """How an option is called on the command line."""
+    return "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")
 
 
 @contextmanager
@@ -37,7 +46,8 @@ def as_sentences() -> Iterator[None]:
 
 def _as_options(sentence: str) -> str:
     """The library's sentences begin with a parameter's name; say the option's instead."""
-    return re.sub(rf"^({_NAMES})\b(?!:)", lambda found: "--" + found[0].replace("_", "-"), sentence)
+    names = "|".join([*_LIBRARY_NAMES, *_SAME_NAMES])
+    return re.sub(rf"^({names})\b(?!:)", lambda found: flag(_LIBRARY_NAMES.get(found[0], found[0])), sentence)
 
 
 def ending(problem: BaseException) -> int:
@@ -49,19 +59,16 @@ def ending(problem: BaseException) -> int:
     if isinstance(problem, BrokenPipeError):  # whoever read our output has left: nothing more to say
         _drop_stdout()
         return RUN
-    if isinstance(
-        problem, OSError
-    ):  # files of our own are handled where they are opened: this is stdout, on a full disk
+    if isinstance(problem, OSError):  # other files are handled where they are opened: this is stdout, on a full disk
         _drop_stdout()
         return say(f"the output cannot be written ({problem.strerror or problem}); make room and run it again", RUN)
     if hasattr(problem, "format_message"):  # typer's usage errors; their classes are private
         path = getattr(getattr(problem, "ctx", None), "command_path", "selfspec")
         return say(f"{problem.format_message().rstrip('.')}; see '{path} --help'", USAGE)
     if type(problem).__name__ == "OutOfMemoryError":
-        sentence = "the device ran out of memory; lower --max-new-tokens, or choose --dtype bfloat16 or --device cpu"
-        return say(sentence, RUN)
+        return say("the device ran out of memory; lower --max-tokens, or choose --dtype bfloat16 or --device cpu", RUN)
     if isinstance(problem, MemoryError):
-        return say(str(problem) or "memory ran out; lower --max-new-tokens, or decode fewer prompts at once", RUN)
+        return say(str(problem) or "memory ran out; lower --max-tokens, or decode fewer prompts at once", RUN)
     raise problem
 
 

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.cli.pieces import STYLES, Painter, Piece
 from selfspec.control.plan import LOOKUP
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
-from selfspec.pieces import STYLES, Painter, Piece
 
 PICTURE_WIDTH = 100
-
-
-def wants_colour(stream: TextIO) -> bool:
-    """NO_COLOR beats FORCE_COLOR beats whether the stream is a terminal that can."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-
-
-def same_place(one: TextIO, other: TextIO) -> bool:
-    """Whether two streams end up in the same terminal, file or pipe."""
-    try:
-        return os.path.sameopenfile(one.fileno(), other.fileno())
-    except (OSError, ValueError):  # not a file: somebody has put another object there
-        return one.isatty() and other.isatty()
-
-
-def make_console(stream: TextIO, quiet: bool = False) -> Console:
-    """A console in the terminal's own sixteen colours; without colours it writes plain text."""
-    colour = wants_colour(stream)
-    return Console(
-        file=stream,
-        quiet=quiet,
-        force_terminal=colour,
-        no_color=not colour,
-        color_system="standard" if colour else None,
-        width=None if stream.isatty() else 120,
-        highlight=False,
-    )
 
 
 def legend(exit_layer: int | None, num_layers: int, free: Sequence[str] = ()) -> Text:

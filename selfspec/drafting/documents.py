@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.commands.failure import RUN, Failure
-
 JSON_LINES = (".jsonl", ".ndjson")
 PIECE = 1 << 16  # characters of a text file tokenized at a time
 TOGETHER = 1 << 20  # characters tokenized in one call
@@ -21,7 +19,14 @@ _SEAM = re.compile(r"\n(?=\S)")
 
 
 def documents(files: Sequence[Path], tokenizer: Any, field: str) -> Iterator[NDArray[np.uint32]]:
-    """Token ids of every document, without special tokens of the tokenizer's own."""
+    """Token ids of every document, without special tokens of the tokenizer's own.
+
+    Args:
+        field: where a line of a JSON-lines file (.jsonl, .ndjson) has its text.
+
+    Raises:
+        ValueError: a file that cannot be read, is not UTF-8, or holds a line without such a text.
+    """
     parts: list[NDArray[np.uint32]] = []
     for batch in _batches(piece for file in files for piece in pieces(file, field)):
         ids = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
@@ -44,9 +49,9 @@ def pieces(file: Path, field: str) -> Iterator[tuple[str, bool]]:
         else:
             yield from _blocks(file)
     except UnicodeDecodeError:
-        raise Failure(f"{file}: not valid UTF-8; convert it to UTF-8 first, or leave it out", RUN) from None
+        raise ValueError(f"{file}: not valid UTF-8; convert it to UTF-8 first, or leave it out") from None
     except OSError as problem:
-        raise Failure(f"{file} cannot be read ({problem.strerror}); give text or JSON-lines files", RUN) from None
+        raise ValueError(f"{file} cannot be read ({problem.strerror}); give text or JSON-lines files") from None
 
 
 def _blocks(file: Path) -> Iterator[tuple[str, bool]]:
@@ -75,10 +80,10 @@ def _text_of(line: str, where: str, field: str) -> str:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise Failure(f"{where}: not valid JSON ({problem}); every line must be one object with a text", RUN) from None
+        raise ValueError(f"{where}: not valid JSON ({problem}); every line must be one object with a text") from None
     text = found.get(field) if isinstance(found, dict) else None
     if not isinstance(text, str):
-        raise Failure(f"{where}: holds no text under {field!r}; choose the field that does with --field", RUN)
+        raise ValueError(f"{where}: holds no text under {field!r}; choose the field that does")
     return text.encode(errors="replace").decode()  # half a surrogate pair is no text
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.text import Text
 
-from selfspec import show
-from selfspec.commands.compare import Comparison
-from selfspec.commands.failure import RUN, Failure
-from selfspec.commands.job import Job, Run
-from selfspec.commands.options import Generate
+from selfspec.cli import show
+from selfspec.cli.compare import Comparison
+from selfspec.cli.failure import RUN, Failure
+from selfspec.cli.job import Job, Run
+from selfspec.cli.options import Generate
+from selfspec.cli.pieces import Painter, Piece, Pieces
+from selfspec.cli.talk import make_console, same_place, wants_colour
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import DRAFTS, LOOKUP
 from selfspec.control.registry import BY_LOOKUP, CHOOSES_EXIT
 from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.results import Round, RowResult
-from selfspec.pieces import Painter, Piece, Pieces
 
 PROMPT_SHOWN = 1000  # characters of a long prompt that are repeated beside the coloured text, from its end
 
@@ -31,9 +30,9 @@ class Screen:
 
     def __init__(self, job: Job, options: Generate) -> None:
         self._options = options
-        self._talk = show.make_console(sys.stderr, quiet=options.quiet)
-        self._writes = not options.as_json and options.prompts is None
-        self._streams = options.stream and not (options.show_plan and show.same_place(sys.stdout, sys.stderr))
+        self._talk = job.talk.console
+        self._writes = not options.as_json and not options.writes_lines
+        self._streams = options.stream and not (options.show_plan and same_place(sys.stdout, sys.stderr))
         self._legend = _legend(job)
         self._num_rounds = 0
         self._text = ""
@@ -41,17 +40,17 @@ class Screen:
         self._cutter: Pieces | None = None
         self._pieces: list[Piece] = []
         self._num_painted = 0
-        if options.prompts is None:
+        if not options.writes_lines:
             self._prepare(job)
 
     def _prepare(self, job: Job) -> None:
-        paints = self._writes and self._options.show_drafts and show.wants_colour(sys.stdout)
+        paints = self._writes and self._options.show_drafts and wants_colour(sys.stdout)
         if paints or self._options.svg:
             self._cutter = Pieces(job.target.tokenizer, job.ids[0], self._options.stop or ())
             self._pieces = [Piece(_shown(job), "prompt")]
         if not paints:
             return
-        out = show.make_console(sys.stdout)
+        out = make_console(sys.stdout)
         self._painter = Painter(out, out.width if sys.stdout.isatty() else None, self._talk)
         if self._legend is not None:
             self._talk.print(self._legend, end="\n\n")
@@ -70,7 +69,7 @@ class Screen:
         if self._options.show_plan and round_.plan is not None:
             self._num_rounds += 1
             self._talk.print(show.plan_line(self._num_rounds, round_), soft_wrap=True)
-        if self._options.prompts is None:
+        if not self._options.writes_lines:
             for row in round_.rows:
                 self._show_text(row)
 
@@ -93,18 +92,6 @@ class Screen:
         elif self._writes:
             sys.stdout.write(self._text + "\n")
             sys.stdout.flush()
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Says on a terminal what is going on, and takes it back; nothing moves meanwhile, to keep timings quiet."""
-        says = sys.stderr.isatty() and not self._options.as_json
-        if says:
-            self._talk.print(Text(what, "dim"), end="\r", soft_wrap=True)
-        try:
-            yield
-        finally:
-            if says:
-                self._talk.print(" " * len(what), end="\r", soft_wrap=True)
 
     def close(self, run: Run, comparison: Comparison | None) -> None:
         """The table, the closing line and the picture, whichever was asked for."""

@@ -1,22 +1,17 @@
-"""`selfspec datastore`: build an index of a corpus for drafts, and say what is in one."""
+"""`selfspec corpus`: build an index of a corpus for drafts, and say what is in one."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from selfspec.commands.failure import RUN, Failure, as_sentences
-
-EVERY = 0.1  # seconds between two progress lines
+from selfspec.cli.failure import RUN, Failure, as_sentences
+from selfspec.cli.talk import Talk
 
 
 def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json: bool, quiet: bool) -> None:
@@ -24,33 +19,28 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
     output = output.expanduser()
     files = [file.expanduser() for file in corpus]
     _check(files, output)
-    from selfspec import hub, show  # torch and transformers, from here on
-    from selfspec.commands.corpus import documents
-    from selfspec.drafting.datastore_build import build
-    from selfspec.model.fingerprint import vocabulary_of
+    with Talk(quiet) as talk:
+        with talk.waiting("importing torch and transformers"):
+            from selfspec import hub
+            from selfspec.drafting import datastore_build
+            from selfspec.drafting.documents import documents
+            from selfspec.model.fingerprint import vocabulary_of
 
-    with as_sentences():
-        tokenizer = hub.open_tokenizer(model)
-    if tokenizer is None:
-        raise Failure(
-            f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
-        )
-    say = _progress(output, show.make_console(sys.stderr, quiet=quiet))
-    vocab_size = max(tokenizer.get_vocab().values()) + 1
-    try:
-        about = build(output, documents(files, tokenizer, field), vocabulary_of(tokenizer), vocab_size, say)
-    except ValueError as problem:
-        raise Failure(str(problem), RUN) from problem
-    except OSError as problem:
-        reason = problem.strerror or problem
-        raise Failure(f"{output} cannot be written ({reason}); give a file in an existing folder", RUN) from problem
-    finally:
-        say("")
+        with as_sentences():
+            tokenizer = hub.open_tokenizer(model)
+        if tokenizer is None:
+            raise Failure(
+                f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
+            )
+        vocab_size = max(tokenizer.get_vocab().values()) + 1
+        with _building(output), talk.waiting(f"building {output}"):
+            found = documents(files, tokenizer, field)
+            about = datastore_build.build(output, found, vocabulary_of(tokenizer), vocab_size, talk.progress)
     _write(output, about, {}, as_json)
 
 
 def info(file: Path, verify: bool, as_json: bool) -> None:
-    """Say what a datastore holds, and whether it is whole."""
+    """Say what an indexed corpus holds, and whether it is whole."""
     from selfspec.drafting import datastore_file
 
     file = file.expanduser()
@@ -65,7 +55,7 @@ def info(file: Path, verify: bool, as_json: bool) -> None:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn what is wrong with a datastore that is read into failures of the run."""
+    """Turn what is wrong with an indexed corpus that is read into failures of the run."""
     from selfspec.errors import DatastoreError
 
     try:
@@ -76,8 +66,19 @@ def reading(file: Path) -> Iterator[None]:
         raise Failure(f"{file} cannot be read ({problem.strerror}); give a file of yours", RUN) from problem
 
 
+@contextmanager
+def _building(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as problem:
+        raise Failure(str(problem).replace("the field that does", "the field that does with --field"), RUN) from problem
+    except OSError as problem:
+        reason = problem.strerror or problem
+        raise Failure(f"{output} cannot be written ({reason}); give a file in an existing folder", RUN) from problem
+
+
 def _check(files: Sequence[Path], output: Path) -> None:
-    """Refuse what would fail after a long time, or replace what is no datastore."""
+    """Refuse what would fail after a long time, or replace what is no indexed corpus."""
     from selfspec.drafting.datastore_file import MAGIC
 
     for file in files:
@@ -92,28 +93,7 @@ def _check(files: Sequence[Path], output: Path) -> None:
     if output.exists():
         with output.open("rb") as there:
             if there.read(len(MAGIC)) != MAGIC:
-                raise Failure(f"--output {output} is there already and no datastore; choose another name")
-
-
-def _progress(output: Path, talk: Console) -> Callable[[str], None]:
-    """On a terminal one line that is rewritten and in the end taken back, elsewhere a line at the start."""
-    shown, last = 0, 0.0
-
-    def say(text: str) -> None:
-        nonlocal shown, last
-        if not talk.is_terminal:
-            if text and not shown:
-                talk.print(Text(f"building {output}"), soft_wrap=True)
-                shown = 1
-            return
-        if text.startswith("read") and time.monotonic() < last + EVERY:
-            return
-        last = time.monotonic()
-        line = f"building {output}: {text}" if text else ""
-        talk.print(Text(line.ljust(shown), "dim"), end="\r", soft_wrap=True)
-        shown = max(shown, len(line))
-
-    return say
+                raise Failure(f"--output {output} is there already and no indexed corpus; choose another name")
 
 
 def _write(file: Path, about: Any, more: dict[str, Any], as_json: bool) -> None:
@@ -122,7 +102,7 @@ def _write(file: Path, about: Any, more: dict[str, Any], as_json: bool) -> None:
         sys.stdout.write(json.dumps(document) + "\n")
     else:
         rows = {
-            "datastore": file,
+            "corpus": file,
             "documents": f"{about.num_documents:,}",
             "tokens": f"{about.num_tokens:,}",
             "vocabulary": f"{about.vocab_size:,} tokens, fingerprint {about.tokenizer}",

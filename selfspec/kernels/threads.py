@@ -1,12 +1,10 @@
-"""How many threads a command computes with: `--threads`, else one per physical core that it may use."""
+"""How many threads to compute with: one per physical core that this process may use."""
 
 from __future__ import annotations
 
 import os
 from math import ceil
 from pathlib import Path
-
-from selfspec.commands.failure import Failure
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -19,11 +17,6 @@ def set_threads(given: int | None) -> None:
     import torch
 
     torch.set_num_threads(usable_cores() if given is None else given)
-
-
-def check_threads(given: int | None) -> None:
-    if given is not None and not 1 <= given <= 1024:
-        raise Failure(f"--threads must lie in 1..1024, got {given}")
 
 
 def usable_cores() -> int:

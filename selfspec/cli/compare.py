@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from selfspec import hub
-from selfspec.commands.job import Job, Run
+from selfspec.cli.job import Job, Run
 
 WARM_UP_TOKENS = 8
 PAIRS = (2, 31)  # fewest and most timed runs of each: those of a small model take hundredths of a second
@@ -19,7 +19,11 @@ ENOUGH_SECONDS = 3.0  # no further pair is begun after this
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Seconds of every timed run, end to end, prompt included."""
+    """Seconds of every timed run, end to end, prompt included.
+
+    Of the acceptance statistics a run that drafts knows what was known before the first: none has seen the text that it
+    is about to write.
+    """
 
     drafted_runs: list[float]
     plain_runs: list[float]
@@ -59,17 +63,35 @@ class Comparison:
         }
 
 
-def compare(job: Job, shown: Run) -> Comparison:
+def compare(job: Job, shown: Run, before: Any) -> Comparison:
     """Warm all up, then run them in turns, each first in every other pair, until medians mean something.
 
-    `generate` is slow where the compiled engine is not, so it runs twice, or once where that is enough.
+    `generate` is slow where the compiled engine is not, so it runs twice, or once where that is enough. What these runs
+    see of the model's acceptance is forgotten: the text counts once for later programs, too.
+
+    Args:
+        before: the acceptance statistics from before the shown run.
     """
+    after = job.target.prior
+    try:
+        return _timed(job, shown, before)
+    finally:
+        if job.policy == "adaptive":
+            job.target.prior = after
+
+
+def _timed(job: Job, shown: Run, before: Any) -> Comparison:
+    def run(policy: str, **changes: Any) -> Run:
+        if policy == "adaptive":
+            job.target.prior = before
+        return job.run(policy, **changes)
+
     drafted: list[float] = []
     plain: list[float] = []
     generate: list[float] = []
     pair = [(job.policy, drafted), ("plain", plain)]
     for policy, _ in pair:
-        job.run(policy, max_new_tokens=WARM_UP_TOKENS)
+        run(policy, max_new_tokens=WARM_UP_TOKENS)
     asks = _generate_is_alike(job) and len(shown.tokens) > 0
     if asks:
         _generate(job, WARM_UP_TOKENS)
@@ -77,7 +99,7 @@ def compare(job: Job, shown: Run) -> Comparison:
     while len(plain) < PAIRS[0] or (len(plain) < PAIRS[1] and sum(drafted) + sum(plain) < ENOUGH_SECONDS):
         pair = pair[::-1]
         for policy, seconds in pair:
-            done = job.run(policy)
+            done = run(policy)
             seconds.append(done.seconds)
             written.append(done.tokens)
         if asks and (not generate or (len(generate) < PAIRS[0] and sum(generate) < ENOUGH_SECONDS)):
@@ -95,7 +117,7 @@ def _generate_is_alike(job: Job) -> bool:
     options, own = job.options, getattr(job.target.model, "generation_config", None)
     temperature = options.get("temperature")
     greedy = temperature == 0 or (temperature is None and not getattr(own, "do_sample", False))
-    return len(job.ids) == 1 and greedy and not options["stop"] and options["generation_config"] is not False
+    return len(job.ids) == 1 and greedy and not options.get("stop") and options["generation_config"] is not False
 
 
 def _generate(job: Job, count: int) -> tuple[list[int], float]:

@@ -1,4 +1,4 @@
-"""`selfspec datastore`: a corpus becomes a file that can be drafted from, and what is wrong is said in a sentence."""
+"""`selfspec corpus`: a corpus becomes a file that can be drafted from, and what is wrong is said in a sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from selfspec import hub
-from selfspec.commands import corpus
+from selfspec.drafting import documents as corpus
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.prompt_lookup import Guess
@@ -29,13 +29,13 @@ def test_a_corpus_of_code_is_built_told_about_and_drafted_from(run, tmp_path, to
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "def main():\\n    return 0\\n", "id": 1}\n\n{"text": ""}\n{"text": "äö"}\n', "utf-8")
     file = tmp_path / "code.store"
-    done = run("datastore", "build", "demo", CODE, lines, "-o", file)
+    done = run("corpus", "build", "demo", CODE, lines, "-o", file)
     assert done.code == 0 and done.err == f"building {file}\n"
     whole = tokenizer(CODE.read_text("utf-8"))["input_ids"]
     sizes = [len(tokenizer(text)["input_ids"]) for text in ("def main():\n    return 0\n", "äö")]
     assert "documents    3" in done.out and f"tokens       {len(whole) + sum(sizes):,}\n" in done.out
-    assert run("datastore", "info", file).out == done.out
-    told = json.loads(run("datastore", "info", file, "--verify", "--json").out)
+    assert run("corpus", "info", file).out == done.out
+    told = json.loads(run("corpus", "info", file, "--verify", "--json").out)
     assert told["verified"] and told["tokenizer"] == vocabulary_of(tokenizer) and told["num_documents"] == 3
     assert told["num_bytes"] == file.stat().st_size
     store = Datastore.open(file, tokenizer)
@@ -73,28 +73,28 @@ def test_a_line_without_an_end_is_cut_where_it_is(tmp_path, monkeypatch):
 def test_on_a_terminal_progress_is_one_line_taken_back(run, tmp_path, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
-    assert run("datastore", "build", "demo", CODE, "-o", tmp_path / "a.store").code == 0
+    assert run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store").code == 0
     said = screen.getvalue()
     assert "sorting" in said and "writing" in said and "\n" not in said
 
 
 def test_quiet_and_json_are_for_programs(run, tmp_path):
-    done = run("datastore", "build", "demo", CODE, "-o", tmp_path / "a.store", "--quiet", "--json")
+    done = run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store", "--quiet", "--json")
     assert done.err == "" and json.loads(done.out)["num_documents"] == 1
 
 
 def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
     file, prompt = tmp_path / "code.store", CODE.read_text("utf-8")[:150]
-    assert run("datastore", "build", "demo", CODE, "-o", file, "-q").code == 0
+    assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0
     call = ("generate", prompt, "--max-new-tokens", 24)
     plain = run(*call, "--policy", "plain")
     for options in ((), ("--drafts", "lookup,tree"), ("--policy", "adaptive", "--exit-layer", 2), ("--compare",)):
-        done = run(*call, "--datastore", file, "--show-plan", *options)
+        done = run(*call, "--corpus", file, "--show-plan", *options)
         assert (done.code, done.out) == (0, plain.out)
         assert "round    1  " in done.err
     lines = tmp_path / "prompts.jsonl"
     lines.write_text("".join(json.dumps({"prompt": prompt[:n]}) + "\n" for n in (50, 150)), "utf-8")
-    one, other = (run("generate", "--prompts", lines, *more) for more in (("--policy", "plain"), ("--datastore", file)))
+    one, other = (run("generate", "--prompts", lines, *more) for more in (("--policy", "plain"), ("--corpus", file)))
     assert [json.loads(line)["tokens"] for line in one.out.splitlines()] == [
         json.loads(line)["tokens"] for line in other.out.splitlines()
     ]
@@ -105,17 +105,17 @@ def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
 
 def test_wrong_usage_is_refused_before_a_model_is_looked_for(run, tmp_path):
     def build(*arguments):
-        return run("datastore", "build", "/no/such/model", *arguments)
+        return run("corpus", "build", "/no/such/model", *arguments)
 
     (tmp_path / "notes").write_text("mine")
-    assert_refused(run("datastore"), 2, "build or info", "--help")
+    assert_refused(run("corpus"), 2, "build or info", "--help")
     assert_refused(build("-o", "a"), 2, "CORPUS", "--help")
     assert_refused(build(CODE), 2, "--output", "--help")
     assert_refused(build(tmp_path, "-o", tmp_path / "a"), 2, "is a folder", "*.txt")
     assert_refused(build(tmp_path / "none", "-o", tmp_path / "a"), 2, "there is no file", "none")
     assert_refused(build(CODE, "-o", tmp_path), 2, "--output", "is a folder")
     assert_refused(build(CODE, "-o", tmp_path / "no" / "a"), 2, "there is no folder")
-    assert_refused(build(CODE, "-o", tmp_path / "notes"), 2, "is there already and no datastore")
+    assert_refused(build(CODE, "-o", tmp_path / "notes"), 2, "is there already and no indexed corpus")
     assert (tmp_path / "notes").read_text() == "mine"
 
 
@@ -130,41 +130,41 @@ def test_what_cannot_be_built_is_said_in_a_sentence_and_leaves_nothing(run, tmp_
     }
     for name, (content, words) in files.items():
         (tmp_path / name).write_bytes(content)
-        done = run("datastore", "build", "demo", tmp_path / name, "-o", tmp_path / "a.store", "-q")
+        done = run("corpus", "build", "demo", tmp_path / name, "-o", tmp_path / "a.store", "-q")
         assert_refused(done, 1, *words)
     assert {file.name for file in tmp_path.iterdir()} == set(files)
 
 
 def test_half_a_surrogate_pair_is_no_reason_to_stop(run, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one \\ud800 two"}\n')
-    assert run("datastore", "build", "demo", tmp_path / "a.jsonl", "-o", tmp_path / "a.store").code == 0
+    assert run("corpus", "build", "demo", tmp_path / "a.jsonl", "-o", tmp_path / "a.store").code == 0
 
 
 def test_a_model_that_is_not_there_or_cannot_read_is_refused(run, tmp_path):
     save_model(tmp_path / "mute", tokenizer=False)
-    refused = run("datastore", "build", tmp_path / "mute", CODE, "-o", tmp_path / "a.store")
+    refused = run("corpus", "build", tmp_path / "mute", CODE, "-o", tmp_path / "a.store")
     assert_refused(refused, 1, "has no tokenizer")
-    refused = run("datastore", "build", "/no/such/model", CODE, "-o", tmp_path / "a.store")
+    refused = run("corpus", "build", "/no/such/model", CODE, "-o", tmp_path / "a.store")
     assert_refused(refused, 1, "/no/such/model", "hub id")
 
 
 def test_a_damaged_datastore_is_refused(run, tmp_path):
     file = tmp_path / "a.store"
-    assert_refused(run("datastore", "info", file), 1, "there is no datastore", "selfspec datastore build")
-    assert_refused(run("datastore", "info", tmp_path), 1, "is a folder")
-    assert run("datastore", "build", "demo", CODE, "-o", file, "-q").code == 0
+    assert_refused(run("corpus", "info", file), 1, "there is no indexed corpus", "selfspec corpus build")
+    assert_refused(run("corpus", "info", tmp_path), 1, "is a folder")
+    assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert run("datastore", "info", file).code == 0
-    assert_refused(run("datastore", "info", file, "--verify"), 1, "body", "damaged", "build it again")
+    assert run("corpus", "info", file).code == 0
+    assert_refused(run("corpus", "info", file, "--verify"), 1, "body", "damaged", "build it again")
     file.write_bytes(content[:-1])
-    assert_refused(run("datastore", "info", file), 1, "bytes where")
+    assert_refused(run("corpus", "info", file), 1, "bytes where")
 
 
 def test_drafts_are_not_looked_up_in_what_does_not_fit_the_model(run, tmp_path, tokenizer):
-    file, call = tmp_path / "a.store", ("generate", "def", "--datastore")
-    assert_refused(run(*call, CODE), 1, "is no datastore", "selfspec datastore build")
+    file, call = tmp_path / "a.store", ("generate", "def", "--corpus")
+    assert_refused(run(*call, CODE), 1, "is no indexed corpus", "selfspec corpus build")
     build(file, [[1, 2, 3]], "another", 5)
     assert_refused(run(*call, file), 1, "another tokenizer", "build it again")
     build(file, [[1, 2, 70000]], vocabulary_of(tokenizer), 70001)

@@ -6,12 +6,12 @@ import codecs
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec.commands.failure import RUN, Failure
-from selfspec.commands.options import Generate
+from selfspec.cli.failure import RUN, Failure
+from selfspec.cli.options import Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,11 @@ class Prompt:
 
     text: str
     id: str | int | None = None
-    max_new_tokens: int | None = None
+    max_tokens: int | None = None
     seed: int | None = None
     where: str = "prompt"  # how error messages call it
+    index: int = 0  # among the completions that are asked for, which are so many
+    of: int = 1
 
 
 def read_prompts(options: Generate) -> list[Prompt]:
@@ -31,13 +33,18 @@ def read_prompts(options: Generate) -> list[Prompt]:
         prompts = parse_lines(options.prompts, _read_file(options.prompts))
         if not prompts:
             raise Failure(f'{options.prompts} holds no prompt; write one {{"prompt": "..."}} per line')
-        return prompts
+        return _several(prompts, options.n)
     text = options.prompt
     if text is None and (sys.stdin is None or sys.stdin.isatty()):
         raise Failure("a prompt is missing; give one, for example: selfspec generate 'def main():'")
     if text is None or text == "-":
         text = _decode(_stdin(), "stdin").removesuffix("\n")
-    return [Prompt(_checked(text, "prompt"))]
+    return _several([Prompt(_checked(text, "prompt"), id=0)], options.n)
+
+
+def _several(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+    """Each so many times."""
+    return [replace(prompt, index=i, of=n) for prompt in prompts for i in range(n)]
 
 
 def parse_lines(name: str, data: bytes) -> list[Prompt]:
@@ -58,14 +65,15 @@ def _parse(line: str, where: str, index: int) -> Prompt:
         raise Failure(f"{where}: not valid JSON ({problem}); every line must be one object with a prompt") from None
     if not isinstance(found, dict):
         raise Failure(f'{where}: must be an object such as {{"prompt": "..."}}, got {type(found).__name__}')
-    unknown = sorted(set(found) - {"prompt", "id", "max_new_tokens", "seed"})
+    unknown = sorted(set(found) - {"prompt", "id", "max_tokens", "max_new_tokens", "seed"})
     if unknown:
-        raise Failure(f"{where}: unknown key {unknown[0]!r}; allowed are prompt, id, max_new_tokens and seed")
+        raise Failure(f"{where}: unknown key {unknown[0]!r}; allowed are prompt, id, max_tokens and seed")
     if not isinstance(found.get("prompt"), str):
         raise Failure(f"{where}: prompt must be a text, got {json.dumps(found.get('prompt'))}")
     if not isinstance(found.get("id", ""), str | int) or isinstance(found.get("id"), bool):
         raise Failure(f"{where}: id must be a text or an integer, got {json.dumps(found['id'])}")
-    limit = _integer(found, "max_new_tokens", where, 1, 1 << 63)
+    name = "max_tokens" if "max_tokens" in found else "max_new_tokens"  # its name until 0.3
+    limit = _integer(found, name, where, 1, 1 << 63)
     seed = _integer(found, "seed", where, -(1 << 63), 1 << 63)
     return Prompt(_checked(found["prompt"], f"{where}: prompt"), found.get("id", index), limit, seed, where)
 
@@ -110,19 +118,13 @@ def _stdin() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def wants_chat(tokenizer: Any, options: Generate) -> bool:
-    """Whether prompts go through the chat template: as the user said, else whenever the tokenizer has one."""
+def has_template(tokenizer: Any, model: str) -> bool:
+    """Whether there is a chat template; refuses a model without a tokenizer."""
     if tokenizer is None:
         raise Failure(
-            f"{options.model} has no tokenizer, so it cannot read text; save one in its folder, or choose another",
-            RUN,
+            f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
         )
-    if tokenizer.chat_template:
-        return options.chat is not False
-    for flag, given in (("--chat", options.chat), ("--system", options.system is not None)):
-        if given:
-            raise Failure(f"{flag} needs a chat template, and the tokenizer of {options.model} has none; leave it out")
-    return False
+    return bool(tokenizer.chat_template)
 
 
 def tokenize(
@@ -131,7 +133,8 @@ def tokenize(
     """Token ids of every prompt; each is known to fit into the context. A template writes its special tokens itself."""
     made: list[list[int]] = []
     for prompt in prompts:
-        ids = _chat_ids(tokenizer, prompt.text, system) if chat else tokenizer(prompt.text)["input_ids"]
+        messages = [*system_message(system), {"role": "user", "content": prompt.text}]
+        ids = chat_ids(tokenizer, messages) if chat else tokenizer(prompt.text)["input_ids"]
         if len(ids) >= context_limit:
             raise Failure(
                 f"{prompt.where} has {len(ids)} tokens and the model's context holds {context_limit}; "
@@ -141,12 +144,14 @@ def tokenize(
     return made
 
 
-def _chat_ids(tokenizer: Any, text: str, system: str | None) -> list[int]:
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
+def system_message(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, up to where the next answer begins."""
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
     except Exception as problem:
         raise Failure(
             f"the chat template refuses these messages ({problem}); try --no-chat or no --system"

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.commands.forecast import ACCEPTANCE, Choice, exits_of
+from selfspec.calibrate.forecast import ACCEPTANCE, Choice, exits_of
 from selfspec.control.costs import CONTEXT, Costs
 
 WIDTHS = (1, 2, 4, 8)  # tokens per row of a verification

@@ -1,0 +1,168 @@
+"""The commands: their names, help and order. What they do is in a module each."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import selfspec
+from selfspec.cli import options
+from selfspec.cli.calibrate import calibrate
+from selfspec.cli.chat import chat
+from selfspec.cli.failure import RUN, Failure, ending, say
+from selfspec.cli.generate import generate
+
+GENERATE_HELP = """Continue a text. Drafting never changes a token.
+
+Examples:
+
+  selfspec generate 'def fibonacci(n):'
+
+  selfspec generate --show-drafts --compare 'class Stack:'
+
+  git log -1 | selfspec generate --model ./my-model --temperature 0.8 --seed 7
+
+  selfspec generate --model org/name --prompts prompts.jsonl > answers.jsonl
+"""
+CHAT_HELP = """Talk with a model that has a chat template. The conversation stays in memory between turns.
+
+Type /help for what else there is, Ctrl-C to stop a reply, Ctrl-D to end. A line of a pipe or file is a turn.
+
+Examples:
+
+  selfspec chat --model smollm2 --system 'Answer in one sentence.'
+
+  printf 'Hello\\nWho are you?\\n' | selfspec chat --model smollm2 --temperature 0.7
+"""
+INSPECT_HELP = """Say what a model is, and whether it can draft for itself. Exit code 1 if it cannot.
+
+Example:  selfspec inspect org/name --json
+"""
+
+CALIBRATE_HELP = """Measure what a model's layers and head cost on this machine, and keep it for later runs to plan by.
+
+Without it, the first run measures in a hurry. An idle machine measures best.
+
+Examples:
+
+  selfspec calibrate demo --plan
+
+  selfspec calibrate org/name --device cuda --dtype bfloat16 --batch-sizes 1,2,4,8,16,32
+"""
+
+CORPUS_HELP = """Index a corpus, so that drafts can be taken from it. It belongs to one tokenizer."""
+BUILD_HELP = """Build an index from text files, a document each, and JSON-lines files, a document per line.
+
+Several processes can share one; building it again replaces it at once, and whoever reads the old one keeps it.
+
+Examples:
+
+  selfspec corpus build demo src/*.py -o code.store
+
+  selfspec corpus build org/name answers.jsonl --field completion -o answers.store
+"""
+INFO_HELP = """Say what is in an indexed corpus. Exit code 1 if it is damaged or none.
+
+Example:  selfspec corpus info code.store --verify
+"""
+
+app = typer.Typer(
+    help="Faster decoding for Hugging Face models: their first layers draft, the rest verify. No token changes.",
+    epilog="Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"selfspec {selfspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _selfspec(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        raise Failure("a command is missing, generate, chat, inspect, calibrate or corpus; see 'selfspec --help'")
+
+
+app.command("generate", help=GENERATE_HELP)(options.command_of(options.Generate, generate))
+app.command("chat", help=CHAT_HELP)(options.command_of(options.Chat, chat))
+
+
+@app.command("inspect", help=INSPECT_HELP)
+def _inspect(
+    model: options.Model,
+    adapter: options.Adapter = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    from selfspec.cli.inspect import inspect
+
+    raise typer.Exit(inspect(model, dtype, device, adapter, as_json))
+
+
+app.command("calibrate", help=CALIBRATE_HELP)(options.command_of(options.Calibrate, calibrate))
+corpora = typer.Typer(help=CORPUS_HELP)
+app.add_typer(corpora, name="corpus")
+app.add_typer(corpora, name="datastore", hidden=True)  # its name until 0.3
+
+
+@corpora.callback(invoke_without_command=True)
+def _corpus(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise Failure("a command is missing, build or info; see 'selfspec corpus --help'")
+
+
+@corpora.command("build", help=BUILD_HELP)
+def _build(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", show_default=False, help=f"Whose tokenizer: {options.MODEL_HELP}")
+    ],
+    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS...", show_default=False, help="Files, UTF-8.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="The index.")],
+    field: Annotated[
+        str, typer.Option(help="Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.")
+    ] = "text",
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    from selfspec.cli.corpus import build
+
+    build(model, corpus, output, field, as_json, quiet)
+
+
+@corpora.command("info", help=INFO_HELP)
+def _info(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The index.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and compare it with its checksum.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    from selfspec.cli.corpus import info
+
+    info(file, verify, as_json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code. Expected trouble is one sentence on stderr."""
+    if sys.stdout is None:
+        return say("stdout is closed; there is nowhere to write to", RUN)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
+    try:
+        code = app(arguments, prog_name="selfspec", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (Exception, KeyboardInterrupt) as problem:
+        return ending(problem)
