@@ -6,6 +6,7 @@ stay in the processor's caches, and a whole model often does not, so that pieces
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -19,9 +20,13 @@ from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
 from selfspec.executors.pick import Sampling
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.stack import Stack
+from selfspec.progress import report
 
+_log = logging.getLogger("selfspec")
 QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
 REPEATS = 7
+LEAST_READINGS = 3  # of every piece, however long that takes
+TOLD = 2.0  # seconds: a measurement that will take longer is told in a log line
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
 # Of several rows: tokens per row, and in all. Products of matrices take tokens by sixteens, and by even widths up to
@@ -36,7 +41,9 @@ LONGER_WIDTH = 3  # tokens per row of a verification of such rows
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
 THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
-MANY_FORWARDS = 100  # a model is slow when so many forwards take longer than there is time
+THIN_BATCH_WIDTHS = (1, 2, 8)  # and of several rows, of whose numbers those in the middle are left out
+MANY_FORWARDS = 200  # a model is slow when so many forwards take longer than there is time
+PER_PROBE = 3  # forwards that a probe takes, about
 
 
 def exits_to_time(num_layers: int) -> list[int]:
@@ -51,17 +58,16 @@ def measure(
     repeats: int = REPEATS,
     widths: Sequence[int] = WIDTHS,
     within: float | None = QUICK_SECONDS,
-    say: Callable[[str], None] = lambda text: None,
     counts: Callable[[Sequence[float]], float] = low,
 ) -> Costs:
-    """Time every piece of a round.
+    """Time every piece of a round; how far that is, is reported, see `selfspec.progress`.
 
     Args:
         batch_sizes: numbers of rows to measure; a single row is always among them.
         widths: tokens of a single row's verifications; several rows have their own, up to the widest of these.
-        within: seconds after which no further repeat is begun (each point is timed at least once, and a slow model
-            is measured at fewer of them); None: no limit.
-        say: told what is being measured.
+        repeats: how often each point is timed, or three times as many where rounds are timed in turns.
+        within: seconds after which no further repeat is begun (each point is timed three times at least, as far as
+            `repeats` lets it, and a slow model is measured at fewer of them); None: no limit.
         counts: see `Readings`.
 
     Raises:
@@ -71,12 +77,12 @@ def measure(
         raise ValueError(f"a model of {stack.num_layers} layer has no layer to leave early at, so no costs to measure")
     sizes = sorted({1, *batch_sizes})
     with torch.inference_mode():
-        costs = _Clock(stack, sizes, widths, say, counts).costs(repeats, within)
+        costs = _Clock(stack, sizes, widths, counts).costs(repeats, within)
         if stack.agreed(doubtful(costs)):
             # Somebody else had the processor just then; a profile is kept, so it is worth a second try.
-            say("these figures do not fit together; measuring again")
+            report("these figures do not fit together; measuring again")
             longer = None if within is None else 2 * within
-            costs = _Clock(stack, sizes, widths, say, counts).costs(max(3, repeats), longer)
+            costs = _Clock(stack, sizes, widths, counts).costs(max(3, repeats), longer)
         return stack.agreed(costs)
 
 
@@ -98,10 +104,9 @@ class _Clock:
         stack: Stack,
         batch_sizes: Sequence[int],
         widths: Sequence[int],
-        say: Callable[[str], None],
         counts: Callable[[Sequence[float]], float] = low,
     ) -> None:
-        self.stack, self.batch_sizes, self.say = stack, batch_sizes, say
+        self.stack, self.batch_sizes = stack, batch_sizes
         self.middle = max(1, stack.num_layers // 4)
         limit, widest = stack.context_limit, max(STEPS, *widths)
         self.base = max(0, min(CONTEXT, limit - 2 * widest))
@@ -124,13 +129,19 @@ class _Clock:
         self.is_fast = forward < FAST
         if self.stack.has_copies and self.steps == STEPS:
             self.copied(1, max(1, self.stack.num_layers // 2))  # which makes all of the copies
+        if self.thin and len(self.batch_sizes) > 3:
+            self.batch_sizes = [*self.batch_sizes[:2], self.batch_sizes[-1]]
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
+        least = -(-LEAST_READINGS // sum(turn))
+        expected = max(within or 0.0, least * len(turn) * len(probes) * PER_PROBE * forward)
+        if min(least, repeats) * expected > least * TOLD:
+            _log.warning("measuring what decoding costs on this machine, about %.0f s, once ...", expected)
         for repeat in range(repeats):
-            late = repeat and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
+            late = repeat >= least and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
             if self.stack.agreed(late):
                 break
-            self.say(f"repeat {repeat + 1} of {repeats}")
-            for probe in probes:
+            for i, probe in enumerate(probes):
+                report("repeat %d of at most %d, %.0f %%", repeat + 1, repeats, 100 * i / len(probes))
                 for self.keeps in turn:
                     probe()
             for rows in self.batch_sizes if self.has_calls else ():
@@ -141,7 +152,7 @@ class _Clock:
     def probes(self) -> Iterator[Callable[[], None]]:
         layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
         half = max(self.middle, layers // 2)
-        few = sorted({1, self.middle, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
+        few = sorted({1, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
         for rows in self.batch_sizes:
             widths = self.widths if rows == 1 and not self.thin else self.batch_widths(rows)
             exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
@@ -171,7 +182,8 @@ class _Clock:
 
     def batch_widths(self, rows: int) -> list[int]:
         """Tokens per row of verifications of several rows, and of all where there is little time."""
-        widths = [w for w in (THIN_WIDTHS if self.thin else BATCH_WIDTHS) if w <= self.widths[-1]]
+        usual = (THIN_WIDTHS if rows == 1 else THIN_BATCH_WIDTHS) if self.thin else BATCH_WIDTHS
+        widths = [w for w in usual if w <= self.widths[-1]]
         return [w for w in widths if rows * w <= max(MOST, 2 * rows)]
 
     @property

@@ -343,7 +343,8 @@ def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[...
         default = field.default if isinstance(field.default, str | int | None) else empty
         parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=hints[field.name]))
         if (old := OLD_NAMES.get(field.name)) is not None:
-            hidden: Any = Annotated.__class_getitem__((hints[field.name].__origin__, Option(hidden=True)))
+            hidden: Any = Annotated[Any, Option(hidden=True)]
+            hidden.__origin__ = hints[field.name].__origin__
             parameters.append(inspect.Parameter(old, keyword, default=None, annotation=hidden))
             hints[old] = hidden
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
