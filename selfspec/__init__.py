@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selfspec.api import Target
     from selfspec.control.plan import Plan, Policy
     from selfspec.decoding.engine import Engine
     from selfspec.decoding.request import Completion, Request
@@ -13,7 +12,8 @@ if TYPE_CHECKING:
     from selfspec.decoding.stats import SpecStats
     from selfspec.drafting.datastore import Datastore
     from selfspec.errors import CacheFullError, DatastoreError, UnsupportedModelError
-    from selfspec.hub import load
+    from selfspec.legacy import load
+    from selfspec.target import Target
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,9 +45,9 @@ _HOMES = {
     "Round": "selfspec.decoding.results",
     "RowResult": "selfspec.decoding.results",
     "SpecStats": "selfspec.decoding.stats",
-    "Target": "selfspec.api",
+    "Target": "selfspec.target",
     "UnsupportedModelError": "selfspec.errors",
-    "load": "selfspec.hub",
+    "load": "selfspec.legacy",
 }
 
 

@@ -14,6 +14,7 @@ from selfspec.control.registry import make_policy
 from selfspec.control.rows import RowState
 from tests.helpers import Schedule, decode, generate, make_prompts
 from tests.models import tiny
+from tests.target import load
 
 
 def rows(*rooms):
@@ -155,10 +156,10 @@ def test_a_plans_numbers_may_be_numpys_and_of_any_size(plan, engine):
 
 def test_the_policy_of_the_documentation_drafts_and_changes_no_token():
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
-    example = page[page.index("class Half(selfspec.Policy)") : page.index("selfspec.load(", page.index("class Half("))]
+    example = page[page.index("class Half(selfspec.Policy)") : page.index("load(", page.index("class Half("))]
     known = {"selfspec": selfspec}
     exec(example, known)
-    target, how = selfspec.load("demo"), {"max_new_tokens": 16}
+    target, how = load("demo"), {"max_new_tokens": 16}
     [wanted] = target.generate("def mean(values):", policy="plain", **how)
     [got] = target.generate("def mean(values):", policy=known["Half"](), **how)
     assert got.tokens == wanted.tokens and got.stats.num_draft_tokens > 0
