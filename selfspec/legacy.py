@@ -1,4 +1,4 @@
-"""What 0.1 was called by: `selfspec.load`, and `generate` and `stream` with transformers' keywords. Gone in 0.3.
+"""The calls of 0.1, until 0.3: `selfspec.load`, `generate` and `stream` with transformers' keywords, `selfspec.Engine`.
 
 `selfspec.LLM` does the same; CHANGELOG says which word stands for which.
 """
@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Completion, Options, Prompts
 from selfspec.decoding.results import Round
 from selfspec.errors import refuse_unknown
 from selfspec.hub import open_target
 from selfspec.target import WHOLE_BURST, Target
 
+__all__ = ["Engine", "LoadedTarget", "load", "opened"]
 DRAFTING = (
     "policy",
     "exit_layer",

@@ -274,7 +274,7 @@ class Target:
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
         self.stack.refresh(deeply=True)
-        learner = self._learner(learn, exit_layer)
+        learner = self.learner_of(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
@@ -305,7 +305,8 @@ class Target:
             raise
         return self._remembering(engine, way)
 
-    def _learner(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
+    def learner_of(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
+        """Who trains exit heads for a caller who says `learn`, see `rounds`; None: nobody does."""
         if learn is True:
             learn = self.learner = self.learner or Learner(self)
         if not isinstance(learn, Learner):
