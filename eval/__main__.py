@@ -62,7 +62,7 @@ def bench(config: BenchConfig, options: argparse.Namespace, say: Any) -> dict[st
 
     from eval import bench, figures, startup
     from eval.questions import encode, read_questions
-    from selfspec import load
+    from selfspec.legacy import opened as load
 
     logging.set_verbosity_error()  # it remarks upon its own early exit's calls
     questions = read_questions(config.questions, config.num_questions)

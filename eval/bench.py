@@ -21,7 +21,7 @@ from eval.environment import environment, load_average
 from eval.methods import Endless, Ids, Method, OneByOne, SelfSpec, Transformers
 from eval.summary import differences, of_method, seconds_by_repeat, spread, stats_of, tokens_per_second
 from eval.timing import Say, Timings, interleave
-from selfspec.api import Target
+from selfspec.legacy import LoadedTarget as Target
 
 GRIDS = ("fixed", "early_exit", "prompt_lookup")  # families with settings to choose
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.api import Target
+from selfspec.legacy import LoadedTarget as Target
 
 ROOT = Path(__file__).parents[1]
 

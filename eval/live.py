@@ -27,12 +27,12 @@ from eval.replay import Replayed, make, replay
 from eval.summary import spread
 from eval.timing import Say
 from eval.traces import save
-from selfspec import load as load_model
 from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
 from selfspec.decoding.stats import SpecStats
+from selfspec.legacy import opened as load_model
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
 

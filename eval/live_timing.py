@@ -13,7 +13,6 @@ from eval.replay import Beside
 from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
-from selfspec.api import WHOLE_BURST
 from selfspec.calibrate.measure import measure
 from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
@@ -23,6 +22,7 @@ from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 from selfspec.executors.pick import Sampling
+from selfspec.target import WHOLE_BURST
 
 COST_REPEATS = 3  # beside every repeat: of one, a slow minute of the machine moved predictions by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from selfspec.api import WHOLE_BURST, Target
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
+from selfspec.legacy import WHOLE_BURST
+from selfspec.legacy import LoadedTarget as Target
 
 Ids = Sequence[Sequence[int]]
 

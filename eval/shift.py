@@ -21,9 +21,9 @@ from typing import Any
 from eval.environment import environment
 from eval.methods import Endless
 from eval.plots import LOUD, PLAIN, QUIET, check_plots, figure
-from selfspec import load
 from selfspec.decoding.stats import SpecStats
 from selfspec.learn import Learner
+from selfspec.legacy import opened as load
 
 Ids = list[list[int]]
 SEEDS = 1 << 20  # what the offline heads learn from was written with other seeds than what is measured

@@ -23,7 +23,7 @@ def measure(model: str, device: str, dtype: str, threads: int, prompt: str) -> d
     import torch
     import transformers  # noqa: F401  # its import is not what is measured
 
-    from selfspec import load
+    from selfspec.legacy import opened as load
 
     if threads:
         torch.set_num_threads(threads)

@@ -17,8 +17,8 @@ from eval.live import ADAPTIVE, PLAIN, compare, way_of
 from eval.live_timing import Scene, scene_of
 from eval.methods import Endless
 from eval.timing import Say
-from selfspec.api import Target
 from selfspec.calibrate.measure import measure
+from selfspec.legacy import LoadedTarget as Target
 
 SCALES = (0.0, 0.04, 0.1, 0.2, 0.4, 1.0)  # acceptance at a quarter of the depth: about 1, 0.9, 0.7, 0.5, 0.25, 0.05
 SPREAD = 0.12  # of the weights, at a hidden size of 256: outputs then neither stand still nor go round in circles

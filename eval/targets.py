@@ -21,8 +21,8 @@ from transformers import PretrainedConfig
 from eval.methods import Endless
 from eval.shapes import config_of
 from eval.weights import random_model, round_weights
-from selfspec.api import Target
 from selfspec.executors.cpu.install import Engine
+from selfspec.legacy import LoadedTarget as Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 from selfspec.model.views import base_of, family_of

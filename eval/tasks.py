@@ -15,12 +15,12 @@ from eval.questions import encode, read_questions
 from eval.recording import prior_of, record
 from eval.timing import Say
 from eval.traces import Trace, load, load_prior, save
-from selfspec import load as load_model
-from selfspec.api import Target
 from selfspec.calibrate.measure import measure
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
+from selfspec.legacy import LoadedTarget as Target
+from selfspec.legacy import opened as load_model
 
 
 class Recorded(NamedTuple):

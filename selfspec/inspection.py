@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from selfspec.api import Target
 from selfspec.control.registry import DEFAULT_POLICY
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.views import unwrap
+from selfspec.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from eval.methods import Endless
-from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from tests.models import build, tiny
+from tests.target import Target
 
 ROWS = (1, 2, 4, 8, 16, 32)
 

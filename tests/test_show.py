@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-import selfspec
 from selfspec.cli import show
 from selfspec.cli.pieces import Painter, Piece, Pieces
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
@@ -18,6 +17,7 @@ from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.stats import SpecStats
 from tests import cli_fixtures
+from tests.target import load
 
 model_folder = cli_fixtures.model_folder
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,7 +25,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture(scope="module")
 def target(model_folder):
-    return selfspec.load(model_folder)
+    return load(model_folder)
 
 
 def pieces_of(target, prompt, stop=(), **options):

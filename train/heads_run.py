@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-import selfspec
-from selfspec.api import Target
+from selfspec.legacy import LoadedTarget as Target
+from selfspec.legacy import opened
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from train.errors import RunFailed
@@ -65,7 +65,7 @@ def output_folder(config: HeadsRun) -> Path:
 def open_target(config: HeadsRun) -> Target:
     """The model, without heads of its own, none of its weights trainable."""
     wanted = config.heads
-    target = selfspec.load(wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none")
+    target = opened(wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none")
     target.stack.model.requires_grad_(False)
     return target
 

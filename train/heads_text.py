@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from selfspec.api import Target
+from selfspec.legacy import LoadedTarget as Target
 from train.corpus import read_corpus
 from train.heads_config import TextConfig
 from train.sections import CorpusConfig, check

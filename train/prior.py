@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from selfspec import load
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
 from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.errors import UnsupportedModelError, whole
 from selfspec.hub import folder_of
+from selfspec.legacy import opened as load
 from train.config import load_config
 from train.corpus import read_corpus
 

@@ -68,7 +68,7 @@ def _embedded(options: argparse.Namespace, record: dict[str, Any], say: Any) -> 
     from eval.cpu import decoding
     from eval.methods import Endless
     from eval.questions import encode, read_questions
-    from selfspec import load
+    from selfspec.legacy import opened as load
 
     target = load(options.model, device="cpu", engine=options.engine)
     _measure(target, options.model, max(1, target.stack.num_layers // 4), REPEATS, record, say)

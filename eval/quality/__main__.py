@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 def decode_all(options: argparse.Namespace, task: Any, questions: Sequence[Any]) -> dict[str, Any]:
     """One record of plain numbers: a row per policy, plain first, and what was left out."""
     from eval.quality import decode  # heavy: torch, transformers
-    from selfspec import load
+    from selfspec.legacy import opened as load
 
     chosen = [decode.choice(text) for text in dict.fromkeys(["plain", *options.policy])]
     target = load(options.model, device=options.device, dtype=options.dtype)

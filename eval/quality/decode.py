@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.api import Target
 from selfspec.control.registry import POLICIES
 from selfspec.decoding.request import Completion
+from selfspec.legacy import LoadedTarget as Target
 
 
 @dataclass(frozen=True, slots=True)

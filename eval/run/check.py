@@ -10,7 +10,7 @@ import torch
 from eval.questions import Question
 from eval.run.lines import Row
 from eval.run.loop import Scene, prompt_of
-from selfspec.api import Target
+from selfspec.legacy import LoadedTarget as Target
 
 TIE = 8  # a gap of so many units of the number format's last place, at the size of the largest logit, is rounding
 

@@ -11,12 +11,13 @@ from eval.methods import Endless
 from eval.run.names import MethodName
 from eval.run.turns import Prompt, Steps, Turn
 from eval.timing import timed
-from selfspec.api import WHOLE_BURST, Target
 from selfspec.calibrate.measure import measure
 from selfspec.control.costs import Costs
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
+from selfspec.legacy import WHOLE_BURST
+from selfspec.legacy import LoadedTarget as Target
 
 STAGES = tuple(key.name for key in dataclasses.fields(StageSeconds) if not key.name.startswith("_"))
 

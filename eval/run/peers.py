@@ -11,8 +11,8 @@ from eval.methods import greedy_without_end
 from eval.run.names import MethodName
 from eval.run.turns import Prompt, Steps, Turn
 from eval.timing import timed
-from selfspec.api import Target
 from selfspec.hub import open_model
+from selfspec.legacy import LoadedTarget as Target
 
 
 class _Streamer(BaseStreamer):

@@ -27,9 +27,9 @@ from eval.run.studies.material import material
 from eval.run.studies.runner import missing, run_studies
 from eval.run.turns import Method
 from eval.timing import Say
-from selfspec import load
 from selfspec.control.costs import Costs
 from selfspec.control.registry import NEEDS_COSTS
+from selfspec.legacy import opened as load
 
 
 class Session:

@@ -30,7 +30,7 @@ def calibrate(options: Calibrate) -> None:
 
         set_threads(options.threads)
         with as_sentences(), talk.waiting(f"loading {options.model}"):
-            target = hub.load(options.model, **options.parts)
+            target = hub.open_target(options.model, **options.parts)
         costs = _measured(target, sizes, options.model, talk)
         file = profile.save_costs(target.stack, costs)
     key = profile.costs_key(target.stack)

@@ -11,7 +11,6 @@ from tempfile import TemporaryFile
 from typing import Any, cast
 
 from selfspec import hub
-from selfspec.api import Target
 from selfspec.cli.corpus import reading
 from selfspec.cli.failure import RUN, Failure, as_sentences
 from selfspec.cli.options import DecodingOptions, Generate
@@ -28,8 +27,10 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE as EXIT_HEADS_FILE
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.target import Target
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
+DRAFTING = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "learn", "exact")
 PARTS = {"decided"}  # of other stages
 STAGES = tuple(field.name for field in fields(StageSeconds) if not (field.name in PARTS or field.name.startswith("_")))
 
@@ -92,8 +93,11 @@ class Job:
     def rounds(self, policy: str | None = None, **changes: Any) -> Generator[Round]:
         """The rounds of one run; refuses bad options at the call. `learn=job.learner` has it learn meanwhile."""
         with as_sentences(), self.talk.waiting("preparing to decode"):
-            options = {"policy": policy or self.policy, "max_batch_size": MAX_ROWS, **self.options, **changes}
-            return cast(Generator[Round], self.target.stream(self.ids, **options))
+            options = self.options | changes
+            drafting = {name: options.pop(name) for name in DRAFTING if name in options}
+            requests = self.target.requests(self.ids, options)
+            rounds = self.target.rounds(requests, policy=policy or self.policy, max_batch_size=MAX_ROWS, **drafting)
+            return cast(Generator[Round], rounds)
 
     def run(self, policy: str | None = None, **changes: Any) -> Run:
         """One run that shows nothing."""
@@ -140,7 +144,7 @@ def open_target(options: DecodingOptions, talk: Talk) -> Target:
         parts = options.parts
         if _has_learned(options):
             parts["exit_heads"] = "none"
-        return hub.load(options.model, **parts)
+        return hub.open_target(options.model, **parts)
 
 
 def decoding(options: DecodingOptions, target: Target) -> dict[str, Any]:

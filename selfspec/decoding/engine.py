@@ -216,7 +216,7 @@ class Engine:
 
     def _observe(self, plan: Plan, outcomes: Sequence[RoundOutcome]) -> None:
         clock = StageSeconds()
-        self.policy.observe(plan, outcomes)
+        self._checked.observe(plan, outcomes)
         clock.lap("control")
         outcomes[-1].seconds.control += clock.control
         self._round_seconds = outcomes[-1].seconds.total

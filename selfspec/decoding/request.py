@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Criterion, FinishReason
-from selfspec.errors import refuse_empty, whole
+from selfspec.errors import flag, refuse_empty, whole
 from selfspec.executors.pick import Sampling
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     logits_processor: Processor | Sequence[Processor] | None
     stopping_criteria: Criterion | Sequence[Criterion] | None
     keep_logits: bool  # default False; see `Request`
+    speculative: bool  # default True; see `Request`
     generation_config: GenerationConfig | Literal[False] | None
     """What is not named here is taken from the model's own generation config, as transformers' `generate` takes it:
     lengths, stop strings, penalties and other processors, and with `do_sample` temperature and filters. One that is
@@ -49,6 +50,7 @@ class Request:
         stopping_criteria: asked after every kept token, with `input_ids [1, length]`; the scores argument is None.
         keep_logits: keep every new token's logits `[vocab]` in `Completion.logits`, before processors, and in
             `Completion.scores`, after processors and filters.
+        speculative: whether its tokens may be drafted.
     """
 
     prompt: Sequence[int]
@@ -59,6 +61,7 @@ class Request:
     logits_processor: Sequence[Processor] = ()
     stopping_criteria: Sequence[Criterion] = ()
     keep_logits: bool = False
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         if len(self.prompt) == 0:
@@ -69,6 +72,11 @@ class Request:
             for one in getattr(self, name):
                 if not callable(one):
                     raise ValueError(f"{name} must be a function or a list of functions, got {one!r}")
+        flag("speculative", self.speculative)
+
+    def with_seed(self, seed: int) -> Request:
+        """The same with other noise."""
+        return replace(self, sampling=replace(self.sampling, seed=seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class Completion:
     seed: int
     logits: list[Tensor] | None = None
     scores: list[Tensor] | None = None
+    logprobs: list[Any] | None = None
+    stop_reason: int | str | None = None
 
 
 def make_request(
@@ -99,6 +109,7 @@ def make_request(
     logits_processor: Processor | Sequence[Processor] | None = None,
     stopping_criteria: Criterion | Sequence[Criterion] | None = None,
     keep_logits: bool = False,
+    speculative: bool = True,
 ) -> Request:
     """A request from a text or token ids and the options of `Target.generate`, checked.
 
@@ -123,6 +134,7 @@ def make_request(
         logits_processor=_several(logits_processor),
         stopping_criteria=_several(stopping_criteria),
         keep_logits=keep_logits,
+        speculative=speculative,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from selfspec.control.plan import Plan
 from selfspec.control.rows import StageSeconds
@@ -20,6 +20,7 @@ class RowResult(NamedTuple):
     num_accepted: int  # drafted tokens among `tokens`
     completion: Completion | None  # once the row has ended
     num_beside: int = 0  # tokens drafted on other branches
+    logprobs: list[Any] | None = None
 
     @property
     def text(self) -> str:

@@ -57,7 +57,7 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
 def _look(row: Row, start: int, count: int, at: int, policy: Policy) -> _Look | None:
     """What to look at of the prompt tokens [start, start + count), which begin at `at` in the packed call."""
     first = max(start, len(row.content) - 1 - SEED_POSITIONS)
-    if row.request.logits_processor or first >= start + count:
+    if row.request.logits_processor or not row.request.speculative or first >= start + count:
         return None
     layers = tuple(policy.seed_layers(row.state))
     return _Look(row, layers, slice(at + first - start, at + count), first) if layers else None

@@ -18,7 +18,7 @@ from eval.cpu.llamacpp import LlamaCpp
 from eval.cpu.pieces import bytes_read, pieces
 from eval.methods import Answer
 from eval.timing import Sample
-from selfspec.api import Target
+from selfspec.legacy import LoadedTarget as Target
 from tests.models import build, rounded, tiny
 
 FORMATS = {gguf.WHOLE: "<I", gguf.FRACTION: "<f"}

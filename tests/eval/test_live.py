@@ -17,10 +17,10 @@ from eval.live_timing import STAGES, Way, call, interleave, scene_of
 from eval.methods import Endless
 from eval.replay import replay
 from eval.traces import load
-from selfspec.api import Target
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
 from selfspec.control.registry import POLICIES
+from selfspec.legacy import LoadedTarget as Target
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs
 from tests.helpers import Schedule

@@ -182,7 +182,7 @@ def test_seeded_sampling_is_compared_across_our_own_methods_only(run, out):
 
 def test_text_ends_at_the_models_end_unless_that_is_ignored(run, out, model, monkeypatch):
     token = load(model).generate(["x"], policy="plain", max_new_tokens=6)[0].tokens[2]
-    monkeypatch.setattr("selfspec.api.Target.eos_token_ids", property(lambda self: frozenset({token})))
+    monkeypatch.setattr("selfspec.target.Target.eos_token_ids", property(lambda self: frozenset({token})))
     names = ["plain", "fixed:2,3", "transformers", "transformers:early_exit:2"]
     assert run("--methods", *names) == 0
     for name in ("plain", "fixed-2,3", "transformers", "transformers-early_exit-2"):

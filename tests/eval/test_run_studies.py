@@ -27,8 +27,8 @@ from eval.run.studies.material import Material, choose
 from eval.run.studies.runner import STUDIES, missing, run_studies, study_path
 from eval.run.turns import Prompt
 from selfspec import load
-from selfspec.api import Target
 from selfspec.control.registry import POLICIES
+from selfspec.legacy import LoadedTarget as Target
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, trace_of
 from tests.models import build

@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from selfspec.api import Target
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
@@ -31,6 +30,7 @@ from selfspec.executors.select import executors_for
 from tests.cuda.standin import with_runner
 from tests.helpers import Adversary, Always, drain, make_prompts
 from tests.models import build
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 EXECUTORS = ("views", "eager", "cpu", "cuda")  # the eager one on views and on the compiled body, and the other two

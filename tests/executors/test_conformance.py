@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
 from selfspec.decoding.row import Row
 from selfspec.executors.cpu.rounds import CompiledRounds
@@ -33,6 +32,7 @@ from tests.executors.engines import corpus as corpus
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
 from tests.models import build
 from tests.slow import slow
+from tests.target import Target
 
 LATE = {"cpu": (CompiledRounds, "run"), "cuda": (Runner, "round")}  # after what an executor's fast path has done
 every_executor = pytest.mark.parametrize("kind", EXECUTORS)

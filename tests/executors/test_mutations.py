@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.row import Row
@@ -31,6 +30,7 @@ from tests.executors.test_conformance import check_policy, check_programs, check
 from tests.helpers import Always
 from tests.models import build
 from tests.slow import slow
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 SEEDS = 4

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-import selfspec
-from selfspec.model.exit_heads import FILE
+from selfspec.legacy import opened
+from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.models import build
 from train import heads_run
 from train.heads import main
@@ -46,7 +46,7 @@ def run(tmp_path, settings, *options):
 
 
 def state_of(folder):
-    return selfspec.model.exit_heads.ExitHeads.load(folder).state_dict()
+    return ExitHeads.load(folder).state_dict()
 
 
 def same(one, other):
@@ -60,9 +60,9 @@ def test_trained_heads_agree_more_and_change_no_token(stories_folder, tmp_path, 
         "text": {"num_texts": 40, "num_held_out": 10, "max_new_tokens": 64},
         "training": {"steps": 80, "tokens_per_batch": 256, "warmup_steps": 10},
     }
-    before = selfspec.load(stories_folder)
+    before = opened(stories_folder)
     assert run(tmp_path, settings) == 0
-    after = selfspec.load(stories_folder, exit_heads=out)
+    after = opened(stories_folder, exit_heads=out)
     assert after.exit_heads is not None and after.exit_heads.layers == (3,)
     assert same(before.model.state_dict(), after.model.state_dict())
     hidden = torch.randn(7, 64)
@@ -102,7 +102,7 @@ def test_the_model_trained_for_stays_as_it_is(settings, tmp_path, monkeypatch, f
     assert same(target.model.state_dict(), before) and target.exit_heads is None
     assert all(parameter.grad is None for parameter in target.model.parameters())
     assert all(value.dtype == torch.float32 for value in state_of(tmp_path / "out").values())
-    loaded = selfspec.load(tmp_path / family, dtype=dtype, exit_heads=tmp_path / "out")
+    loaded = opened(tmp_path / family, dtype=dtype, exit_heads=tmp_path / "out")
     assert loaded.exit_heads.layers == (1, 2)
 
 
@@ -259,7 +259,7 @@ def test_losses_are_zero_where_the_exit_says_what_the_model_says():
         def logits(self, hidden, layer=None):
             return hidden
 
-    heads = selfspec.model.exit_heads.ExitHeads([1], 12, 2)
+    heads = ExitHeads([1], 12, 2)
     for share in ({}, {"acceptance": 1.0, "kl_warmup": 0.0}):
         training = parse_heads({"training": share}).training
         for batch in (
@@ -300,6 +300,6 @@ def test_the_shipped_configuration_is_one_for_exit_heads(tmp_path):
 
 def test_measuring_without_heads_is_measuring_with_new_ones(stories):
     texts = [Text(list(range(3, 40)), 2)]
-    heads = selfspec.model.exit_heads.ExitHeads([2, 3], 64, 4)
+    heads = ExitHeads([2, 3], 64, 4)
     config = HeadsRun().text
     assert measure(stories.stack, None, texts, (2, 3), config) == measure(stories.stack, heads, texts, (2, 3), config)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from selfspec import load
-from selfspec.api import Target
 from selfspec.calibrate import profile
+from selfspec.legacy import LoadedTarget as Target
 from selfspec.model.exit_heads import ExitHeads
 from tests.helpers import make_prompts
 from tests.models import build, tiny

@@ -15,9 +15,9 @@ from eval.run.turns import Failure, Prompt
 from eval.tasks import trace_of
 from eval.timing import Say
 from eval.traces import Trace
-from selfspec.api import Target
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
+from selfspec.legacy import LoadedTarget as Target
 
 Thing = TypeVar("Thing")
 
