@@ -63,13 +63,6 @@ def __getattr__(name: str) -> Any:
     """Import on first use: `import selfspec` costs nothing, torch and transformers come with the first name used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'selfspec' has no attribute {name!r}")
-    import sys
     from importlib import import_module
 
-    from selfspec.hushed import hushed
-
-    home = sys.modules.get(_HOMES[name])
-    if home is None:
-        with hushed():
-            home = import_module(_HOMES[name])
-    return getattr(home, name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Hold back what torchao says about kernels for other devices when it is imported, by transformers too."""
+    """Hold back what torchao logs when it is imported, about kernels for other devices.
+
+    transformers imports it with its models. Loggers are as they were afterwards.
+    """
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -42,7 +42,7 @@ def test_version_is_the_package_s(run):
 
 
 def test_text_goes_to_stdout_and_nothing_else_anywhere(generate, target):
-    done = generate("def f(x):", "--max-new-tokens", 30)
+    done = generate("def f(x):", "--max-tokens", 30)
     [expected] = target.generate("def f(x):", max_new_tokens=30)
     assert done == (0, expected.text + "\n", "")
 
@@ -50,7 +50,7 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(generate, target):
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
 def test_streamed_and_whole_text_are_the_same(generate, target, stream):
     [expected] = target.generate("abc", max_new_tokens=40, temperature=0.9, seed=3)
-    done = generate("abc", "--max-new-tokens", 40, "--temperature", 0.9, "--seed", 3, stream)
+    done = generate("abc", "--max-tokens", 40, "--temperature", 0.9, "--seed", 3, stream)
     assert done == (0, expected.text + "\n", "")
 
 
@@ -60,7 +60,7 @@ def test_exit_heads_change_no_token(generate, target, tmp_path, exit_layer):
     heads.heads["2"].up.normal_()
     heads.save(tmp_path)
     [expected] = target.generate("abc", max_new_tokens=40)
-    done = generate("abc", "--max-new-tokens", 40, "--exit-layer", exit_layer, "--exit-heads", tmp_path)
+    done = generate("abc", "--max-tokens", 40, "--exit-layer", exit_layer, "--exit-heads", tmp_path)
     assert done == (0, expected.text + "\n", "")
 
 
@@ -70,7 +70,7 @@ def test_a_pipe_is_read_as_the_prompt_without_its_last_line_break(generate, prom
 
 
 def test_json_is_one_document(generate, target):
-    done = generate("abc", "--json", "--max-new-tokens", 20, "--temperature", 0.8, "--seed", 5)
+    done = generate("abc", "--json", "--max-tokens", 20, "--temperature", 0.8, "--seed", 5)
     document = json.loads(done.out)
     [expected] = target.generate("abc", max_new_tokens=20, temperature=0.8, seed=5)
     assert (done.code, done.err) == (0, "")
@@ -87,7 +87,7 @@ def test_no_policy_changes_the_text(generate):
     plain = generate("abc", "--policy", "plain")
     assert plain.code == 0
     assert (
-        plain == generate("abc", "--exit-layer", 2, "--num-draft-tokens", 6) == generate("abc", "--num-draft-tokens", 0)
+        plain == generate("abc", "--exit-layer", 2, "--num-speculative-tokens", 6) == generate("abc", "--num-speculative-tokens", 0)
     )
 
 
@@ -97,7 +97,7 @@ def test_the_policies_are_those_of_the_library():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_writes_the_text_of_plain_decoding(generate, policy):
-    call = ("abc", "--max-new-tokens", 20, "--json")
+    call = ("abc", "--max-tokens", 20, "--json")
     done, plain = (json.loads(generate(*call, "--policy", name).out) for name in (policy, "plain"))
     assert (done["policy"], done["tokens"]) == (policy, plain["tokens"])
     assert sum(done["plans"].values()) == done["stats"]["num_spec_steps"] + done["stats"]["num_plain_steps"]
@@ -109,8 +109,8 @@ def test_every_policy_writes_the_text_of_plain_decoding(generate, policy):
     [
         ([], "adaptive"),
         (["--exit-layer", 2], "fixed"),
-        (["--num-draft-tokens", 3], "fixed"),
-        (["--num-draft-tokens", 0], "plain"),
+        (["--num-speculative-tokens", 3], "fixed"),
+        (["--num-speculative-tokens", 0], "plain"),
         (["--exit-layer", 2, "--policy", "adaptive"], "adaptive"),
     ],
     ids=str,
@@ -120,7 +120,7 @@ def test_the_policy_that_is_told_is_the_one_that_was_followed(generate, options,
     with pytest.MonkeyPatch.context() as patch:
         rounds = Target.rounds
         patch.setattr(Target, "rounds", lambda *a, **k: followed.append(k["policy"]) or rounds(*a, **k))
-        document = json.loads(generate("abc", "--json", "--max-new-tokens", 8, *options).out)
+        document = json.loads(generate("abc", "--json", "--max-tokens", 8, *options).out)
     assert document["policy"] == policy == followed[0]
     if policy == "fixed":
         assert document["plans"].keys() <= {"1" if "--exit-layer" not in options else "2", "plain"}
@@ -137,23 +137,23 @@ def test_every_run_of_a_comparison_knows_what_the_first_one_knew(generate, monke
 
     monkeypatch.setattr(Target, "rounds", watched)
     monkeypatch.setattr(Target, "save_prior", lambda target: saved.append(target.prior))
-    assert generate("abc", "--compare", "--max-new-tokens", 12).code == 0
+    assert generate("abc", "--compare", "--max-tokens", 12).code == 0
     assert len(known) >= 4 and all(prior == known[0] for prior in known)
     assert len(saved) == 1 and saved[0] != known[0]
 
 
 def test_plain_decoding_has_nothing_to_save(generate, monkeypatch):
     monkeypatch.setattr(Target, "save_prior", lambda target: pytest.fail("saved"))
-    assert generate("abc", "--policy", "plain", "--max-new-tokens", 4).code == 0
+    assert generate("abc", "--policy", "plain", "--max-tokens", 4).code == 0
 
 
 def test_what_a_run_has_seen_is_kept_for_the_next(generate, model_folder):
-    generate("abc", "--max-new-tokens", 30)
+    generate("abc", "--max-tokens", 30)
     assert load(model_folder).prior is not None
 
 
 def test_compare_times_both_and_finds_the_same_tokens(generate):
-    done = generate("abc", "--compare", "--json", "--max-new-tokens", 12)
+    done = generate("abc", "--compare", "--json", "--max-tokens", 12)
     comparison = json.loads(done.out)["compare"]
     assert comparison["tokens_identical"] is True
     assert comparison["first_difference"] is None
@@ -165,19 +165,19 @@ def test_compare_times_both_and_finds_the_same_tokens(generate):
 
 
 @pytest.mark.parametrize(
-    "options", [("--temperature", 1), ("--stop", "zz"), ("--ignore-generation-config",), ("--num-draft-tokens", 2)]
+    "options", [("--temperature", 1), ("--stop", "zz"), ("--ignore-generation-config",), ("--num-speculative-tokens", 2)]
 )
 def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options):
-    done = generate("abc", "--compare", "--json", "--max-new-tokens", 6, *options)
+    done = generate("abc", "--compare", "--json", "--max-tokens", 6, *options)
     comparison = json.loads(done.out)["compare"]
     assert comparison["tokens_identical"] is True
-    alike = options[0] == "--num-draft-tokens"
+    alike = options[0] == "--num-speculative-tokens"
     assert (comparison["generate_speedup"] is not None) == (len(comparison["generate_seconds"]) > 0) == alike
 
 
 def test_a_comparison_ends_with_one_line_on_stderr(generate):
-    done = generate("abc", "--show-drafts", "--compare", "--max-new-tokens", 12)
-    assert done.out == generate("abc", "--max-new-tokens", 12).out
+    done = generate("abc", "--show-drafts", "--compare", "--max-tokens", 12)
+    assert done.out == generate("abc", "--max-tokens", 12).out
     line = done.err.strip()
     assert "\n" not in line, line
     assert all(words in line for words in ("tokens/s", "acceptance length", "x plain decoding", "same 12 tokens")), line
@@ -185,24 +185,24 @@ def test_a_comparison_ends_with_one_line_on_stderr(generate):
 
 
 def test_quiet_says_nothing(generate):
-    done = generate("abc", "-q", "--compare", "--stats", "--max-new-tokens", 5)
+    done = generate("abc", "-q", "--compare", "--stats", "--max-tokens", 5)
     assert (done.code, done.err) == (0, "")
 
 
 def test_stats_are_a_table_on_stderr(generate):
-    done = generate("abc", "--stats", "--max-new-tokens", 12)
-    assert done.out == generate("abc", "--max-new-tokens", 12).out
+    done = generate("abc", "--stats", "--max-tokens", 12)
+    assert done.out == generate("abc", "--max-tokens", 12).out
     stages = ("prefill", "draft", "verify", "head", "pick", "shadow", "control", "rest")
     assert all(words in done.err for words in ("drafted tokens", *stages, "tokens/s"))
     assert re.search(r"^  (lookup|exit \d+|plain) +\d+%$", done.err, re.MULTILINE), "rounds by exit layer"
-    fixed = generate("abc", "--stats", "--max-new-tokens", 12, "--exit-layer", 2)
+    fixed = generate("abc", "--stats", "--max-tokens", 12, "--exit-layer", 2)
     assert all(words in fixed.err for words in ("position 1", "  exit 2 "))
 
 
 def test_stop_text_ends_the_output_and_is_no_part_of_it(generate, target):
     [whole] = target.generate("def f(x):", max_new_tokens=40)
     stop = "Y,"
-    done = generate("def f(x):", "--max-new-tokens", 40, "--stop", "never there", "--stop", stop, "--json")
+    done = generate("def f(x):", "--max-tokens", 40, "--stop", "never there", "--stop", stop, "--json")
     document = json.loads(done.out)
     assert document["finish_reason"] == "stop"
     assert document["text"] == whole.text[: whole.text.index(stop)]
@@ -212,7 +212,7 @@ def test_stop_text_ends_the_output_and_is_no_part_of_it(generate, target):
 
 
 def test_plans_are_a_line_per_round_on_stderr(generate):
-    call = ("abc", "--max-new-tokens", 15, "--exit-layer", 2, "--num-draft-tokens", 3)
+    call = ("abc", "--max-tokens", 15, "--exit-layer", 2, "--num-speculative-tokens", 3)
     done, document = generate(*call, "--show-plan"), json.loads(generate(*call, "--json").out)
     assert done.out == generate(*call).out
     lines = done.err.splitlines()
@@ -225,9 +225,9 @@ def test_plans_are_a_line_per_round_on_stderr(generate):
 
 
 def test_plans_of_the_default_and_of_several_rows(generate):
-    assert re.match(r"round    1  (plain|lookup|exit  \d)", generate("abc", "--show-plan", "--max-new-tokens", 5).err)
+    assert re.match(r"round    1  (plain|lookup|exit  \d)", generate("abc", "--show-plan", "--max-tokens", 5).err)
     prompts = b'{"prompt": "a", "max_new_tokens": 3}\n{"prompt": "b"}'
-    call = ("--prompts", "-", "--exit-layer", 2, "--num-draft-tokens", 4, "--max-new-tokens", 9)
+    call = ("--prompts", "-", "--exit-layer", 2, "--num-speculative-tokens", 4, "--max-tokens", 9)
     done = generate(*call, "--show-plan", stdin=prompts)
     assert done.out == generate(*call, stdin=prompts).out
     assert re.match(r"round    1   2 rows  exit  2  up to  4  drafted  6  accepted  \d\n", done.err)
@@ -235,10 +235,10 @@ def test_plans_of_the_default_and_of_several_rows(generate):
 
 @pytest.mark.parametrize("drafts", [[], ["--show-drafts"]])
 def test_plans_do_not_tear_the_text_of_one_terminal(generate, monkeypatch, drafts):
-    plain = generate("abc", "--max-new-tokens", 40).out
+    plain = generate("abc", "--max-tokens", 40).out
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     monkeypatch.setattr(sys, "stderr", terminal)
-    assert generate("abc", "--show-plan", "--max-new-tokens", 40, *drafts).code == 0
+    assert generate("abc", "--show-plan", "--max-tokens", 40, *drafts).code == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     lines = [line for line in shown.splitlines() if line.startswith("round ")]
     after = shown[shown.index(lines[-1]) + len(lines[-1]) :]
@@ -261,7 +261,7 @@ def test_a_file_of_prompts_gives_a_line_each_in_their_order(generate, target, tm
         {"prompt": "3", "id": 3, "max_new_tokens": 1},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
-    done = generate("--prompts", tmp_path / "prompts.jsonl", "--temperature", 0.9, "--seed", 2, "--max-new-tokens", 10)
+    done = generate("--prompts", tmp_path / "prompts.jsonl", "--temperature", 0.9, "--seed", 2, "--max-tokens", 10)
     assert (done.code, done.err) == (0, "")
     found = [json.loads(line) for line in done.out.splitlines()]
     expected = target.generate(
@@ -275,7 +275,7 @@ def test_a_file_of_prompts_gives_a_line_each_in_their_order(generate, target, tm
 
 
 def test_a_file_of_prompts_may_come_through_a_pipe(generate):
-    done = generate("--prompts", "-", "--compare", "--max-new-tokens", 4, stdin=b'{"prompt": "a"}\n{"prompt": "b"}')
+    done = generate("--prompts", "-", "--compare", "--max-tokens", 4, stdin=b'{"prompt": "a"}\n{"prompt": "b"}')
     assert len(done.out.splitlines()) == 2
     assert "same 8 tokens" in done.err
 
@@ -286,7 +286,7 @@ def test_a_file_of_prompts_may_come_through_a_pipe(generate):
 def test_a_chat_template_is_used_when_there_is_one(run, chat_folder, target):
     as_text = "system: brief\nuser: hi\nbot:"
     [expected] = target.generate(as_text, max_new_tokens=12)
-    call = ("generate", "--model", chat_folder, "--max-new-tokens", 12)
+    call = ("generate", "--model", chat_folder, "--max-tokens", 12)
     assert run(*call, "hi", "--system", "brief").out == expected.text + "\n"
     assert run(*call, "hi").out == run(*call, "user: hi\nbot:", "--no-chat").out
 
@@ -295,9 +295,9 @@ def test_a_chat_template_is_used_when_there_is_one(run, chat_folder, target):
 
 
 def test_drafts_are_coloured_on_a_terminal(generate, monkeypatch):
-    plain = generate("abc", "--max-new-tokens", 40).out
+    plain = generate("abc", "--max-tokens", 40).out
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    done = generate("abc", "--show-drafts", "--max-new-tokens", 40)
+    done = generate("abc", "--show-drafts", "--max-tokens", 40)
     assert done.code == 0
     assert "\x1b[" in terminal.getvalue()
     assert "\x1b[" not in plain
@@ -306,7 +306,7 @@ def test_drafts_are_coloured_on_a_terminal(generate, monkeypatch):
 @pytest.mark.parametrize(("variables", "coloured"), [({"FORCE_COLOR": "1"}, True), ({}, False)])
 @pytest.mark.parametrize("no_colour", [True, False])
 def test_colours_follow_the_environment(generate, monkeypatch, variables, coloured, no_colour):
-    call = ("abc", "--show-drafts", "--max-new-tokens", 8)
+    call = ("abc", "--show-drafts", "--max-tokens", 8)
     generate(*call)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -320,8 +320,8 @@ def test_colours_follow_the_environment(generate, monkeypatch, variables, colour
     ("options", "early"),
     [
         ([], "early layers or lookup"),
-        (["--drafts", "exit"], "early layers"),
-        (["--drafts", "lookup,tree"], "lookup"),
+        (["--drafters", "exit"], "early layers"),
+        (["--drafters", "lookup,tree"], "lookup"),
         (["--policy", "pld"], "lookup"),
         (["--policy", "del", "--exit-layer", 2], "early layers"),
         (["--policy", "adaptive", "--exit-layer", 2], "layers 1-2 or lookup"),
@@ -333,28 +333,28 @@ def test_colours_follow_the_environment(generate, monkeypatch, variables, colour
 )
 def test_the_legend_says_who_drafts(generate, monkeypatch, options, early):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    said = generate("abc", "--show-drafts", "--max-new-tokens", 4, *options).err
+    said = generate("abc", "--show-drafts", "--max-tokens", 4, *options).err
     assert (f"drafted by {early}, accepted" if early else "tokens/s") in said
     assert ("drafted by" in said) == (early is not None)
 
 
 def test_drafts_by_lookup_are_shown_and_counted_as_such(generate):
-    done = generate("abcabcabc", "--policy", "pld", "--show-plan", "--stats", "--max-new-tokens", 12)
+    done = generate("abcabcabc", "--policy", "pld", "--show-plan", "--stats", "--max-tokens", 12)
     assert re.search(r"^round    1  lookup  drafted 10  accepted +\d+$", done.err, re.MULTILINE)
     assert re.search(r"^  lookup +\d+%$", done.err, re.MULTILINE)
-    assert done.out == generate("abcabcabc", "--policy", "plain", "--max-new-tokens", 12).out
-    assert '"plans": {"lookup":' in generate("abcabcabc", "--policy", "pld", "--json", "--max-new-tokens", 12).out
+    assert done.out == generate("abcabcabc", "--policy", "plain", "--max-tokens", 12).out
+    assert '"plans": {"lookup":' in generate("abcabcabc", "--policy", "pld", "--json", "--max-tokens", 12).out
 
 
 @pytest.mark.parametrize("drafts", ["exit", "lookup", "exit,lookup", "lookup, exit", "exit,tree", "lookup,tree,exit"])
 def test_where_drafts_come_from_changes_no_text(generate, drafts):
-    done = generate("abcabcabc", "--drafts", drafts, "--show-plan", "--max-new-tokens", 30)
-    assert done.out == generate("abcabcabc", "--policy", "plain", "--max-new-tokens", 30).out
+    done = generate("abcabcabc", "--drafters", drafts, "--show-plan", "--max-tokens", 30)
+    assert done.out == generate("abcabcabc", "--policy", "plain", "--max-tokens", 30).out
     assert all(("lookup" in drafts or "lookup" not in line) for line in done.err.splitlines())
 
 
 def test_a_picture_can_be_saved(generate, tmp_path):
-    done = generate("abc", "--svg", tmp_path / "drafts.svg", "--max-new-tokens", 20)
+    done = generate("abc", "--svg", tmp_path / "drafts.svg", "--max-tokens", 20)
     assert done.code == 0
     drawn = (tmp_path / "drafts.svg").read_text(encoding="utf-8")
     assert drawn.lstrip().startswith("<svg")
@@ -415,7 +415,7 @@ def test_the_models_generation_config_is_applied_and_said_unless_told_otherwise(
     assert (done.code, done.out) == (0, sampled.text + "\n")
     line = "applied: do_sample=True, temperature=0.9, top_k=50, repetition_penalty=1.4, max_new_tokens=20;"
     assert done.err.count(line) == 1 and "--ignore-generation-config" in done.err
-    done = run("generate", "--model", folder, "abc", "--temperature", 0, "--max-new-tokens", 9, "--quiet")
+    done = run("generate", "--model", folder, "abc", "--temperature", 0, "--max-tokens", 9, "--quiet")
     assert done == (0, greedy.text + "\n", "")
     assert run("generate", "--model", folder, "abc", "--ignore-generation-config") == (0, neutral.text + "\n", "")
 
@@ -438,4 +438,4 @@ def test_what_a_generation_config_asks_for_in_vain_is_one_sentence(run, model_fo
 
 @pytest.mark.parametrize("chat", [[], ["--no-chat"]])
 def test_a_chat_model_brings_no_notice_where_the_command_line_says_how(run, chat_folder, chat):
-    assert run("generate", "--model", chat_folder, "abc", "--max-new-tokens", 4, *chat).err == ""
+    assert run("generate", "--model", chat_folder, "abc", "--max-tokens", 4, *chat).err == ""

@@ -86,9 +86,9 @@ def test_quiet_and_json_are_for_programs(run, tmp_path):
 def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
     file, prompt = tmp_path / "code.store", CODE.read_text("utf-8")[:150]
     assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0
-    call = ("generate", prompt, "--max-new-tokens", 24)
+    call = ("generate", prompt, "--max-tokens", 24)
     plain = run(*call, "--policy", "plain")
-    for options in ((), ("--drafts", "lookup,tree"), ("--policy", "adaptive", "--exit-layer", 2), ("--compare",)):
+    for options in ((), ("--drafters", "lookup,tree"), ("--policy", "adaptive", "--exit-layer", 2), ("--compare",)):
         done = run(*call, "--corpus", file, "--show-plan", *options)
         assert (done.code, done.out) == (0, plain.out)
         assert "round    1  " in done.err

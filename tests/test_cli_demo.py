@@ -36,7 +36,7 @@ def test_the_demo_s_text_is_that_of_plain_decoding(demo):
 
 def test_the_demo_command_ends_with_its_line(run):
     prompt = PROMPT.read_text(encoding="utf-8").rstrip("\n")
-    done = run("generate", "--model", "demo", "--show-drafts", "--compare", "--max-new-tokens", 24, prompt)
+    done = run("generate", "--model", "demo", "--show-drafts", "--compare", "--max-tokens", 24, prompt)
     assert done.code == 0
     assert all(words in done.err for words in ("tokens/s", "acceptance length", "x plain decoding", "same 24 tokens"))
 
@@ -44,4 +44,4 @@ def test_the_demo_command_ends_with_its_line(run):
 def test_the_demo_is_the_default_and_can_be_inspected(run):
     report = json.loads(run("inspect", "demo", "--json").out)
     assert report["self_check"] and report["exit_layer"] >= 1
-    assert run("generate", "def", "--max-new-tokens", 4) == run("generate", "def", "-m", "demo", "--max-new-tokens", 4)
+    assert run("generate", "def", "--max-tokens", 4) == run("generate", "def", "-m", "demo", "--max-tokens", 4)

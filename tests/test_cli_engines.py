@@ -12,7 +12,7 @@ run, model_folder = cli_fixtures.run, cli_fixtures.model_folder
 
 
 def test_every_engine_writes_the_same_text_and_is_named(run, model_folder):
-    start = ("generate", "--model", model_folder, "--json", "--max-new-tokens", 24, "--exit-layer", 1)
+    start = ("generate", "--model", model_folder, "--json", "--max-tokens", 24, "--exit-layer", 1)
     documents = [json.loads(run(*start, "--engine", name, "hello there").out) for name in ("views", "compiled")]
     assert [document["engine"] for document in documents] == ["views", "compiled"]
     assert len({tuple(document["tokens"]) for document in documents}) == 1

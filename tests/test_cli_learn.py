@@ -11,7 +11,7 @@ from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.cli_fixtures import assert_refused, copy_of, model_folder, run  # noqa: F401
 
-FIXED = ("--exit-layer", 1, "--num-draft-tokens", 4, "--max-new-tokens", 32)
+FIXED = ("--exit-layer", 1, "--num-speculative-tokens", 4, "--max-tokens", 32)
 
 
 @pytest.fixture

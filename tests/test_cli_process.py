@@ -64,16 +64,42 @@ def test_help_names_every_option_and_begins_with_examples():
     text = ANSI.sub("", done.stdout.decode())
     assert done.returncode == 0
     assert text.index("selfspec generate 'def") < text.index("--model")
-    options = """adapter exit-heads policy exit-layer num-draft-tokens max-new-tokens temperature top-k top-p min-p seed
-        stop system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats json
-        quiet prompts svg drafts datastore"""
+    options = """adapter exit-heads policy exit-layer num-speculative-tokens max-tokens temperature top-k top-p min-p seed
+        stop stop-token-ids system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats json
+        quiet prompts svg drafters corpus n logprobs repetition-penalty presence-penalty frequency-penalty
+        no-repeat-ngram-size"""
     assert all(f"--{name}" in text for name in options.split())
+    assert not any(f"--{old} " in text for old in ("max-new-tokens", "num-draft-tokens", "drafts", "datastore"))
+
+
+IN_A_LIBRARY = """
+import logging
+import selfspec.hf
+from selfspec import LLM, SamplingParams
+levels = [logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree", "transformers", "selfspec")]
+assert levels == [0, 0, logging.WARNING, 0] and not logging.getLogger("selfspec").handlers, levels
+[output] = LLM(FOLDER, backend="views").generate("abc", SamplingParams(max_tokens=4))
+assert len(output.outputs[0].token_ids) == 4
+"""
+
+
+def test_no_other_package_speaks_where_the_library_is_used(model_folder):
+    code = IN_A_LIBRARY.replace("FOLDER", repr(str(model_folder)))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_quiet_command_says_nothing_however_long_it_takes(model_folder):
+    call = ("generate", "abc", "--model", model_folder, "--engine", "views", "--max-tokens", "4", "--stats", "--quiet")
+    with start(*call) as process:
+        out, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"") and out
 
 
 @pytest.mark.slow
 def test_a_reader_who_leaves_is_no_error(model_folder):
     plain = ("--policy", "plain")  # nothing is measured before
-    with start("generate", "abc", "--model", model_folder, "--max-new-tokens", 250, "--quiet", *plain) as process:
+    with start("generate", "abc", "--model", model_folder, "--max-tokens", 250, "--quiet", *plain) as process:
         process.stdin.close()
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -82,7 +108,8 @@ def test_a_reader_who_leaves_is_no_error(model_folder):
 
 def test_ctrl_c_keeps_what_was_written(tmp_path):
     save_model(tmp_path, max_position_embeddings=100_000)
-    with start("generate", "abc", "--model", tmp_path, "--max-new-tokens", 90_000, "--policy", "plain") as process:
+    call = ("generate", "abc", "--model", tmp_path, "--max-tokens", 90_000, "--policy", "plain", "--quiet")
+    with start(*call) as process:
         process.stdin.close()
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)

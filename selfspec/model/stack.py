@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from selfspec.hushed import hushed
 from selfspec.model import attention_backends as backends
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
@@ -20,6 +20,9 @@ from selfspec.model.llama_weights import LlamaWeights
 from selfspec.model.shortlist import ShortHead, sample_of
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
+
+with hushed():
+    from transformers import AttentionInterface
 
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
 
