@@ -87,7 +87,9 @@ def test_no_policy_changes_the_text(generate):
     plain = generate("abc", "--policy", "plain")
     assert plain.code == 0
     assert (
-        plain == generate("abc", "--exit-layer", 2, "--num-speculative-tokens", 6) == generate("abc", "--num-speculative-tokens", 0)
+        plain
+        == generate("abc", "--exit-layer", 2, "--num-speculative-tokens", 6)
+        == generate("abc", "--num-speculative-tokens", 0)
     )
 
 
@@ -165,7 +167,8 @@ def test_compare_times_both_and_finds_the_same_tokens(generate):
 
 
 @pytest.mark.parametrize(
-    "options", [("--temperature", 1), ("--stop", "zz"), ("--ignore-generation-config",), ("--num-speculative-tokens", 2)]
+    "options",
+    [("--temperature", 1), ("--stop", "zz"), ("--ignore-generation-config",), ("--num-speculative-tokens", 2)],
 )
 def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options):
     done = generate("abc", "--compare", "--json", "--max-tokens", 6, *options)

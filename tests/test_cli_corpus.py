@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from selfspec import hub
+from selfspec.cli import talk
 from selfspec.drafting import documents as corpus
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
@@ -30,7 +31,7 @@ def test_a_corpus_of_code_is_built_told_about_and_drafted_from(run, tmp_path, to
     lines.write_text('{"text": "def main():\\n    return 0\\n", "id": 1}\n\n{"text": ""}\n{"text": "äö"}\n', "utf-8")
     file = tmp_path / "code.store"
     done = run("corpus", "build", "demo", CODE, lines, "-o", file)
-    assert done.code == 0 and done.err == f"building {file}\n"
+    assert (done.code, done.err) == (0, "")
     whole = tokenizer(CODE.read_text("utf-8"))["input_ids"]
     sizes = [len(tokenizer(text)["input_ids"]) for text in ("def main():\n    return 0\n", "äö")]
     assert "documents    3" in done.out and f"tokens       {len(whole) + sum(sizes):,}\n" in done.out
@@ -70,12 +71,16 @@ def test_a_line_without_an_end_is_cut_where_it_is(tmp_path, monkeypatch):
     assert [ends for _, ends in parts] == [False] * (len(parts) - 1) + [True]
 
 
-def test_on_a_terminal_progress_is_one_line_taken_back(run, tmp_path, monkeypatch):
+def test_a_long_wait_is_told_and_on_a_terminal_taken_back(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(talk, "PATIENCE", 0.0)
+    done = run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store")
+    assert f"building {tmp_path / 'a.store'}" in done.err
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     assert run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store").code == 0
     said = screen.getvalue()
-    assert "sorting" in said and "writing" in said and "\n" not in said
+    assert "sorting" in said and "writing" in said
+    assert said.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the line is taken back"
 
 
 def test_quiet_and_json_are_for_programs(run, tmp_path):
@@ -150,7 +155,7 @@ def test_a_model_that_is_not_there_or_cannot_read_is_refused(run, tmp_path):
 
 def test_a_damaged_datastore_is_refused(run, tmp_path):
     file = tmp_path / "a.store"
-    assert_refused(run("corpus", "info", file), 1, "there is no indexed corpus", "selfspec corpus build")
+    assert_refused(run("corpus", "info", file), 1, "there is no datastore", "selfspec corpus build")
     assert_refused(run("corpus", "info", tmp_path), 1, "is a folder")
     assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0
     content = bytearray(file.read_bytes())
@@ -164,7 +169,7 @@ def test_a_damaged_datastore_is_refused(run, tmp_path):
 
 def test_drafts_are_not_looked_up_in_what_does_not_fit_the_model(run, tmp_path, tokenizer):
     file, call = tmp_path / "a.store", ("generate", "def", "--corpus")
-    assert_refused(run(*call, CODE), 1, "is no indexed corpus", "selfspec corpus build")
+    assert_refused(run(*call, CODE), 1, "is no datastore", "selfspec corpus build")
     build(file, [[1, 2, 3]], "another", 5)
     assert_refused(run(*call, file), 1, "another tokenizer", "build it again")
     build(file, [[1, 2, 70000]], vocabulary_of(tokenizer), 70001)

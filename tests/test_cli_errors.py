@@ -39,7 +39,10 @@ copy_of, run = cli_fixtures.copy_of, cli_fixtures.run
         (["--drafters", ""], ["--drafters", "exit,copies,lookup,tree"]),
         (["--drafters", "tree"], ["--drafters", "only says how others draft", "exit or lookup"]),
         (["--drafters", "copies,tree"], ["--drafters copies,tree", "exit or lookup"]),
-        (["--drafters", "exit,recycle,cascade"], ["--drafters", "exit,copies,lookup,tree", "(removed: recycle, cascade)"]),
+        (
+            ["--drafters", "exit,recycle,cascade"],
+            ["--drafters", "exit,copies,lookup,tree", "(removed: recycle, cascade)"],
+        ),
         (["--drafters", "lookup", "--policy", "pld"], ["--drafters", "adaptive", "pld"]),
         (["--drafters", "lookup", "--exit-layer", "2"], ["--drafters", "adaptive", "fixed"]),
         (["--corpus", "no.store"], ["--corpus", "no.store is no file", "selfspec corpus build"]),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from selfspec.cli import show
 from selfspec.cli.pieces import Painter, Piece, Pieces
+from selfspec.cli.talk import same_place
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round, RowResult
@@ -181,9 +182,9 @@ def test_the_legend_names_layers_where_they_stay_the_same():
 
 def test_streams_of_one_file_end_up_in_the_same_place(tmp_path):
     with (tmp_path / "a").open("w") as one, (tmp_path / "a").open("a") as same, (tmp_path / "b").open("w") as other:
-        assert show.same_place(one, same)
-        assert not show.same_place(one, other)
-        assert not show.same_place(io.StringIO(), one)
+        assert same_place(one, same)
+        assert not same_place(one, other)
+        assert not same_place(io.StringIO(), one)
 
 
 def test_the_table_tells_rounds_by_exit_layer():

@@ -69,6 +69,9 @@ class Engine:
             format, and no row depends on its neighbours; see `selfspec.model.exact`.
         burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
             thirtieth.
+        reuse_prefix: keep the keys and values of the row that ended last until another request needs their memory: a
+            prompt that begins with the same tokens, as the next turn of a conversation does, is read from where it
+            differs.
 
     Raises:
         ValueError: an argument is out of range; a `DatastoreError` where the datastore holds tokens that the model does
@@ -91,15 +94,22 @@ class Engine:
         datastore: Datastore | None = None,
         exact: bool = False,
         burst: float | None = None,
+        reuse_prefix: bool = False,
     ) -> None:
         if burst is not None and not (is_number(burst) and burst >= 0):
             raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
         whole("max_batch_size", max_batch_size, 1)
         whole("prefill_chunk", prefill_chunk, 1)
         flag("exact", exact)
+        flag("reuse_prefix", reuse_prefix)
         self.target, self.exact = target, exact
         self.stack = target.exact_stack if exact else target.stack
         refuse_autocast(self.stack.device)
+        if reuse_prefix and self.stack is not target.stack:
+            raise ValueError(
+                "reuse_prefix goes without exact on this model: prompts and outputs are computed in calls of different "
+                "shapes; leave one of them out"
+            )
         self.frequencies = self.stack.frequencies
         """Of the tokens that it reads and writes."""
         if max_cached_tokens is None:
@@ -122,7 +132,7 @@ class Engine:
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
         self._picker = Picker(self.stack)
-        self._scheduler = Scheduler(target, self.stack, self.cache, datastore)
+        self._scheduler = Scheduler(target, self.stack, self.cache, datastore, reuse_prefix)
         self._cancelled: set[int] = set()
         # Not handed out yet; they outlive a step that raises:
         self._results: list[RowResult] = []  # of a round that has not ended
@@ -278,7 +288,7 @@ class Engine:
     def _admit(self) -> None:
         for row in self._scheduler.admitted(self.max_batch_size - len(self.rows)):
             self.rows.append(row)
-            self.frequencies.add(row.request.prompt)
+            self.frequencies.add(row.request.prompt[row.num_cached :])
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
@@ -310,7 +320,7 @@ class Engine:
         finally:
             if row.has_pages:
                 with torch.inference_mode():
-                    self.cache.release(row.pages, row.limit)
+                    self._scheduler.release(row)
                     row.has_pages = False
 
     def _drop_cancelled(self) -> None:

@@ -93,6 +93,7 @@ class Completion:
     scores: list[Tensor] | None = None
     logprobs: list[Any] | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0  # of the prompt, that an engine with `reuse_prefix` did not have to read
 
 
 def make_request(

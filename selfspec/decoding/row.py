@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class Row:
     has_pages: bool = True  # they are given back once
     datastore: Datastore | None = None
     num_prompt_tokens: int = 0
+    num_found: int = 0  # tokens of the prompt that were in the cache already
     limit: int = 0  # tokens its content may come to
     _lookup: RowLookup | None = None
 
@@ -81,7 +82,8 @@ class Row:
         seed = self.request.sampling.seed
         scores = (self.logits, self.scores) if self.request.keep_logits else (None, None)
         text = self.stopper.text
-        return Completion(self.request_id, self.tokens, text, self.finish_reason, self.stats, seed, *scores)
+        completion = Completion(self.request_id, self.tokens, text, self.finish_reason, self.stats, seed, *scores)
+        return replace(completion, num_cached_tokens=self.num_found)
 
     def keep(self, tokens: list[int], logits: Tensor | None, scores: Tensor | None) -> None:
         """Take a round's kept tokens; keys and values beyond the new content are left to be overwritten."""

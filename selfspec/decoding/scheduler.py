@@ -8,6 +8,7 @@ from typing import Any
 
 from selfspec.decoding.checks import check_request
 from selfspec.decoding.policy_choice import Decodable
+from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.decoding.request import Options, Request, make_request
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
@@ -23,10 +24,14 @@ class Scheduler:
     Args:
         stack: of the target, and `cache`: where rows' keys and values will be.
         datastore: a corpus that rows look in beside their own texts.
+        reuse_prefix: see `Engine`.
     """
 
-    def __init__(self, target: Decodable, stack: Stack, cache: PagedCache, datastore: Datastore | None) -> None:
+    def __init__(
+        self, target: Decodable, stack: Stack, cache: PagedCache, datastore: Datastore | None, reuse_prefix: bool
+    ) -> None:
         self._target, self._stack, self._cache, self._datastore = target, stack, cache, datastore
+        self._prefix = PrefixCache(cache, stack.model) if reuse_prefix else None
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
 
@@ -71,26 +76,41 @@ class Scheduler:
             if not self._waiting:
                 return
             request_id, request = self._waiting[0]
-            pages = self._cache.reserve(self._num_cached_at_end(request))
-            if pages is None:
+            reserved = self._reserve(request)
+            if reserved is None:
                 return
             self._waiting.popleft()
-            row = self._row(request_id, request, pages)
+            row = self._row(request_id, request, *reserved)
             row.datastore = self._datastore
             yield row
+
+    def _reserve(self, request: Request) -> tuple[list[int], int] | None:
+        """Pages for a request, and how many tokens of its prompt they hold; None where too few are free."""
+        need = self._num_cached_at_end(request)
+        if self._prefix is not None:
+            return self._prefix.reserve(request.prompt, need)
+        pages = self._cache.reserve(need)
+        return None if pages is None else (pages, 0)
+
+    def release(self, row: Row) -> None:
+        """Take back the pages of a row that ended."""
+        if self._prefix is not None:
+            self._prefix.keep(row)
+        else:
+            self._cache.release(row.pages, row.limit)
 
     def withdrawn(self, request_ids: Collection[int]) -> Iterator[Row]:
         """Those of these that wait, as rows without pages; each waits until it is handed out."""
         for pair in [pair for pair in self._waiting if pair[0] in request_ids]:
             self._waiting.remove(pair)
-            yield self._row(*pair, [])
+            yield self._row(*pair, [], 0)
 
-    def _row(self, request_id: int, request: Request, pages: list[int]) -> Row:
+    def _row(self, request_id: int, request: Request, pages: list[int], num_cached: int) -> Row:
         eos = self._target.eos_token_ids if request.eos is None else request.eos
         tokenizer: Tokenizer | None = self._target.tokenizer
         text = None if tokenizer is None else RowText(tokenizer, request.prompt, request.stop)
         stopper = Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
-        return Row(request_id, request, stopper, pages, list(request.prompt))
+        return Row(request_id, request, stopper, pages, list(request.prompt), num_cached, num_found=num_cached)
 
     def _max_new_tokens(self, request: Request) -> int:
         return min(request.max_new_tokens, self._stack.context_limit - len(request.prompt))

@@ -144,6 +144,16 @@ class PagedCache:
             assert page not in self._free, f"page {page} was released twice"
         self._free = sorted([*self._free, *pages])  # all at once, whatever interrupts; what is sorted is a heap, too
 
+    def wipe(self, pages: Sequence[int], start: int, end: int) -> None:
+        """Zero the slots of a row's positions [start, end), as far as its pages reach."""
+        size = self.page_size
+        for at in range(start // size, min(len(pages), self.pages_for(end))):
+            low, high = max(0, start - at * size), min(size, end - at * size)
+            if self._store._pool is not None:
+                self._store._pool[:, :, pages[at], low:high] = 0
+            for storage in self._store._others:
+                storage[pages[at], low:high] = 0
+
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
         known = self._layers.get(layer_idx)

@@ -1,0 +1,183 @@
+"""An engine that reuses the prefix of the row that ended last writes what a fresh one does, and leaks nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from selfspec.control.plan import Policy
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.request import Request
+from selfspec.executors.pick import Sampling
+from selfspec.target import Target
+from tests.executors.engines import EXECUTORS, Programs, alone, engine_of
+from tests.helpers import audit_cache, make_prompts
+from tests.models import build
+from tests.slow import slow
+
+executors = pytest.mark.parametrize("kind", [slow(kind) if kind == "cuda" else kind for kind in EXECUTORS])
+
+
+def request(prompt, max_new_tokens=12, **sampling):
+    return Request(prompt, max_new_tokens, Sampling(**sampling), eos=frozenset())
+
+
+def finish(engine, request_id, audit=False):
+    """The completion of a request, after which nothing is left to do."""
+    while engine.has_work:
+        for round_ in engine.step():
+            for row in round_.rows:
+                if row.completion is not None and row.request_id == request_id:
+                    done = row.completion
+        if audit:
+            audit_cache(engine, engine.target.model)
+    return done
+
+
+def ask(engine, wanted, audit=False):
+    return finish(engine, engine.submit(wanted), audit)
+
+
+@executors
+@pytest.mark.parametrize("seed", range(3))
+def test_a_conversation_is_written_as_by_fresh_engines(kind, seed):
+    """Turns of any length, greedy and sampled, some of which go back and take another way."""
+    dice = random.Random(seed)
+    engine = engine_of(kind, policy=Programs(seed), max_batch_size=2, reuse_prefix=True, prefill_chunk=9)
+    history, kept = make_prompts([5], seed)[0], []
+    for turn in range(5):
+        if dice.random() < 0.4:
+            history = history[: dice.randrange(1, len(history))]
+        history = history + make_prompts([dice.randint(1, 9)], seed=10 * seed + turn)[0]
+        wanted = request(history, dice.randint(1, 20), temperature=dice.choice([0.0, 0.9]), seed=turn)
+        done, fresh = ask(engine, wanted, audit=True), alone(kind, wanted)
+        assert (done.tokens, done.text) == (fresh.tokens, fresh.text)
+        common = next((i for i, (a, b) in enumerate(zip(kept, history, strict=False)) if a != b), len(kept))
+        assert done.num_cached_tokens == min(common, len(kept), len(history) - 1)
+        history = history + done.tokens
+        kept = history[:-1]
+
+
+def test_only_what_is_new_is_read():
+    engine = engine_of("eager", policy="plain", reuse_prefix=True, prefill_chunk=4)
+    first = ask(engine, request(make_prompts([40])[0], 8))
+    again = make_prompts([40])[0] + first.tokens + [7, 8, 9]
+    engine.submit(request(again, 3))
+    assert engine.step()[0].plan is not None, "the new tokens fit in one chunk, with the last one written before"
+
+
+@executors
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_cancelled_answer_leaves_what_was_read_and_written(kind, steps):
+    engine = engine_of(kind, policy=Programs(steps), reuse_prefix=True, prefill_chunk=8, burst=0.0)
+    prompt = make_prompts([30])[0]
+    request_id = engine.submit(request(prompt, 40))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(request_id)
+    cut = finish(engine, request_id)
+    assert cut.finish_reason == "cancelled"
+    following = request([*prompt, *cut.tokens, 5, 6], 15, temperature=0.9)
+    done = ask(engine, following, audit=True)
+    assert done.tokens == alone(kind, following).tokens
+    assert done.num_cached_tokens == (len(prompt) + len(cut.tokens) - 1 if cut.tokens else min(8 * steps, 29))
+
+
+class Interrupted(Policy):
+    """Another policy, in whose place an interrupt comes at one of its calls."""
+
+    def __init__(self, inner, at):
+        self.inner, self.left = inner, at
+
+    def _count(self):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def plan(self, rows):
+        self._count()
+        return self.inner.plan(rows)
+
+    def observe(self, plan, rounds):
+        self._count()
+        self.inner.observe(plan, rounds)
+
+
+@executors
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_nothing_is_stale_after_an_interrupt(kind, at):
+    engine = engine_of(kind, policy=Interrupted(Programs(at), at), reuse_prefix=True, burst=0.0)
+    prompt = make_prompts([11])[0]
+    request_id = engine.submit(request(prompt, 40))
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
+    engine.cancel(request_id)
+    cut = finish(engine, request_id)
+    following = request([*prompt, *cut.tokens, 5, 6], 15)
+    assert ask(engine, following, audit=True).tokens == alone(kind, following).tokens
+
+
+def test_pages_are_given_back_where_another_request_needs_them():
+    engine = engine_of("eager", policy="plain", reuse_prefix=True, max_cached_tokens=64)  # 4 pages of 16
+    first = ask(engine, request(make_prompts([20])[0], 20))
+    assert engine.cache.num_free_pages == 1
+    other = request(make_prompts([40], seed=1)[0], 20)
+    assert other.prompt[0] != make_prompts([20])[0][0]
+    done = ask(engine, other)
+    assert done.num_cached_tokens == 0 and done.tokens == alone("eager", other).tokens
+    longer = request([*other.prompt, *done.tokens[:3]], 2)
+    assert ask(engine, longer).num_cached_tokens == len(longer.prompt) - 1
+    short = request(make_prompts([3])[0], 4)  # fits beside what is kept, which is then replaced
+    assert ask(engine, short).tokens == alone("eager", short).tokens
+    assert engine.cache.num_free_pages == 3
+    back = request([*make_prompts([20])[0], *first.tokens], 4)
+    assert ask(engine, back).num_cached_tokens <= 1, "only the row that ended last is kept"
+
+
+def test_a_row_that_needs_more_pages_than_are_free_waits_for_them():
+    engine = engine_of("eager", policy="plain", reuse_prefix=True, max_cached_tokens=64)
+    prompt = make_prompts([10])[0]
+    first = ask(engine, request(prompt, 6))  # one page
+    other = engine.submit(request(make_prompts([20], seed=3)[0], 12))  # two of the other three
+    engine.step()
+    growing = request([*prompt, *first.tokens], 34)  # the one that is kept, and two more
+    waiting = engine.submit(growing)
+    engine.step()
+    assert engine.num_waiting == 1
+    assert finish(engine, waiting).tokens == alone("eager", growing).tokens
+    assert other != waiting
+
+
+def test_a_surplus_of_pages_is_given_back():
+    engine = engine_of("eager", policy="plain", reuse_prefix=True, max_cached_tokens=64)
+    first = ask(engine, request(make_prompts([20])[0], 40))
+    assert engine.cache.num_free_pages == 0
+    again = request([*make_prompts([20])[0], first.tokens[0]], 2)
+    assert ask(engine, again).tokens == first.tokens[1:3]
+    assert engine.cache.num_free_pages == 2
+
+
+@pytest.mark.parametrize("backend", ["views", "compiled"])
+def test_keys_and_values_of_older_weights_are_not_used(backend):
+    target = Target(build("llama"), engine=backend)
+    engine = Engine(target, policy="plain", reuse_prefix=True)
+    wanted = request(make_prompts([12])[0], 8)
+    first = ask(engine, wanted)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            parameter.mul_(1.3)
+    following = request([*wanted.prompt, *first.tokens, 4], 8)
+    done = ask(engine, following, audit=True)
+    assert done.num_cached_tokens == 0
+    assert done.tokens == ask(Engine(target, policy="plain"), following).tokens
+
+
+def test_exact_mode_of_the_views_refuses():
+    target = Target(build("llama"), engine="views")
+    with pytest.raises(ValueError, match=r"^reuse_prefix goes without exact"):
+        Engine(target, policy="plain", exact=True, reuse_prefix=True)
+    with pytest.raises(ValueError, match=r"^reuse_prefix"):
+        Engine(target, policy="plain", reuse_prefix=1)
