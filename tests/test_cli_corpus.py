@@ -74,7 +74,7 @@ def test_a_line_without_an_end_is_cut_where_it_is(tmp_path, monkeypatch):
 def test_a_long_wait_is_told_and_on_a_terminal_taken_back(run, tmp_path, monkeypatch):
     monkeypatch.setattr(talk, "PATIENCE", 0.0)
     done = run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store")
-    assert f"building {tmp_path / 'a.store'}" in done.err
+    assert "building a.store" in done.err
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     assert run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store").code == 0

@@ -64,8 +64,8 @@ def test_help_names_every_option_and_begins_with_examples():
     text = ANSI.sub("", done.stdout.decode())
     assert done.returncode == 0
     assert text.index("selfspec generate 'def") < text.index("--model")
-    options = """adapter exit-heads policy exit-layer num-speculative-tokens max-tokens temperature top-k top-p min-p seed
-        stop stop-token-ids system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats json
+    options = """adapter exit-heads policy exit-layer num-speculative-tokens max-tokens temperature top-k top-p min-p
+        seed stop stop-token-ids system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats json
         quiet prompts svg drafters corpus n logprobs repetition-penalty presence-penalty frequency-penalty
         no-repeat-ngram-size"""
     assert all(f"--{name}" in text for name in options.split())

@@ -133,8 +133,8 @@ class _Clock:
             self.batch_sizes = [*self.batch_sizes[:2], self.batch_sizes[-1]]
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
         least = -(-LEAST_READINGS // sum(turn))
-        expected = max(within or 0.0, least * len(turn) * len(probes) * PER_PROBE * forward)
-        if min(least, repeats) * expected > least * TOLD:
+        expected = min(least, repeats) * len(turn) * len(probes) * PER_PROBE * forward
+        if expected > TOLD:
             _log.warning("measuring what decoding costs on this machine, about %.0f s, once ...", expected)
         for repeat in range(repeats):
             late = repeat >= least and within is not None and (self.now() - start) * (repeat + 1) / repeat > within

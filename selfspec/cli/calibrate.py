@@ -55,7 +55,7 @@ def _measured(target: Any, sizes: Sequence[int], model: str, talk: Talk) -> Any:
 
     from selfspec.calibrate.measure import measure
 
-    with talk.waiting(f"measuring {model}, best on an idle machine"):
+    with talk.waiting(f"measuring {model}"):
         try:
             return measure(target.stack, sizes, REPEATS, within=WITHIN)
         except torch.OutOfMemoryError as problem:

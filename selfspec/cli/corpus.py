@@ -33,7 +33,7 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
                 f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
             )
         vocab_size = max(tokenizer.get_vocab().values()) + 1
-        with _building(output), talk.waiting(f"building {output}"):
+        with _building(output), talk.waiting(f"building {output.name}"):
             found = documents(files, tokenizer, field)
             about = datastore_build.build(output, found, vocabulary_of(tokenizer), vocab_size, talk.progress)
     _write(output, about, {}, as_json)

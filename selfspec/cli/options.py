@@ -155,7 +155,7 @@ class DecodingOptions(ModelOptions):
     ] = False
 
     max_tokens: Annotated[
-        int | None, _sample("Most tokens to write. Default: the model's own, else 128.", metavar="N")
+        int | None, _sample("Most tokens to write. Default: the model's own, else 128; chat: 1024.", metavar="N")
     ] = None
     temperature: Annotated[
         float | None,

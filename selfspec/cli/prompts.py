@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,13 @@ def _stdin() -> bytes:
     return sys.stdin.buffer.read()
 
 
+def read_lines() -> Iterator[str]:
+    """Lines of a pipe or file on stdin, as they come, stripped."""
+    if sys.stdin is not None:
+        for line in sys.stdin.buffer:
+            yield _decode(line, "stdin").strip()
+
+
 def has_template(tokenizer: Any, model: str) -> bool:
     """Whether there is a chat template; refuses a model without a tokenizer."""
     if tokenizer is None:
@@ -154,5 +161,5 @@ def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
         return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
     except Exception as problem:
         raise Failure(
-            f"the chat template refuses these messages ({problem}); try --no-chat or no --system"
+            f"the chat template refuses these messages ({problem}); try it without --system, or generate --no-chat"
         ) from problem

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 PATIENCE = 2.0  # seconds of a wait after which it is told
+WIDTH = 48  # columns of what is waited for, beside which there is room for how far that is
 BETWEEN_LINES = 10.0  # seconds between two lines of one wait where there is no terminal
 
 
@@ -119,7 +120,8 @@ class Talk(logging.Handler):
         with self._guard:
             if self._what is None:
                 return
-            self._text = f"{self._what}: {text}"
+            what = self._what if len(self._what) <= WIDTH else self._what[: WIDTH - 1] + "…"
+            self._text = f"{what}: {text}"
             if self._is_told:
                 self._show()
 
