@@ -20,9 +20,8 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 COMMAND = [sys.executable, "-m", "selfspec"]
 
 
-def start(*arguments, **options):
+def start(*arguments, pipe=subprocess.PIPE, **options):
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
     # a shell that runs the tests in the background has Ctrl-C ignored, and children inherit that
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
     return subprocess.Popen(
@@ -65,8 +64,8 @@ def test_help_names_every_option_and_begins_with_examples():
     assert done.returncode == 0
     assert text.index("selfspec generate 'def") < text.index("--model")
     options = """adapter exit-heads policy exit-layer num-speculative-tokens max-tokens temperature top-k top-p min-p
-        seed stop stop-token-ids system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats json
-        quiet prompts svg drafters corpus n logprobs repetition-penalty presence-penalty frequency-penalty
+        seed stop stop-token-ids system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats
+        json quiet prompts svg drafters corpus n logprobs repetition-penalty presence-penalty frequency-penalty
         no-repeat-ngram-size"""
     assert all(f"--{name}" in text for name in options.split())
     assert not any(f"--{old} " in text for old in ("max-new-tokens", "num-draft-tokens", "drafts", "datastore"))

@@ -73,17 +73,14 @@ class Conversation:
         chat_ids(target.tokenizer, [*self._messages, {"role": "user", "content": "?"}])  # refused now, if ever
         self._room = min(target.stack.context_limit, MOST_CONTEXT)
         given = decoding(options, target)
-        drafting = {
-            name: given.pop(name) for name in ("exit_layer", "num_draft_tokens", "drafts", "datastore", "exact")
-        }
+        names = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "exact")
+        drafting = {name: given.pop(name) for name in names}
         self._sampling = given | {"generation_config": False if options.ignore_generation_config else None}
         self._sampling["seed"] = options.seed
         reuses = target.stack.engine == "compiled" or not options.exact
         with as_sentences(), talk.waiting("preparing to decode"):
-            self.engine = Engine(
-                target, policy=policy, learn=learner, max_batch_size=1, max_cached_tokens=self._room,
-                reuse_prefix=reuses, **drafting,
-            )  # fmt: skip
+            alone = {"max_batch_size": 1, "max_cached_tokens": self._room, "reuse_prefix": reuses}
+            self.engine = Engine(target, policy=policy, learn=learner, **alone, **drafting)
 
     def reset(self) -> None:
         """Forget all that was said."""
@@ -113,12 +110,10 @@ class Conversation:
             sys.stdout.flush()
         self._messages = [*messages, {"role": "assistant", "content": done.text}]
         if self._options.stats:
-            speed = len(done.tokens) / (perf_counter() - start)
-            self._talk.console.print(
-                f"{len(done.tokens)} tokens · {speed:.0f} tokens/s · acceptance length "
-                f"{done.stats.mean_acceptance_length:.2f} · {done.num_cached_tokens} of {len(ids)} tokens from the cache",
-                style="dim", soft_wrap=True,
-            )  # fmt: skip
+            facts = [f"{len(done.tokens)} tokens", f"{len(done.tokens) / (perf_counter() - start):.0f} tokens/s"]
+            facts.append(f"acceptance length {done.stats.mean_acceptance_length:.2f}")
+            facts.append(f"{done.num_cached_tokens} of {len(ids)} prompt tokens from the cache")
+            self._talk.console.print(" · ".join(facts), style="dim", soft_wrap=True)
         if done.finish_reason == "length" and len(ids) + len(done.tokens) >= self._room:
             self.say(f"the context of {self._room} tokens is full; /reset starts anew")
 
