@@ -293,7 +293,8 @@ def check_stats(stats):
     assert sum(a * n for a, n in histogram.items()) == stats.num_accepted_draft_tokens <= stats.num_draft_tokens
     assert stats.mean_acceptance_length == pytest.approx(1 + stats.num_accepted_draft_tokens / steps if steps else 1)
     rates = stats.acceptance_by_position()
-    assert len(rates) == max(stats.acceptance_histogram_by_draft_length, default=0)
+    drafts = stats.acceptance_histogram_by_draft_length.items()
+    assert len(rates) == max((min(d, a + 1) for d, counts in drafts for a in counts), default=0)
     assert all(0 <= joint <= conditional <= 1 for joint, conditional in rates)
     if len(stats.acceptance_histogram_by_draft_length) == 1:  # one draft length: joint is the running product
         for (before, _), (joint, conditional) in pairwise([(1.0, 1.0), *rates]):

@@ -194,6 +194,19 @@ def test_the_table_tells_rounds_by_exit_layer():
     assert lines[2:5] == [["exit", "3", "40%"], ["exit", "5", "55%"], ["plain", "5%"]]
 
 
+def test_the_table_fits_on_a_screen_however_many_layers_and_positions_there_are():
+    stats = SpecStats()
+    stats.add_round(128, 128, 129, beside=3)
+    stages = dict.fromkeys(("prefill", "draft", "verify", "head", "pick", "shadow", "control", "rest"), 0.1)
+    plans = {"lookup": 5, **{str(layer): layer for layer in range(1, 80)}, "plain": 9}
+    console = Console(file=io.StringIO(), width=100, _environ={})
+    console.print(show.stats_table(stats, stages, plans))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) + 2 <= 40, "with a blank line before and a closing one after"
+    shares = [int(line.split()[-1][:-1]) for line in lines if line.startswith(("  exit", "  other exits"))]
+    assert len(shares) == 7 and 97 <= sum(shares) <= 103 and any("position 128 " in line for line in lines)
+
+
 def test_a_picture_holds_every_colour(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     pieces = [Piece("x = ", "prompt"), Piece("one", "accepted"), Piece(" two", "own")]

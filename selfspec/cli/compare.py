@@ -40,6 +40,12 @@ class Comparison:
         return median(self.plain_runs)
 
     @property
+    def about(self) -> str:
+        """What the figures are of."""
+        counts = f"{len(self.drafted_runs)} runs with drafts and {len(self.plain_runs)} without"
+        return f"medians of {counts}, in turns; each starts from the acceptance statistics from before this call"
+
+    @property
     def speedup(self) -> float:
         return self.plain / self.drafted
 

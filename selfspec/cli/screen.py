@@ -104,6 +104,8 @@ class Screen:
             if options.stats:
                 self._talk.print(show.stats_table(run.stats, run.stages, run.plans))
             self._talk.print(closing, soft_wrap=True)
+            if comparison is not None:
+                self._talk.print(Text(comparison.about, "dim"), soft_wrap=True)
         if options.svg is not None:
             self._save_picture(closing)
 

@@ -16,6 +16,8 @@ from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 
 PICTURE_WIDTH = 100
+POSITIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of drafts, that the table shows
+MOST_PLANS = 6  # exit layers and other plans that it names
 
 
 def legend(exit_layer: int | None, num_layers: int, free: Sequence[str] = ()) -> Text:
@@ -106,7 +108,7 @@ def plan_line(number: int, round_: Round) -> Text:
 
 
 def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[str, int] | None = None) -> Table:
-    """Acceptance, exit layers and time in one narrow table.
+    """Acceptance, exit layers and time in one narrow table that fits on a screen, whatever the model.
 
     Args:
         plans: rounds by exit layer, or "lookup", or "plain".
@@ -117,20 +119,32 @@ def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[st
     rounds = stats.num_spec_steps + stats.num_plain_steps
     table.add_row("tokens", str(stats.num_generated_tokens))
     table.add_row("rounds (without a draft)", f"{rounds} ({stats.num_plain_steps})")
-    for exit_layer, count in (plans or {}).items():
-        name = exit_layer if exit_layer in ("plain", "lookup") else f"exit {exit_layer}"
-        table.add_row(f"  {name}", f"{count / sum((plans or {}).values()):.0%}")
+    for name, share in _shares(plans or {}).items():
+        table.add_row(f"  {name}", f"{share:.0%}")
     table.add_row("drafted tokens", str(stats.num_draft_tokens))
     if stats.num_side_tokens:
         table.add_row("  beside the branch that was followed", str(stats.num_side_tokens))
     table.add_row("accepted", f"{stats.num_accepted_draft_tokens} ({stats.draft_acceptance_rate:.0%})")
     for i, (joint, conditional) in enumerate(stats.acceptance_by_position(), 1):
-        table.add_row(f"  position {i} (after the one before)", f"{joint:.0%} ({conditional:.0%})")
+        if i in POSITIONS:
+            table.add_row(f"  position {i} (after the one before)", f"{joint:.0%} ({conditional:.0%})")
     total = sum(stages.values())
     table.add_row("seconds", f"{total:.3f}")
     for stage, seconds in stages.items():
         table.add_row(f"  {stage}", f"{seconds:.3f} ({seconds / total if total else 0:.0%})")
     return table
+
+
+def _shares(plans: Mapping[str, int]) -> dict[str, float]:
+    """Shares of rounds, in the order of the plans; rare exit layers are counted together."""
+    total = sum(plans.values())
+    often = sorted(plans, key=plans.__getitem__, reverse=True)[:MOST_PLANS]
+    shares = {
+        (name if name in ("plain", "lookup") else f"exit {name}"): count / total
+        for name, count in plans.items()
+        if name in often
+    }
+    return shares if len(often) == len(plans) else shares | {"other exits": 1 - sum(shares.values())}
 
 
 def picture(pieces: Sequence[Piece], legend: Text | None, closing: Text, title: str) -> str:

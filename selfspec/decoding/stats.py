@@ -71,19 +71,20 @@ class SpecStats:
         return self.num_accepted_draft_tokens / drafted if drafted else 0.0
 
     def acceptance_by_position(self) -> list[tuple[float, float]]:
-        """(joint, conditional) acceptance of draft position 1, 2, ...
+        """(joint, conditional) acceptance of draft positions 1, 2, ..., up to the last that any step reached.
 
-        Joint: steps that accepted at least i, over steps that drafted at least i. Conditional: over steps that also
-            accepted
-        at least i - 1.
+        Joint: steps that accepted at least i, over steps that drafted at least i. Conditional: over steps that reached
+        i, which drafted as much and accepted all before it.
         """
         rates = []
         for i in range(1, max(self.acceptance_histogram_by_draft_length, default=0) + 1):
             deep = [counts for d, counts in self.acceptance_histogram_by_draft_length.items() if d >= i]
             tried = sum(counts.total() for counts in deep)
             reached = sum(n for counts in deep for a, n in counts.items() if a >= i - 1)
+            if not reached:
+                break
             kept = sum(n for counts in deep for a, n in counts.items() if a >= i)
-            rates.append((kept / tried, kept / reached if reached else 0.0))
+            rates.append((kept / tried, kept / reached))
         return rates
 
     def as_dict(self) -> dict[str, Any]:

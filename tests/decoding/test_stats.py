@@ -36,6 +36,13 @@ def test_figures_follow_from_the_rounds_by_hand():
     assert stats.acceptance_by_position() == [(4 / 5, 4 / 5), (3 / 5, 3 / 4), (1 / 4, 1 / 2), (1 / 3, 1 / 1)]
 
 
+def test_positions_that_no_step_reached_are_not_listed():
+    stats = made([(128, 2, 3), (128, 0, 1), (1, 1, 2)])
+    assert stats.acceptance_by_position() == [(2 / 3, 2 / 3), (1 / 2, 1 / 1), (0.0, 0.0)]
+    assert stats.as_dict()["acceptance_histogram"] == {"0": 1, "1": 1, "2": 1}
+    assert made([(4, 4, 5), (9, 0, 1)]).acceptance_by_position()[4:] == []
+
+
 def test_a_request_without_drafts_has_an_acceptance_length_of_one():
     stats = made([(0, 0, 1)] * 3)
     assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (1.0, 0.0)
