@@ -12,6 +12,7 @@ import pytest
 
 import selfspec
 from selfspec.cli.options import DRAFTERS, PolicyName
+from selfspec.cli.screen import Screen
 from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
 from selfspec.model.exit_heads import ExitHeads
@@ -439,3 +440,65 @@ def test_what_a_generation_config_asks_for_in_vain_is_one_sentence(run, model_fo
 @pytest.mark.parametrize("chat", [[], ["--no-chat"]])
 def test_a_chat_model_brings_no_notice_where_the_command_line_says_how(run, chat_folder, chat):
     assert run("generate", "--model", chat_folder, "abc", "--max-tokens", 4, *chat).err == ""
+
+
+# ------------------------------------------------------------------------------------------ several, and older names
+
+
+def test_several_completions_of_a_prompt_are_lines_with_seeds_that_count_up(generate, target):
+    done = generate("abc", "--n", 3, "--temperature", 0.9, "--seed", 5, "--max-tokens", 8)
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert [(line["id"], line["index"], line["seed"]) for line in lines] == [(0, 0, 5), (0, 1, 6), (0, 2, 7)]
+    expected = target.generate(["abc"] * 3, temperature=0.9, seed=[5, 6, 7], max_new_tokens=8)
+    assert [line["tokens"] for line in lines] == [completion.tokens for completion in expected]
+    prompts = b'{"prompt": "abc", "seed": 6, "max_tokens": 4}\n{"prompt": "x"}'
+    done = generate("--prompts", "-", "--n", 2, "--temperature", 0.9, "--max-tokens", 8, stdin=prompts)
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert [(line["id"], line["index"], line["seed"]) for line in lines] == [(0, 0, 6), (0, 1, 7), (1, 0, 0), (1, 1, 1)]
+    assert [line["tokens"] for line in lines[:2]] == [completion.tokens[:4] for completion in expected[1:]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (("--max-new-tokens", 6), ("--max-tokens", 6)),
+        (("--num-draft-tokens", 3, "--exit-layer", 2), ("--num-speculative-tokens", 3, "--exit-layer", 2)),
+        (("--drafts", "lookup,tree", "--max-tokens", 9), ("--drafters", "lookup,tree", "--max-tokens", 9)),
+    ],
+    ids=str,
+)
+def test_options_may_be_called_as_before_until_0_3(generate, old, new):
+    def found(*options):
+        document = json.loads(generate("abcabc", "--json", *options).out)
+        return document["tokens"], document["policy"]
+
+    assert found(*old) == found(*new) != found()
+    assert generate("abc", old[0], "-1").err == generate("abc", new[0], "-1").err != ""
+
+
+def test_a_run_goes_on_with_what_earlier_programs_learned(generate, model_folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    known, rounds = [], Target.rounds
+    monkeypatch.setattr(Target, "rounds", lambda *a, **k: known.append(a[0].prior) or rounds(*a, **k))
+    for _ in range(3):
+        assert generate("abc", "--max-tokens", 30).code == 0
+        known.append(load(model_folder).prior)
+    before, learned = known[::2], known[1::2]
+    assert before[0] is None and before[1:] == learned[:2]
+    assert sum(map(sum, learned[2]["hits"])) > sum(map(sum, learned[0]["hits"]))
+
+
+def test_what_an_interrupted_run_has_learned_is_kept(generate, model_folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    count, show = iter(range(99)), Screen.show
+
+    def interrupted(screen, round_):
+        show(screen, round_)
+        if next(count) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Screen, "show", interrupted)
+    done = generate("abc", "--max-tokens", 200)
+    assert (done.code, done.err) == (130, "") and done.out
+    prior = load(model_folder).prior
+    assert prior is not None and sum(map(sum, prior["hits"])) + sum(map(sum, prior["misses"])) > 0

@@ -139,7 +139,7 @@ def test_where_nothing_can_be_saved_the_tables_still_come(calibrate, monkeypatch
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "file"))
     done = calibrate("--batch-sizes", "1")
     assert done.code == 0 and "plain" in done.out and "saved" not in done.out
-    notice = done.err.splitlines()[1:]
+    notice = done.err.splitlines()
     assert len(notice) == 1 and notice[0].startswith("selfspec: nothing can be kept in ")
     assert calibrate("--batch-sizes", "1", "--quiet").err == ""
     assert json.loads(calibrate("--json", "--batch-sizes", "1").out)["file"] is None

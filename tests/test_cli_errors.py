@@ -49,6 +49,15 @@ copy_of, run = cli_fixtures.copy_of, cli_fixtures.run
         (["--corpus", __file__, "--drafters", "exit,tree"], ["--corpus", "lookup", "exit,tree"]),
         (["--corpus", __file__, "--policy", "pld"], ["--corpus", "adaptive", "pld"]),
         (["--corpus", __file__, "--num-speculative-tokens", "3"], ["--corpus", "adaptive", "fixed"]),
+        (["--n", "0"], ["--n", "at least 1", "0"]),
+        (["--n", "2", "--show-drafts"], ["--n goes without --show-drafts"]),
+        (["--logprobs", "21", "--json"], ["--logprobs", "0..20", "21"]),
+        (["--logprobs", "2"], ["--logprobs", "--json"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty", "above 0", "0"]),
+        (["--presence-penalty", "3"], ["--presence-penalty", "[-2, 2]", "3"]),
+        (["--frequency-penalty", "nan"], ["--frequency-penalty", "[-2, 2]", "nan"]),
+        (["--no-repeat-ngram-size", "-1"], ["--no-repeat-ngram-size", "at least 0", "-1"]),
+        (["--stop-token-ids", "1,x"], ["--stop-token-ids", "whole numbers", "'x'"]),
         (["--show-plan", "--quiet"], ["--show-plan", "--quiet"]),
         (["--no-chat", "--system", "be kind"], ["--system", "--no-chat"]),
         (["--prompts", "some.jsonl"], ["--prompts", "PROMPT"]),
@@ -78,7 +87,7 @@ def test_what_does_not_fit_the_model_is_wrong_usage(run, model_folder, arguments
 
 
 def test_a_command_is_needed(run):
-    assert_refused(run(), 2, "generate", "inspect", "--help")
+    assert_refused(run(), 2, "generate", "chat", "inspect", "corpus", "--help")
     assert_refused(run("dance"), 2, "dance")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 from typer import Argument, Option
 
@@ -343,8 +343,7 @@ def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[...
         default = field.default if isinstance(field.default, str | int | None) else empty
         parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=hints[field.name]))
         if (old := OLD_NAMES.get(field.name)) is not None:
-            hidden: Any = Annotated[Any, Option(hidden=True)]
-            hidden.__origin__ = hints[field.name].__origin__
+            hidden = cast(Any, Annotated)[hints[field.name].__origin__, Option(hidden=True)]
             parameters.append(inspect.Parameter(old, keyword, default=None, annotation=hidden))
             hints[old] = hidden
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
