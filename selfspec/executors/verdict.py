@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from selfspec.control.rows import RowOutcome, Shadow
+from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.executors.rows import Row
 from selfspec.model.kv_cache import Tree
 
@@ -27,6 +28,7 @@ class Verdict(NamedTuple):
     shadow: Shadow | None = None
     match: int = 0  # of a draft by lookup: tokens of the match that it follows
     is_stored: bool = False  # whether that draft came from a corpus
+    logprobs: list[TokenLogprobs] | None = None  # of the block, where the row asks for them
 
     @property
     def accepted(self) -> int:
@@ -109,5 +111,5 @@ def drawable(row: Row, path: Sequence[int], drawn: Sequence[int]) -> Sequence[in
     with row.blamed():
         raise ValueError(
             f"no token can be sampled at position {len(row.content)}, where all logits are -inf or one of them is no "
-            "number; let logits_processor leave a token"
+            "number; let logits_processor and no_repeat_ngram_size leave a token"
         )
