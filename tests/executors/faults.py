@@ -98,12 +98,8 @@ def faulty_sources(folder: Path) -> None:
     for file in {edit.file for edit in FAULTS.values()}:
         text = (folder / file).read_text("utf-8")
         start = text.index("\n", text.rindex("#include")) + 1
-        kind = (
-            'extern "C" { int64_t selfspec_fault = 0; }'
-            if file == "round.cpp"
-            else 'extern "C" int64_t selfspec_fault;'
-        )
-        (folder / file).write_text(f"{text[:start]}{kind}\n{text[start:]}", "utf-8")
+        switch = "{ int64_t selfspec_fault = 0; }" if file == "round.cpp" else "int64_t selfspec_fault;"
+        (folder / file).write_text(f'{text[:start]}extern "C" {switch}\n{text[start:]}', "utf-8")
 
 
 @pytest.fixture(scope="session")

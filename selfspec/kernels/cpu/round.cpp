@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "drafts.h"
@@ -80,10 +81,12 @@ class Round {
         float* kept = is_kept ? d.waits + (row * d.num_kept + node) * filled_up(vocab) : nullptr;
         Row one{logits + at * vocab, vocab, nodes.positions[at] + 1, nullptr, kept};
         const History* history = d.histories ? d.histories[row] : nullptr;
-        if (!history) return pick_row(one, d.how[row], room, false, false).best;
-        std::vector<int64_t> before = before_node(row, node);
-        Prefix prefix{*history, before.data(), int64_t(before.size()), nullptr};
-        one.prefix = &prefix;
+        std::vector<int64_t> before;
+        std::optional<Prefix> prefix;
+        if (history) {
+            before = before_node(row, node);
+            one.prefix = &prefix.emplace(Prefix{*history, before.data(), int64_t(before.size()), nullptr});
+        }
         return pick_row(one, d.how[row], room, false, false).best;
     }
 
