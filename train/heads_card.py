@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from selfspec import __version__
 from selfspec.model.exit_heads import FILE
+from train.config_file import plain
 from train.heads_config import HeadsRun
 from train.heads_files import write_whole
 from train.heads_loss import Agreement
@@ -52,7 +52,7 @@ def table(agreement: Mapping[int, tuple[Agreement, Agreement]]) -> list[str]:
 def card(facts: Facts) -> str:
     """The card as Markdown."""
     wanted = facts.config.heads
-    settings = yaml.safe_dump(_plain(facts.config), sort_keys=False, default_flow_style=None, width=110).strip()
+    settings = OmegaConf.to_yaml(plain(facts.config)).strip()
     lines = [
         f"# Exit heads for {wanted.model}",
         "",
@@ -80,11 +80,6 @@ def card(facts: Facts) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _plain(config: HeadsRun) -> dict[str, dict[str, object]]:
-    sections = dataclasses.asdict(config).items()
-    return {name: {k: list(v) if isinstance(v, tuple) else v for k, v in each.items()} for name, each in sections}
 
 
 def write_card(folder: Path, facts: Facts) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from train.config_file import different_keys
 from train.errors import RunFailed
-from train.heads_config import HeadsRun
+from train.heads_config import MAY_DIFFER, HeadsRun
 
 CHECKPOINT = "exit_heads.checkpoint.pt"
 
@@ -62,7 +63,7 @@ def read_checkpoint(folder: Path, config: HeadsRun) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:  # a damaged file raises whatever its pieces raise
         raise ValueError(f"{file} is truncated or damaged; start without --resume") from problem
-    different = config.different_keys(state.get("config"))
+    different = different_keys(state.get("config"), config, MAY_DIFFER)
     if different:
         raise ValueError(
             f"{', '.join(different)} must be as when the run in {file} began; put them back or start without --resume"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
@@ -13,8 +12,10 @@ import torch
 
 import selfspec
 from selfspec.api import Target
+from selfspec.errors import UnsupportedModelError
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, weights_of
+from train.config_file import plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun
@@ -28,8 +29,8 @@ def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Pa
     """Train exit heads for one model, which stays as it is bit by bit; returns `exit_heads.safetensors`.
 
     Raises:
-        ValueError, OSError, UnsupportedModelError: bad input, before anything is trained: no such model, an exit out of
-            range, too little text, a folder that cannot be written, nothing to resume.
+        ValueError: bad input, before anything is trained: no such model, an exit out of range, too little text, a
+            folder that cannot be written, nothing to resume.
         RunFailed: the loss is no number, or a file cannot be written; what was there before is still there.
     """
     folder = output_folder(config)
@@ -63,9 +64,18 @@ def output_folder(config: HeadsRun) -> Path:
 
 
 def open_target(config: HeadsRun) -> Target:
-    """The model, without heads of its own, none of its weights trainable."""
+    """Open the model without exit heads; none of its weights is trainable.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be split.
+    """
     wanted = config.heads
-    target = selfspec.load(wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none")
+    try:
+        target = selfspec.load(
+            wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none"
+        )
+    except (OSError, UnsupportedModelError) as error:
+        raise ValueError(str(error)) from error
     target.stack.model.requires_grad_(False)
     return target
 
@@ -158,7 +168,7 @@ class _Run:
 
     def _save(self) -> None:
         state = {
-            "config": dataclasses.asdict(self.config),
+            "config": plain(self.config),
             "weights": self.weights,
             "texts": [list(text) for text in self.texts],
             "held_out": [list(text) for text in self.held_out],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from train.checkpoints import newest_checkpoint
 from train.config import TrainConfig
 from train.curves import draw_curves
 from train.data import encode_files
-from train.errors import RunFailed
 from train.export import best_exit, export_model, read_history, store_exit, write_curve
 from train.material import Material, gather, load_tokenizer
 from train.models import load_base
@@ -118,23 +116,3 @@ def continue_greedily(model: nn.Module, tokenizer: PreTrainedTokenizerFast, prom
     with torch.no_grad():
         text, _ = greedy(model, tokens, new_tokens)
     return str(tokenizer.decode(text[0, tokens.shape[1] :], skip_special_tokens=True))
-
-
-def push_to_hub(folder: str | Path, repo: str) -> str:
-    """Upload a finished folder to a model repository on the hub, made if need be; return its address.
-
-    Raises:
-        RunFailed: the hub refused or could not be reached; the folder stays.
-    """
-    from huggingface_hub import HfApi
-
-    api: Any = HfApi()
-    try:
-        address = api.create_repo(repo, repo_type="model", exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=str(folder), commit_message="Add the trained model")
-    except Exception as error:  # network and hub have errors of their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunFailed(
-            f"{str(folder)!r} could not be uploaded to {repo!r} ({reason}); check the name and `hf auth whoami`"
-        ) from error
-    return str(address)
