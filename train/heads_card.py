@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 
 from selfspec import __version__
+from selfspec.files import write_whole
 from selfspec.model.exit_heads import FILE
 from train.config_file import plain
 from train.heads_config import HeadsRun
-from train.heads_files import write_whole
 from train.heads_loss import Agreement
 
 CARD, CURVE = "exit_heads.md", "exit_heads.csv"
@@ -90,5 +90,5 @@ def write_card(folder: Path, facts: Facts) -> None:
     """
     header = ",".join(["step", "learning_rate", *(f"loss_exit_{layer}" for layer in facts.agreement)])
     rows = [f"{int(step)}," + ",".join(f"{value:.6g}" for value in values) for step, *values in facts.curve]
-    write_whole(folder / CURVE, lambda path: path.write_text("\n".join([header, *rows]) + "\n", "utf-8"))
-    write_whole(folder / CARD, lambda path: path.write_text(card(facts), "utf-8"))
+    write_whole(folder / CURVE, lambda file: file.write(("\n".join([header, *rows]) + "\n").encode()))
+    write_whole(folder / CARD, lambda file: file.write(card(facts).encode()))

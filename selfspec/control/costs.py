@@ -72,17 +72,9 @@ class Costs:
         """One token for every row by the whole model."""
         return self.round(None, (0,) * num_rows, context)
 
-    def round(
-        self,
-        exit_layer: int | None,
-        lengths: Sequence[int],
-        context: float = CONTEXT,
-        beside: Sequence[int] = (),
-        draft_share: float = 1.0,
-        copies: bool = False,
-    ) -> float:
-        """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, copies).values())
+    def round(self, *shape: Any, **options: Any) -> float:
+        """Seconds of a whole round; the arguments are those of `stages`."""
+        return sum(self.stages(*shape, **options).values())
 
     def stages(
         self,
