@@ -20,7 +20,7 @@ from train.sections import (
     check,
 )
 
-_RUN_KEYS = "output export notes exit_layer num_draft_tokens max_steps save_steps log_steps report_to"
+_RUN_KEYS = "output export card notes exit_layer num_draft_tokens max_steps save_steps log_steps report_to"
 MAY_DIFFER = ("eval", *(f"run.{key}" for key in _RUN_KEYS.split()))
 """What may differ when a run is resumed; another max_steps changes the schedule of the remaining steps only."""
 

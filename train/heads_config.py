@@ -65,16 +65,12 @@ class TrainingConfig:
     """How long, how fast, and towards which loss the heads are trained."""
 
     steps: int = 2000
-    epochs: float = 0.0
     tokens_per_batch: int = 1024
     lr: float = 3e-3
     weight_decay: float = 0.01
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     top_k: int = 64
-    acceptance: float = 0.0
-    kl_warmup: float = 0.5
-    ema: float = 0.0
     max_cached_tokens: int = 200_000
     save_steps: int = 500
     log_steps: int = 50
@@ -82,11 +78,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_least("training", self, 1, "steps", "tokens_per_batch", "max_cached_tokens", "save_steps", "log_steps")
-        check_least("training", self, 0, "epochs", "weight_decay", "warmup_steps", "top_k", "seed")
+        check_least("training", self, 0, "weight_decay", "warmup_steps", "top_k", "seed")
         check_positive("training", self, "lr", "max_grad_norm")
-        for name in ("acceptance", "kl_warmup"):
-            check(0 <= getattr(self, name) <= 1, f"training.{name}", "between 0 and 1", getattr(self, name))
-        check(0 <= self.ema < 1, "training.ema", "at least 0 and below 1", self.ema)
         fits, least = self.max_cached_tokens >= self.tokens_per_batch, f"at least {self.tokens_per_batch}"
         check(fits, "training.max_cached_tokens", f"{least}, training.tokens_per_batch", self.max_cached_tokens)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from selfspec.api import Target
 from train.corpus import read_corpus
 from train.heads_config import TextConfig
 from train.sections import CorpusConfig, check
+from train.texts import json_lines
 
 PIECE = 4000  # characters of a piece, where one file is all there is
 TEXT_FILES = (".jsonl", ".md", ".py", ".rst", ".txt")  # what is read of a folder
@@ -185,28 +185,23 @@ def _records(path: Path, field: str) -> list[str]:
         files = sorted(each for each in path.rglob("*") if each.suffix in TEXT_FILES and each.is_file())
         return [record for file in files for record in _records(file, field)]
     try:
-        content = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ValueError(
-            f"text.prompts must be files of UTF-8 text, folders or stdlib, got {path}: {problem}"
-        ) from None
-    if path.suffix != ".jsonl":
-        return [content]
-    return [_of_line(path, number, line, field) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+        if path.suffix != ".jsonl":
+            return [path.read_text("utf-8")]
+        return [_text_of(record, number, path, field) for number, record in enumerate(json_lines(path), start=1)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text.prompts must be files of UTF-8 text, folders or stdlib, got {path}: {error}") from None
 
 
-def _of_line(path: Path, number: int, line: str, field: str) -> str:
-    """The text of a line of JSON; of a list of texts, such as the turns of a conversation, the first."""
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{path}, line {number}: no JSON ({problem})") from None
-    value = record.get(field) if isinstance(record, dict) else None
+def _text_of(record: dict[str, Any], number: int, path: Path, field: str) -> str:
+    """The text in a field of a record; of a list of texts, such as the turns of a conversation, the first."""
+    value = record.get(field)
     if isinstance(value, list) and value:
         value = value[0]
     if not isinstance(value, str):
-        fields = ", ".join(record) if isinstance(record, dict) else "none"
-        raise ValueError(f"{path}, line {number}: text.field {field!r} holds no text there; fields: {fields}")
+        raise ValueError(
+            f"text.field must name a field with a text, got {field!r} in record {number} of {path}; its fields: "
+            f"{', '.join(record)}"
+        )
     return value
 
 

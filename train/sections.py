@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 
 def check(ok: bool, key: str, allowed: str, got: object) -> None:
@@ -130,7 +131,7 @@ class ExitConfig:
         _check_choice("exits.curriculum", self.curriculum, "rotational", "gradual", "all")
         check(self.period >= 1, "exits.period", "at least 1", self.period)
         check(self.scale >= 0, "exits.scale", "at least 0", self.scale)
-        _check_choice("exits.weights", self.weights, "uniform", "linear", "cumulative", "sqrt")
+        _check_choice("exits.weights", self.weights, "uniform", "cumulative")
         check(0 <= self.distill <= 1, "exits.distill", "between 0 and 1", self.distill)
         check(0 <= self.dropout_max < 1, "exits.dropout_max", "at least 0 and below 1", self.dropout_max)
 
@@ -160,6 +161,7 @@ class RunConfig:
 
     output: str = "runs/demo"
     export: str = ""
+    card: str = ""
     notes: str = ""
     exit_layer: int = 0
     num_draft_tokens: int = 0
@@ -176,6 +178,7 @@ class RunConfig:
     bf16: bool = True
 
     def __post_init__(self) -> None:
+        check(not self.card or Path(self.card).is_file(), "run.card", "a file of Markdown text", self.card)
         check_least("run", self, 0, "exit_layer", "num_draft_tokens", "seed")
         check_least("run", self, 1, "max_steps", "tokens_per_batch", "gradient_accumulation_steps")
         check_least("run", self, 1, "save_steps", "log_steps")

@@ -53,7 +53,7 @@ def test_every_key_has_a_sentence(path):
         ({"run": {"windows": [4096]}}, r"run\.windows must be at most model\.max_position_embeddings = 2048, got 4096"),
         (
             {"exits": {"weights": "steep"}},
-            r"exits\.weights must be one of uniform, linear, cumulative, sqrt, got",
+            r"exits\.weights must be one of uniform, cumulative, got",
         ),
         ({"exits": {"period": 17}}, r"exits\.period must be at most model\.num_hidden_layers = 16, got 17"),
         ({"exits": {"dropout_max": 1}}, r"exits\.dropout_max must be at least 0 and below 1, got 1\.0"),
