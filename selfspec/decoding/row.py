@@ -59,8 +59,9 @@ class Row:
     def state(self) -> RowState:
         """What a policy may know of it."""
         length, processes = len(self.content), bool(self.request.logits_processor)
-        is_sampled = self.request.sampling.temperature > 0
-        return RowState(self.request_id, length, self.limit - length, self.lookup, processes, is_sampled)
+        is_sampled, speculates = self.request.sampling.temperature > 0, self.request.speculative
+        room = self.limit - length
+        return RowState(self.request_id, length, room, self.lookup, processes, is_sampled, speculates)
 
     @property
     def lookup(self) -> RowLookup:
