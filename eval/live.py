@@ -105,7 +105,7 @@ def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
     beside that call, and with what the interpreter took in its rounds."""
     policy, costs = way.make(), live.costs or scene.costs
     if isinstance(policy, Adaptive) and live.correction is not None:
-        policy.tell_correction(live.correction)
+        policy.set_correction(live.correction)
     return replay(scene.traces, policy, costs, batch_size, beside=live.beside)
 
 

@@ -104,7 +104,7 @@ def call(
     policy = way.make()
     correction = None if corrections is None else corrections.get(way.name)
     if isinstance(policy, Adaptive) and correction is not None:
-        policy.tell_correction(correction)
+        policy.set_correction(correction)
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
     sampling = {"temperature": scene.temperature, "seed": scene.seeds or 0}
     options = {"policy": policy, "max_batch_size": batch_size, "max_new_tokens": room, "burst": WHOLE_BURST, **sampling}

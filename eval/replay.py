@@ -243,5 +243,5 @@ def make(
     """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where drafts may come from."""
     policy, drafts = split_policy(name)
     made = make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
-    made.tell_copies(costs.copies is not None)
+    made.set_copies(costs.copies is not None)
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from selfspec.control.plan import DRAFTS, Policy
 from selfspec.control.registry import POLICIES
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import flag, got, whole
+from selfspec.executors.pick import Sampling
 from selfspec.learn import Learner
 
 LogitsProcessor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
@@ -21,6 +22,7 @@ SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logprobs", "speculative", "generation_config",
 )  # fmt: skip
+SAMPLING = tuple(field.name for field in fields(Sampling))
 DEFAULTS = {"ignore_eos": False, "speculative": True}
 
 
@@ -53,8 +55,7 @@ class SamplingParams:
             end-of-text tokens from the model's.
 
     Raises:
-        ValueError: `n`, `logits_processors` or `speculative` out of range. What else depends on the model is checked
-            when a request is made.
+        ValueError: a parameter out of range. What depends on the model is checked when a request is made.
     """
 
     max_tokens: int | None = None
@@ -83,6 +84,7 @@ class SamplingParams:
         flag("ignore_eos", self.ignore_eos)
         if self.max_tokens is not None:
             whole("max_tokens", self.max_tokens, 1)
+        Sampling(**{name: value for name in SAMPLING if (value := getattr(self, name)) is not None})  # checks them
 
     def options(self) -> dict[str, Any]:
         """What is set here, by the names of `decoding.request.Options`."""

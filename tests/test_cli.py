@@ -502,3 +502,42 @@ def test_what_an_interrupted_run_has_learned_is_kept(generate, model_folder, mon
     assert (done.code, done.err) == (130, "") and done.out
     prior = load(model_folder).prior
     assert prior is not None and sum(map(sum, prior["hits"])) + sum(map(sum, prior["misses"])) > 0
+
+
+# --------------------------------------------------------------------------------------- how tokens are chosen and ended
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (("--repetition-penalty", 1.4), {"repetition_penalty": 1.4}),
+        (("--presence-penalty", 1.5, "--frequency-penalty", 0.5), {"presence_penalty": 1.5, "frequency_penalty": 0.5}),
+        (("--no-repeat-ngram-size", 2), {"no_repeat_ngram_size": 2}),
+    ],
+    ids=str,
+)
+def test_penalties_are_those_of_the_library(generate, target, options, asked):
+    done = generate("abcabcabc", "--max-tokens", 30, *options, "--json")
+    [expected], [without] = (target.generate("abcabcabc", max_new_tokens=30, **more) for more in (asked, {}))
+    assert json.loads(done.out)["tokens"] == expected.tokens != without.tokens
+
+
+def test_stop_tokens_end_the_output(generate, target):
+    [whole] = target.generate("abc", max_new_tokens=30)
+    stop = whole.tokens[7]
+    end = whole.tokens.index(stop) + 1
+    for given in ((f"{stop},256",), (256, "--stop-token-ids", stop)):
+        document = json.loads(generate("abc", "--max-tokens", 30, "--json", "--stop-token-ids", *given).out)
+        assert (document["tokens"], document["finish_reason"]) == (whole.tokens[:end], "stop")
+
+
+def test_logprobs_are_in_the_document_and_in_lines(generate, target):
+    [expected] = target.generate("abc", max_new_tokens=5, logprobs=2)
+    document = json.loads(generate("abc", "--max-tokens", 5, "--logprobs", 2, "--json").out)
+    assert [one["token"] for one in document["logprobs"]] == expected.tokens
+    for told, one in zip(document["logprobs"], expected.logprobs, strict=True):
+        assert told["rank"] == 1 and told["logprob"] == pytest.approx(one.logprob)
+        assert told["top"] == [[token, pytest.approx(logprob)] for token, logprob in one.top] and len(told["top"]) == 2
+    line = json.loads(generate("--prompts", "-", "--max-tokens", 5, "--logprobs", 0, stdin=b'{"prompt": "abc"}').out)
+    assert [one["token"] for one in line["logprobs"]] == expected.tokens and line["logprobs"][0]["top"] == []
+    assert "logprobs" not in json.loads(generate("abc", "--max-tokens", 5, "--json").out)

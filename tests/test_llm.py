@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import selfspec
 from selfspec import LLM, SamplingParams, SpeculativeConfig
@@ -185,6 +186,51 @@ def test_an_end_of_text_is_a_stop_without_a_reason(model):
     outputs = llm.generate(prompts, SamplingParams(max_tokens=64, temperature=1.5))
     ended = [one.outputs[0] for one in outputs if one.outputs[0].finish_reason == "stop"]
     assert ended and all(one.token_ids[-1] == EOS and one.stop_reason is None for one in ended)
+    ignored = llm.generate(prompts, SamplingParams(max_tokens=64, temperature=1.5, ignore_eos=True))
+    assert all(len(one.outputs[0].token_ids) == 64 for one in ignored)
+    assert any(EOS in one.outputs[0].token_ids[:-1] for one in ignored)
+
+
+def test_who_ended_an_output_is_told(speaker):
+    [whole] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3))
+    tokens, text = whole.outputs[0].token_ids, whole.outputs[0].text
+    [one] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop_token_ids=[tokens[9]]))
+    first = tokens.index(tokens[9])
+    assert one.outputs[0].token_ids == tokens[: first + 1]
+    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", tokens[9])
+    stop = text[8:10]
+    [one] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop=["never so", stop]))
+    assert one.outputs[0].text == text[: text.index(stop)]
+    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}])
+def test_penalties_are_those_of_transformers(model, penalty):
+    outputs = thrown(model).generate(PROMPTS, SamplingParams(max_tokens=30, **penalty))
+    for prompt, [tokens] in zip(PROMPTS, tokens_of(outputs), strict=True):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, max_new_tokens=30, do_sample=False, **penalty)[0, len(prompt) :]
+        assert tokens == wanted.tolist()
+
+
+def test_logprobs_are_the_targets_whatever_drafted(speaker):
+    params = SamplingParams(max_tokens=24, temperature=1.2, logprobs=3, presence_penalty=0.5, seed=2)
+    drafts = speaker.with_speculative(SpeculativeConfig(policy=Schedule(1, 4)))
+    [output], parts = drafts.generate("abc", params), list(drafts.stream("abc", params))
+    one = output.outputs[0]
+    ids = torch.tensor([output.prompt_token_ids + one.token_ids])
+    with torch.no_grad():
+        wanted = speaker.target.model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].float().log_softmax(-1)
+    for token, row, at in zip(one.token_ids, one.logprobs, wanted, strict=True):
+        assert row[token].logprob == pytest.approx(at[token].item(), abs=1e-4)
+        assert row[token].rank == 1 + (at > at[token]).sum().item()
+        assert row[token].decoded_token == speaker.tokenizer.decode([token])
+        assert set(at.topk(3).indices.tolist()) <= set(row) and len(row) <= 4
+    assert one.cumulative_logprob == pytest.approx(
+        sum(row[token].logprob for token, row in zip(one.token_ids, one.logprobs, strict=True))
+    )
+    assert [row for part in parts for row in part.outputs[0].logprobs] == one.logprobs
+    assert speaker.generate("abc", SamplingParams(max_tokens=4))[0].outputs[0].logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +254,11 @@ def test_an_end_of_text_is_a_stop_without_a_reason(model):
         (lambda m: LLM(m).generate([[5]], {"n": 2}), "sampling_params must be a SamplingParams or a list of them"),
         (lambda m: LLM(m).generate([[5]], [SamplingParams()] * 2), r"one per prompt \(1\), got 2"),
         (lambda m: LLM(m).generate([[5]], SamplingParams(n=2)), "n must be 1 with greedy decoding"),
-        (lambda m: LLM(m).generate([[5]], SamplingParams(top_p=2.0)), "top_p must lie in"),
+        (lambda m: SamplingParams(top_p=2.0), "top_p must lie in"),
+        (lambda m: SamplingParams(repetition_penalty=0), "repetition_penalty must be"),
+        (lambda m: SamplingParams(presence_penalty=3), r"presence_penalty must be a number in \[-2, 2\]"),
+        (lambda m: LLM(m).generate([[5]], SamplingParams(logprobs=21)), "logprobs must"),
+        (lambda m: LLM(m).generate([[5]], SamplingParams(stop_token_ids=[-1])), "stop_token_ids"),
         (lambda m: LLM(m).engine().add_request("", [5]), "request_id must be a text"),
     ],
 )

@@ -84,10 +84,8 @@ def _document(completion: Any) -> dict[str, Any]:
         "seed": completion.seed,
         "stats": completion.stats.as_dict(),
     }
-    logprobs = getattr(completion, "logprobs", None)
-    if logprobs is not None:
-        names = ("token", "logprob", "rank", "top")
-        document["logprobs"] = [{name: getattr(one, name) for name in names} for one in logprobs]
+    if completion.logprobs is not None:
+        document["logprobs"] = [one._asdict() for one in completion.logprobs]
     return document
 
 

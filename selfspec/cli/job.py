@@ -19,7 +19,6 @@ from selfspec.cli.talk import Talk
 from selfspec.control.plan import LOOKUP
 from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY
 from selfspec.control.rows import StageSeconds
-from selfspec.decoding.engine import PREFILL_CHUNK
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
@@ -105,14 +104,9 @@ class Job:
 
     def shown(self, rounds: Generator[Round], show: Callable[[Round], None]) -> Run:
         """Show every round; the time that showing takes is not counted."""
-        total, num_steps = sum(map(len, self.ids)), 0
 
         def told(round_: Round) -> None:
-            nonlocal num_steps
-            num_steps += 1
-            if round_.plan is None:
-                self.talk.progress(f"{min(num_steps * PREFILL_CHUNK, total)} of {total} tokens")
-            else:
+            if round_.plan is not None:
                 reading_prompts.close()
             show(round_)
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from selfspec.control.plan import FOR_EVER, NUM_MATCH_BINS, LookupTable, Plan, Policy
+from selfspec.control.plan import NUM_MATCH_BINS, UNBOUNDED_ROUNDS, LookupTable, Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.decoding.checks import check_lookups, check_plan
-from selfspec.decoding.request import Request
 
 MOST_CHECKED = 4  # checked plans that are remembered
-PLAIN = Plan(None, (), num_rounds=FOR_EVER)
+PLAIN = Plan(None, (), num_rounds=UNBOUNDED_ROUNDS)
 
 
 class Planned(Protocol):
@@ -20,8 +19,6 @@ class Planned(Protocol):
 
     @property
     def state(self) -> RowState: ...
-    @property
-    def request(self) -> Request: ...
 
 
 class CheckedPolicy:
@@ -39,11 +36,12 @@ class CheckedPolicy:
         Raises:
             ValueError: the rows cannot follow it.
         """
-        speculate = [row.request.speculative for row in rows]
+        states = [row.state for row in rows]
+        speculate = [state.speculates for state in states]
         self._is_planned = any(speculate)
         if not self._is_planned:
             return check_plan(PLAIN, len(rows), self._num_layers)
-        asked = self.policy.plan([row.state for row in rows])
+        asked = self.policy.plan(states)
         plan = next((fit for one, count, fit in self._checked if one is asked and count == len(rows)), None)
         if plan is None:
             plan = check_plan(asked, len(rows), self._num_layers)

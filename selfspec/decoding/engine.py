@@ -27,10 +27,10 @@ from selfspec.executors.verdict import Verdict
 from selfspec.model.draft_vocabulary import Part
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.stack import Stack
+from selfspec.progress import report
 
 DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
 CUDA_PAGE_SIZE = 64
-PREFILL_CHUNK = 512  # prompt tokens read per step when the caller names no number
 DEADLINE = 1 / 30  # seconds of a program that somebody watches: what is streamed still seems to flow
 
 
@@ -89,7 +89,7 @@ class Engine:
         max_batch_size: int = 8,
         max_cached_tokens: int | None = None,
         page_size: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int = 512,
         learn: Learns | None = None,
         datastore: Datastore | None = None,
         exact: bool = False,
@@ -191,6 +191,8 @@ class Engine:
         if ready:
             self._run(ready, clock)
         elif self._results or not self._rounds:
+            num_read = sum([row.num_cached for row in self.rows])
+            report("%d of %d tokens", num_read, sum([len(row.content) - 1 for row in self.rows]))
             self._end_round(None, None, clock, 0)
         rounds = self._rounds
         if self.learn is not None:
@@ -305,12 +307,14 @@ class Engine:
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
         row.keep(tokens, verdict.logits, verdict.scores)
+        logprobs = None if verdict.logprobs is None else verdict.logprobs[:kept]
+        row.logprobs += logprobs or []
         self.frequencies.add(tokens, written=True)
         beside = len(verdict.drafted) - len(branch)
         row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason
         self._wasted += len(verdict.block) - kept
-        return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside)
+        return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside, logprobs)
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

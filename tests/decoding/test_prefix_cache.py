@@ -20,6 +20,14 @@ from tests.slow import slow
 executors = pytest.mark.parametrize("kind", [slow(kind) if kind == "cuda" else kind for kind in EXECUTORS])
 
 
+PENALTIES = (
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.3},
+    {"no_repeat_ngram_size": 2},
+)
+
+
 def request(prompt, max_new_tokens=12, **sampling):
     return Request(prompt, max_new_tokens, Sampling(**sampling), eos=frozenset())
 
@@ -51,7 +59,8 @@ def test_a_conversation_is_written_as_by_fresh_engines(kind, seed):
         if dice.random() < 0.4:
             history = history[: dice.randrange(1, len(history))]
         history = history + make_prompts([dice.randint(1, 9)], seed=10 * seed + turn)[0]
-        wanted = request(history, dice.randint(1, 20), temperature=dice.choice([0.0, 0.9]), seed=turn)
+        sampling = {"temperature": dice.choice([0.0, 0.9]), "seed": turn} | dice.choice(PENALTIES)
+        wanted = request(history, dice.randint(1, 20), **sampling)
         done, fresh = ask(engine, wanted, audit=True), alone(kind, wanted)
         assert (done.tokens, done.text) == (fresh.tokens, fresh.text)
         common = next((i for i, (a, b) in enumerate(zip(kept, history, strict=False)) if a != b), len(kept))
