@@ -504,7 +504,7 @@ def test_what_an_interrupted_run_has_learned_is_kept(generate, model_folder, mon
     assert prior is not None and sum(map(sum, prior["hits"])) + sum(map(sum, prior["misses"])) > 0
 
 
-# --------------------------------------------------------------------------------------- how tokens are chosen and ended
+# ------------------------------------------------------------------------------------------- penalties, stops, logprobs
 
 
 @pytest.mark.parametrize(

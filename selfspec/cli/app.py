@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import selfspec
-from selfspec.cli import options
+from selfspec.cli import corpus, options
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.failure import RUN, Failure, ending, say
 from selfspec.cli.generate import generate
+from selfspec.cli.inspect import inspect
+from selfspec.cli.options import command_of
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
 
@@ -96,25 +97,15 @@ def _selfspec(
         raise Failure("a command is missing, generate, chat, inspect, calibrate or corpus; see 'selfspec --help'")
 
 
-app.command("generate", help=GENERATE_HELP)(options.command_of(options.Generate, generate))
-app.command("chat", help=CHAT_HELP)(options.command_of(options.Chat, chat))
+app.command("generate", help=GENERATE_HELP)(command_of(options.Generate, generate))
+app.command("chat", help=CHAT_HELP)(command_of(options.Chat, chat))
 
 
-@app.command("inspect", help=INSPECT_HELP)
-def _inspect(
-    model: options.Model,
-    adapter: options.Adapter = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    as_json: options.Json = False,
-) -> None:
-    from selfspec.cli.inspect import inspect
-
-    raise typer.Exit(inspect(model, dtype, device, adapter, as_json))
-
-
-app.command("calibrate", help=CALIBRATE_HELP)(options.command_of(options.Calibrate, calibrate))
+app.command("inspect", help=INSPECT_HELP)(command_of(options.Inspect, inspect))
+app.command("calibrate", help=CALIBRATE_HELP)(command_of(options.Calibrate, calibrate))
 corpora = typer.Typer(help=CORPUS_HELP)
+corpora.command("build", help=BUILD_HELP)(command_of(options.CorpusBuild, corpus.build))
+corpora.command("info", help=INFO_HELP)(command_of(options.CorpusInfo, corpus.info))
 app.add_typer(corpora, name="corpus")
 app.add_typer(corpora, name="datastore", hidden=True)  # its name until 0.3
 
@@ -123,35 +114,6 @@ app.add_typer(corpora, name="datastore", hidden=True)  # its name until 0.3
 def _corpus(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         raise Failure("a command is missing, build or info; see 'selfspec corpus --help'")
-
-
-@corpora.command("build", help=BUILD_HELP)
-def _build(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", show_default=False, help=f"Whose tokenizer: {options.MODEL_HELP}")
-    ],
-    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS...", show_default=False, help="Files, UTF-8.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", show_default=False, help="The index.")],
-    field: Annotated[
-        str, typer.Option(help="Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.")
-    ] = "text",
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
-    from selfspec.cli.corpus import build
-
-    build(model, corpus, output, field, as_json, quiet)
-
-
-@corpora.command("info", help=INFO_HELP)
-def _info(
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The index.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and compare it with its checksum.")] = False,
-    as_json: options.Json = False,
-) -> None:
-    from selfspec.cli.corpus import info
-
-    info(file, verify, as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -75,8 +75,7 @@ class Conversation:
         given = decoding(options, target)
         names = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "exact")
         drafting = {name: given.pop(name) for name in names}
-        self._sampling = given | {"generation_config": False if options.ignore_generation_config else None}
-        self._sampling["seed"] = options.seed
+        self._sampling = given | {"seed": options.seed}
         reuses = target.stack.engine == "compiled" or not options.exact
         with as_sentences(), talk.waiting("preparing to decode"):
             alone = {"max_batch_size": 1, "max_cached_tokens": self._room, "reuse_prefix": reuses}

@@ -123,7 +123,7 @@ def _generate_is_alike(job: Job) -> bool:
     options, own = job.options, getattr(job.target.model, "generation_config", None)
     temperature = options.get("temperature")
     greedy = temperature == 0 or (temperature is None and not getattr(own, "do_sample", False))
-    return len(job.ids) == 1 and greedy and not options.get("stop") and options["generation_config"] is not False
+    return len(job.ids) == 1 and greedy and not options.get("stop") and "generation_config" not in options
 
 
 def _generate(job: Job, count: int) -> tuple[list[int], float]:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.cli.failure import RUN, Failure, as_sentences
+from selfspec.cli.options import CorpusBuild, CorpusInfo
 from selfspec.cli.talk import Talk
 
 
-def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json: bool, quiet: bool) -> None:
+def build(options: CorpusBuild) -> None:
     """Tokenize, sort, write, and say what was written."""
-    output = output.expanduser()
-    files = [file.expanduser() for file in corpus]
+    model, output = options.model, options.output.expanduser()
+    files = [file.expanduser() for file in options.files]
     _check(files, output)
-    with Talk(quiet) as talk:
+    with Talk(options.quiet) as talk:
         with talk.waiting("importing torch and transformers"):
             from selfspec import hub
             from selfspec.drafting import datastore_build
@@ -34,23 +35,23 @@ def build(model: str, corpus: Sequence[Path], output: Path, field: str, as_json:
             )
         vocab_size = max(tokenizer.get_vocab().values()) + 1
         with _building(output), talk.waiting(f"building {output.name}"):
-            found = documents(files, tokenizer, field)
+            found = documents(files, tokenizer, options.field)
             about = datastore_build.build(output, found, vocabulary_of(tokenizer), vocab_size, talk.progress)
-    _write(output, about, {}, as_json)
+    _write(output, about, {}, options.as_json)
 
 
-def info(file: Path, verify: bool, as_json: bool) -> None:
+def info(options: CorpusInfo) -> None:
     """Say what an indexed corpus holds, and whether it is whole."""
     from selfspec.drafting import datastore_file
 
-    file = file.expanduser()
+    file = options.file.expanduser()
     with reading(file):
-        if verify:
+        if options.verify:
             about = datastore_file.verify(file)
         else:
             opened, about = datastore_file.open_file(file)
             opened.close()
-    _write(file, about, {"verified": verify}, as_json)
+    _write(file, about, {"verified": options.verify}, options.as_json)
 
 
 @contextmanager

@@ -5,29 +5,34 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from typer import Exit
+
 from selfspec.cli.failure import RUN, as_sentences
+from selfspec.cli.options import Inspect
 from selfspec.cli.talk import Talk
 
 
-def inspect(model: str, dtype: str | None, device: str | None, adapter: Path | None, as_json: bool) -> int:
+def inspect(options: Inspect) -> None:
     """Write the report; the exit code says whether the self-check passes."""
+    model = options.model
     with Talk() as talk, as_sentences():
         with talk.waiting("importing torch and transformers"):
             from selfspec import hub
             from selfspec.inspection import examine
 
         with talk.waiting(f"loading {model}"):
-            opened, tokenizer = hub.open_model(model, dtype=dtype, device=device, adapter=adapter)
+            opened, tokenizer = hub.open_model(
+                model, dtype=options.dtype, device=options.device, adapter=options.adapter
+            )
             report = examine(model, opened, tokenizer)
-    if as_json:
+    if options.as_json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")
     else:
         _write(report)
     sys.stdout.flush()
-    return 0 if report.self_check else RUN
+    raise Exit(0 if report.self_check else RUN)
 
 
 def _write(report: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from selfspec import hub
 from selfspec.cli.corpus import reading
 from selfspec.cli.failure import RUN, Failure, as_sentences
-from selfspec.cli.options import DecodingOptions, Generate
+from selfspec.cli.options import Decoding, Generate
 from selfspec.cli.prompts import Prompt, has_template, tokenize
 from selfspec.cli.talk import Talk
 from selfspec.control.plan import LOOKUP
@@ -84,7 +84,6 @@ class Job:
         given = decoding(options, target) | {
             "seed": [options.seed + p.index if p.seed is None else p.seed + p.index for p in prompts],
             "max_new_tokens": [p.max_tokens or options.max_tokens for p in prompts],
-            "generation_config": False if options.ignore_generation_config else None,
         }
         policy = policy_name(options, target)
         return cls(target, talk, prompts, ids, policy, chat, given, learner_of(options, target, policy))
@@ -132,7 +131,7 @@ def _consumed(rounds: Generator[Round], show: Callable[[Round], None]) -> Run:
     return Run(sorted(done, key=lambda completion: completion.request_id), dict(stages), plans)
 
 
-def open_target(options: DecodingOptions, talk: Talk) -> Target:
+def open_target(options: Decoding, talk: Talk) -> Target:
     """The model, opened up."""
     with as_sentences(), talk.waiting(f"loading {options.model}"):
         parts = options.parts
@@ -141,14 +140,14 @@ def open_target(options: DecodingOptions, talk: Talk) -> Target:
         return hub.open_target(options.model, **parts)
 
 
-def decoding(options: DecodingOptions, target: Target) -> dict[str, Any]:
+def decoding(options: Decoding, target: Target) -> dict[str, Any]:
     """How to draft and how to choose tokens, as the library names it."""
     drafting: dict[str, Any] = {"exit_layer": options.exit_layer, "num_draft_tokens": options.num_speculative_tokens}
     drafting |= {"drafts": options.sources, "exact": options.exact, "datastore": _corpus(options, target)}
     return drafting | options.sampling
 
 
-def policy_name(options: DecodingOptions, target: Target) -> str:
+def policy_name(options: Decoding, target: Target) -> str:
     """The policy that the target is going to follow."""
     length = options.num_speculative_tokens
     name: str = options.policy or (DEFAULT_POLICY if options.exit_layer is None and length is None else "fixed")
@@ -157,7 +156,7 @@ def policy_name(options: DecodingOptions, target: Target) -> str:
     return "plain" if length == 0 else name
 
 
-def keep(target: Target, policy: str, learner: Learner | None, options: DecodingOptions, talk: Talk) -> None:
+def keep(target: Target, policy: str, learner: Learner | None, options: Decoding, talk: Talk) -> None:
     """Save what was learned: acceptance statistics, and with --learn exit heads, which is said."""
     if policy == "adaptive":
         target.save_prior()
@@ -173,7 +172,7 @@ def keep(target: Target, policy: str, learner: Learner | None, options: Decoding
     talk.console.print(line, style="dim", soft_wrap=True)
 
 
-def learner_of(options: DecodingOptions, target: Target, policy: str) -> Learner | None:
+def learner_of(options: Decoding, target: Target, policy: str) -> Learner | None:
     """Who learns; a folder that will not do is found out before anything has been decoded."""
     folder = options.learn
     if folder is None or policy == "plain":
@@ -193,7 +192,7 @@ def learner_of(options: DecodingOptions, target: Target, policy: str) -> Learner
         return Learner(target, folder=folder, layers=None if options.exit_layer is None else [options.exit_layer])
 
 
-def _corpus(options: DecodingOptions, target: Target) -> Datastore | None:
+def _corpus(options: Decoding, target: Target) -> Datastore | None:
     """The corpus to look drafts up in, open; one that is damaged or of another tokenizer is refused."""
     file = options.corpus
     if file is None:
@@ -204,7 +203,7 @@ def _corpus(options: DecodingOptions, target: Target) -> Datastore | None:
     return store
 
 
-def _has_learned(options: DecodingOptions) -> bool:
+def _has_learned(options: Decoding) -> bool:
     """Whether the folder to learn in has heads already: the run goes on with them."""
     if options.learn is None or not (options.learn / EXIT_HEADS_FILE).is_file():
         return False

@@ -1,11 +1,12 @@
-"""The options that commands share: names, defaults, help and checks are written here, once."""
+"""The options of all commands: names, defaults, help and checks are written here, once."""
 
+# ruff: noqa: RUF009 - what the calls make are `dataclasses.field`s
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
@@ -45,55 +46,34 @@ LAWS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _panel(name: str, help: str, *names: str, **more: Any) -> Any:
-    return Option(*names, help=help, rich_help_panel=name, **more)
-
-
-_model, _draft, _sample = (partial(_panel, name) for name in ("Model", "Drafting", "Sampling"))
-_chat, _out = (partial(_panel, name) for name in ("Chat", "Output"))
-
 MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id."
-_DTYPE_HELP = "Default: float32 on CPU, the checkpoint's own elsewhere."
-Model = Annotated[str, Argument(metavar="MODEL", show_default=False, help=MODEL_HELP)]
-Adapter = Annotated[Path | None, _model("PEFT adapter for the model.", metavar="FOLDER")]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16", "float64"] | None, _model(_DTYPE_HELP)]
-Device = Annotated[str | None, _model("Default: cuda if there is one.", metavar="cpu|cuda|cuda:N")]
-Json = Annotated[bool, _out("One JSON document.", "--json")]
-Quiet = Annotated[bool, _out("Nothing on stderr but errors.", "--quiet", "-q")]
+
+
+def _option(panel: str | None, help: str, *names: str, default: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"typer": Option(*names, help=help, rich_help_panel=panel, **more)})
+
+
+def _argument(metavar: str, help: str, default: Any = MISSING) -> Any:
+    shown = Argument(metavar=metavar, help=help, show_default=False)
+    return field(default=default, metadata={"typer": shown})
+
+
+_other, _model, _draft, _sample, _chat, _out = (
+    partial(_option, panel) for panel in (None, "Model", "Drafting", "Sampling", "Chat", "Output")
+)
+_json = partial(_out, "One JSON document.", "--json", default=False)
+_quiet = partial(_out, "Nothing on stderr but errors.", "--quiet", "-q", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """How a model is opened."""
+class Loading:
+    """How a model's weights are loaded."""
 
-    adapter: Adapter = None
-    exit_heads: Annotated[
-        str | None,
-        _model("Exit heads for the model, or none. Default: those in its folder.", metavar="FOLDER|none"),
-    ] = None
-    dtype: Dtype = None
-    device: Device = None
-    engine: Annotated[
-        Literal["auto", "views", "compiled"],
-        _model(
-            "What runs the layers: the model's own modules (views), or functions compiled on this machine (compiled). "
-            "Default: compiled where it serves the model."
-        ),
-    ] = "auto"
-    quantize: Annotated[
-        Literal["int8", "int4"] | None,
-        _model(
-            "Round the layers' weights (needs torchao): a smaller model with a text of its own, which drafting does "
-            "not change."
-        ),
-    ] = None
-    threads: Annotated[int | None, _model("Default: one per physical core, or OMP_NUM_THREADS.", metavar="N")] = None
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """What opening a model is told beside its name."""
-        names = ("adapter", "exit_heads", "dtype", "device", "engine", "quantize")
-        return {name: getattr(self, name) for name in names}
+    adapter: Path | None = _model("PEFT adapter for the model.", metavar="FOLDER")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = _model(
+        "Default: float32 on CPU, the checkpoint's own elsewhere."
+    )
+    device: str | None = _model("Default: cuda if there is one.", metavar="cpu|cuda|cuda:N")
 
     def check(self) -> None:
         """Refuse what is wrong whatever the model, before seconds are spent on loading one."""
@@ -104,92 +84,87 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions(ModelOptions):
+class Opening(Loading):
+    """How a model is opened up."""
+
+    exit_heads: str | None = _model(
+        "Exit heads for the model, or none. Default: those in its folder.", metavar="FOLDER|none"
+    )
+    engine: Literal["auto", "views", "compiled"] = _model(
+        "What runs the layers: the model's own modules (views), or functions compiled on this machine (compiled). "
+        "Default: compiled where it serves the model.",
+        default="auto",
+    )
+    quantize: Literal["int8", "int4"] | None = _model(
+        "Round the layers' weights (needs torchao): a smaller model with a text of its own, which drafting does not "
+        "change."
+    )
+    threads: int | None = _model("Default: one per physical core, or OMP_NUM_THREADS.", metavar="N")
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What opening a model is told beside its name."""
+        names = ("adapter", "exit_heads", "dtype", "device", "engine", "quantize")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Opening):
     """How texts are continued: which model, how it drafts, and how tokens are chosen."""
 
-    model: Annotated[str, _model("Which model.", "--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID")] = (
-        "demo"
+    model: str = _model("Which model.", "--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID", default="demo")
+
+    policy: PolicyName | None = _draft(
+        "How to draft; no choice changes the text. Default: adaptive, which finds exit layer and lengths by what they "
+        "gain, or fixed where one is given. plain drafts nothing; the others are published methods."
+    )
+    exit_layer: int | None = _draft("Layers that draft. Default: found, or stored with the model.", metavar="E")
+    num_speculative_tokens: int | None = _draft(
+        "Tokens drafted per round. Default: found, or stored with the model.", metavar="D"
+    )
+    drafters: str | None = _draft(
+        "Where the drafts of adaptive may come from: early layers (exit), what followed earlier in the text (lookup); "
+        "copies lets 4-bit copies of early layers draft in their place, tree lets drafts have branches. Default: all.",
+        metavar="exit,copies,lookup,tree",
+    )
+    corpus: Path | None = _draft(
+        "Look drafts up in a corpus, too: a file that 'selfspec corpus build' wrote.", metavar="FILE"
+    )
+    learn: Path | None = _draft(
+        "Improve the exit heads by what is refused, and keep them in FOLDER: from there the next run goes on. At most "
+        "a twentieth of the time; the text stays the same.",
+        metavar="FOLDER",
+    )
+    exact: bool = _draft(
+        "Run every call in constant shapes: text and logits are then the same to the last bit however they were "
+        "drafted and batched, in bfloat16 too. Idle tokens cost some speed.",
+        "--exact",
+        default=False,
     )
 
-    policy: Annotated[
-        PolicyName | None,
-        _draft(
-            "How to draft; no choice changes the text. Default: adaptive, which finds exit layer and lengths by what "
-            "they gain, or fixed where one is given. plain drafts nothing; the others are published methods."
-        ),
-    ] = None
-    exit_layer: Annotated[
-        int | None, _draft("Layers that draft. Default: found, or stored with the model.", metavar="E")
-    ] = None
-    num_speculative_tokens: Annotated[
-        int | None, _draft("Tokens drafted per round. Default: found, or stored with the model.", metavar="D")
-    ] = None
-    drafters: Annotated[
-        str | None,
-        _draft(
-            "Where the drafts of adaptive may come from: early layers (exit), what followed earlier in the text "
-            "(lookup); copies lets 4-bit copies of early layers draft in their place, tree lets drafts have branches. "
-            "Default: all.",
-            metavar="exit,copies,lookup,tree",
-        ),
-    ] = None
-    corpus: Annotated[
-        Path | None,
-        _draft("Look drafts up in a corpus, too: a file that 'selfspec corpus build' wrote.", metavar="FILE"),
-    ] = None
-    learn: Annotated[
-        Path | None,
-        _draft(
-            "Improve the exit heads by what is refused, and keep them in FOLDER: from there the next run goes on. At "
-            "most a twentieth of the time; the text stays the same.",
-            metavar="FOLDER",
-        ),
-    ] = None
-    exact: Annotated[
-        bool,
-        _draft(
-            "Run every call in constant shapes: text and logits are then the same to the last bit however they were "
-            "drafted and batched, in bfloat16 too. Idle tokens cost some speed.",
-            "--exact",
-        ),
-    ] = False
+    max_tokens: int | None = _sample(
+        "Most tokens to write. Default: the model's own, else 128; chat: 1024.", metavar="N"
+    )
+    temperature: float | None = _sample(
+        "0 is greedy. Default: 0, or the model's own if its generation config samples.", metavar="T"
+    )
+    top_k: int | None = _sample("Keep the K likeliest; 0: all.", metavar="K")
+    top_p: float | None = _sample("Keep this much probability.", metavar="P")
+    min_p: float | None = _sample("Keep tokens this likely beside the likeliest.", metavar="P")
+    repetition_penalty: float | None = _sample("Make tokens of prompt and output less likely; 1: none.", metavar="X")
+    presence_penalty: float | None = _sample("Subtracted from the logits of tokens in the output.", metavar="X")
+    frequency_penalty: float | None = _sample("The same, for every time that a token is there.", metavar="X")
+    no_repeat_ngram_size: int | None = _sample("Write no N tokens in a row twice; 0 allows it.", metavar="N")
+    seed: int = _sample("Same seed, same text.", metavar="S", default=0)
+    stop: list[str] | None = _sample("End before this text; may be repeated.", metavar="TEXT")
+    stop_token_ids: list[str] | None = _sample("End after one of these tokens, too.", metavar="ID,ID,...")
+    ignore_generation_config: bool = _sample(
+        "Take no length, stop text, penalty or sampling from the model's generation_config.json.",
+        "--ignore-generation-config",
+        default=False,
+    )
 
-    max_tokens: Annotated[
-        int | None, _sample("Most tokens to write. Default: the model's own, else 128; chat: 1024.", metavar="N")
-    ] = None
-    temperature: Annotated[
-        float | None,
-        _sample("0 is greedy. Default: 0, or the model's own if its generation config samples.", metavar="T"),
-    ] = None
-    top_k: Annotated[int | None, _sample("Keep the K likeliest; 0: all.", metavar="K")] = None
-    top_p: Annotated[float | None, _sample("Keep this much probability.", metavar="P")] = None
-    min_p: Annotated[float | None, _sample("Keep tokens this likely beside the likeliest.", metavar="P")] = None
-    repetition_penalty: Annotated[
-        float | None, _sample("Make tokens of prompt and output less likely; 1 is none.", metavar="X")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _sample("Taken from the logits of tokens in the output; -2 to 2.", metavar="X")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _sample("The same, once for every time that a token occurs there.", metavar="X")
-    ] = None
-    no_repeat_ngram_size: Annotated[
-        int | None, _sample("Never write so many tokens in a row twice; 0 allows it.", metavar="N")
-    ] = None
-    seed: Annotated[int, _sample("Same seed, same text.", metavar="S")] = 0
-    stop: Annotated[list[str] | None, _sample("End before this text; may be repeated.", metavar="TEXT")] = None
-    stop_token_ids: Annotated[
-        list[str] | None, _sample("End after one of these tokens, too; may be repeated.", metavar="ID,ID,...")
-    ] = None
-    ignore_generation_config: Annotated[
-        bool,
-        _sample(
-            "Take no length, stop text, penalty or sampling from the model's generation_config.json.",
-            "--ignore-generation-config",
-        ),
-    ] = False
-
-    system: Annotated[str | None, _chat("System message.", metavar="TEXT")] = None
+    system: str | None = _chat("System message.", metavar="TEXT")
 
     @property
     def sources(self) -> list[str] | None:
@@ -204,6 +179,8 @@ class DecodingOptions(ModelOptions):
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = whole_numbers("stop_token_ids", self.stop_token_ids, 0, (1 << 31) - 1)
+        if self.ignore_generation_config:
+            given["generation_config"] = False
         return {name: value for name, value in given.items() if value is not None}
 
     def check(self) -> None:
@@ -219,38 +196,28 @@ class DecodingOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(DecodingOptions):
-    """What one call of `selfspec generate` was asked to do."""
+class Generate(Decoding):
+    """`selfspec generate`."""
 
-    prompt: Annotated[
-        str | None, Argument(metavar="[PROMPT|-]", help="Text to continue; '-' or a pipe reads stdin.")
-    ] = None
-    prompts: Annotated[
-        str | None,
-        Option(
-            metavar="FILE.jsonl",
-            help='Continue many prompts as one batch: one {"prompt": ...} per line, optional id, max_tokens, seed. '
-            "Writes JSON lines in that order.",
-        ),
-    ] = None
-    n: Annotated[
-        int,
-        Option("--n", metavar="N", help="Completions per prompt, of seeds S, S+1, ...; several are JSON lines."),
-    ] = 1
-    chat: Annotated[bool | None, _chat("Use the chat template. Default: if there is one.", "--chat/--no-chat")] = None
-    stream: Annotated[bool, _out("Write text as it becomes certain.")] = True
-    show_drafts: Annotated[bool, _out("Colour accepted drafts; strike rejected ones out.", "--show-drafts")] = False
-    compare: Annotated[
-        bool, _out("Time plain decoding and transformers' generate too, and compare the tokens.", "--compare")
-    ] = False
-    show_plan: Annotated[bool, _out("Every round's plan and what became of it, on stderr.", "--show-plan")] = False
-    stats: Annotated[bool, _out("Acceptance and time, as a table.", "--stats")] = False
-    as_json: Annotated[bool, _out("One JSON document instead of text.", "--json")] = False
-    logprobs: Annotated[
-        int | None, _out("In JSON: log-probability of every token, and of the K likeliest.", metavar="K")
-    ] = None
-    svg: Annotated[Path | None, _out("Also save the coloured run as a picture.", metavar="FILE")] = None
-    quiet: Quiet = False
+    prompt: str | None = _argument("[PROMPT|-]", "Text to continue; '-' or a pipe reads stdin.", default=None)
+    prompts: str | None = _other(
+        'Continue many prompts as one batch: one {"prompt": ...} per line, optional id, max_tokens, seed. Writes JSON '
+        "lines in that order.",
+        metavar="FILE.jsonl",
+    )
+    n: int = _other("Completions per prompt, with seeds S, S+1, ...; JSON lines.", "--n", metavar="N", default=1)
+    chat: bool | None = _chat("Use the chat template. Default: if there is one.", "--chat/--no-chat")
+    stream: bool = _out("Write text as it becomes certain.", default=True)
+    show_drafts: bool = _out("Colour accepted drafts; strike rejected ones out.", "--show-drafts", default=False)
+    compare: bool = _out(
+        "Time plain decoding and transformers' generate too, and compare the tokens.", "--compare", default=False
+    )
+    show_plan: bool = _out("Every round's plan and what became of it, on stderr.", "--show-plan", default=False)
+    stats: bool = _out("Acceptance and time, as a table.", "--stats", default=False)
+    as_json: bool = _out("One JSON document instead of text.", "--json", default=False)
+    logprobs: int | None = _out("In JSON: log-probability of every token, and of the K likeliest.", metavar="K")
+    svg: Path | None = _out("Also save the coloured run as a picture.", metavar="FILE")
+    quiet: bool = _quiet()
 
     @property
     def writes_lines(self) -> bool:
@@ -284,27 +251,32 @@ class Generate(DecodingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(DecodingOptions):
-    """What one call of `selfspec chat` was asked to do."""
+class Chat(Decoding):
+    """`selfspec chat`."""
 
-    stats: Annotated[
-        bool, _out("After a reply: tokens, speed, acceptance, tokens taken from the cache.", "--stats")
-    ] = False
-    quiet: Quiet = False
+    stats: bool = _out("After a reply: tokens, speed, acceptance, tokens from the cache.", "--stats", default=False)
+    quiet: bool = _quiet()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(ModelOptions):
-    """What one call of `selfspec calibrate` was asked to do."""
+class Inspect(Loading):
+    """`selfspec inspect`."""
 
-    model: Model
-    batch_sizes: Annotated[
-        list[str] | None,
-        Option(metavar="B,B,...", help="Rows decoded together; may be repeated. Default: 1,2,4,8."),
-    ] = None
-    plan: Annotated[bool, Option("--plan", help="Also show how far to draft, by batch size.")] = False
-    as_json: Json = False
-    quiet: Quiet = False
+    model: str = _argument("MODEL", MODEL_HELP)
+    as_json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(Opening):
+    """`selfspec calibrate`."""
+
+    model: str = _argument("MODEL", MODEL_HELP)
+    batch_sizes: list[str] | None = _other(
+        "Rows decoded together; may be repeated. Default: 1,2,4,8.", metavar="B,B,..."
+    )
+    plan: bool = _other("Also show how far to draft, by batch size.", "--plan", default=False)
+    as_json: bool = _json()
+    quiet: bool = _quiet()
 
     @property
     def sizes(self) -> list[int]:
@@ -317,6 +289,27 @@ class Calibrate(ModelOptions):
         super().check()
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorpusBuild:
+    """`selfspec corpus build`."""
+
+    model: str = _argument("MODEL", f"Whose tokenizer: {MODEL_HELP}")
+    files: list[Path] = _argument("CORPUS...", "Files, UTF-8.")
+    output: Path = _other("The index.", "--output", "-o", metavar="FILE", default=MISSING)
+    field: str = _other("Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.", default="text")
+    as_json: bool = _json()
+    quiet: bool = _quiet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusInfo:
+    """`selfspec corpus info`."""
+
+    file: Path = _argument("FILE", "The index.")
+    verify: bool = _other("Read all of it and compare it with its checksum.", "--verify", default=False)
+    as_json: bool = _json()
+
+
 def whole_numbers(name: str, given: Sequence[str], least: int, most: int, example: str = "") -> list[int]:
     """The numbers in texts such as "1,2,4" and "8"."""
     parts = [part.strip() for text in given for part in text.split(",")]
@@ -326,32 +319,31 @@ def whole_numbers(name: str, given: Sequence[str], least: int, most: int, exampl
     return [int(part) for part in parts]
 
 
-def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[..., None]:
+def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[..., Any]:
     """A function whose parameters are the fields of a dataclass, as typer reads them; old names fill their fields."""
 
-    def command(**given: Any) -> None:
+    def command(**given: Any) -> object:
         for name, old in OLD_NAMES.items():
             value = given.pop(old, None)
             if value is not None and given[name] is None:
                 given[name] = value
-        run(options(**given))
+        return run(options(**given))
 
-    hints = get_type_hints(options, include_extras=True)
-    keyword, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-    parameters = []
-    for field in options.__dataclass_fields__.values():
-        default = field.default if isinstance(field.default, str | int | None) else empty
-        parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=hints[field.name]))
-        if (old := OLD_NAMES.get(field.name)) is not None:
-            hidden = cast(Any, Annotated)[hints[field.name].__origin__, Option(hidden=True)]
-            parameters.append(inspect.Parameter(old, keyword, default=None, annotation=hidden))
-            hints[old] = hidden
+    hints, annotated, parameters = get_type_hints(options), cast(Any, Annotated), []
+    for one in fields(options):
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        named = [(one.name, one.metadata["typer"])]
+        if one.name in OLD_NAMES and issubclass(options, Decoding):
+            named.append((OLD_NAMES[one.name], Option(hidden=True)))
+        for name, info in named:
+            kind = annotated[hints[one.name], info]
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = hints
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
 
 
-def _check_drafters(given: DecodingOptions) -> None:
+def _check_drafters(given: Decoding) -> None:
     sources = given.sources
     if sources is not None and not set(sources) <= set(DRAFTERS):
         from selfspec.control.registry import removed_among
