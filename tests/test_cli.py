@@ -464,16 +464,18 @@ def test_several_completions_of_a_prompt_are_lines_with_seeds_that_count_up(gene
         (("--max-new-tokens", 6), ("--max-tokens", 6)),
         (("--num-draft-tokens", 3, "--exit-layer", 2), ("--num-speculative-tokens", 3, "--exit-layer", 2)),
         (("--drafts", "lookup,tree", "--max-tokens", 9), ("--drafters", "lookup,tree", "--max-tokens", 9)),
+        (("--engine", "views"), ("--backend", "views")),
     ],
     ids=str,
 )
 def test_options_may_be_called_as_before_until_0_3(generate, old, new):
     def found(*options):
         document = json.loads(generate("abcabc", "--json", *options).out)
-        return document["tokens"], document["policy"]
+        return document["tokens"], document["policy"], document["engine"]
 
     assert found(*old) == found(*new) != found()
-    assert generate("abc", old[0], "-1").err == generate("abc", new[0], "-1").err != ""
+    if old[0] != "--engine":  # whose choices typer refuses by the name that was given
+        assert generate("abc", old[0], "-1").err == generate("abc", new[0], "-1").err != ""
 
 
 def test_a_run_goes_on_with_what_earlier_programs_learned(generate, model_folder, monkeypatch, tmp_path):

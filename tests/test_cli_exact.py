@@ -23,7 +23,7 @@ def used(monkeypatch):
 @pytest.mark.parametrize("engine", ["views", "compiled"])
 def test_no_policy_changes_the_text(run, model_folder, used, engine):
     start = ("generate", "--model", model_folder, "--dtype", "bfloat16", "--json", "--max-tokens", 24, "--exact")
-    start += ("--engine", engine)
+    start += ("--backend", engine)
     plain = run(*start, "--policy", "plain", "hello there")
     assert plain.code == 0 and bool(used) == (engine == "views")  # the compiled engine is exact as it is
     for options in (["--exit-layer", 1], ["--policy", "pld"], ["--exit-layer", 3, "--num-speculative-tokens", 9]):

@@ -89,7 +89,7 @@ def test_no_other_package_speaks_where_the_library_is_used(model_folder):
 
 
 def test_a_quiet_command_says_nothing_however_long_it_takes(model_folder):
-    call = ("generate", "abc", "--model", model_folder, "--engine", "views", "--max-tokens", "4", "--stats", "--quiet")
+    call = ("generate", "abc", "--model", model_folder, "--backend", "views", "--max-tokens", "4", "--stats", "--quiet")
     with start(*call) as process:
         out, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, b"") and out

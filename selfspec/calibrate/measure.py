@@ -82,7 +82,7 @@ def measure(
             # Somebody else had the processor just then; a profile is kept, so it is worth a second try.
             report("these figures do not fit together; measuring again")
             longer = None if within is None else 2 * within
-            costs = _Clock(stack, sizes, widths, counts).costs(max(3, repeats), longer)
+            costs = _Clock(stack, sizes, widths, counts).costs(max(3, repeats), longer, is_told=True)
         return stack.agreed(costs)
 
 
@@ -120,7 +120,7 @@ class _Clock:
         self.engines = EngineOverhead(stack, self.now)
         self.keeps = self.thin = self.is_fast = False
 
-    def costs(self, repeats: int, within: float | None) -> Costs:
+    def costs(self, repeats: int, within: float | None, is_told: bool = False) -> Costs:
         self.plain(1, self.base, "plain")
         start = self.now()
         self.plain(1, self.base, "plain")
@@ -134,7 +134,7 @@ class _Clock:
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
         least = -(-LEAST_READINGS // sum(turn))
         expected = min(least, repeats) * len(turn) * len(probes) * PER_PROBE * forward
-        if expected > TOLD:
+        if expected > TOLD and not is_told:
             _log.warning("measuring what decoding costs on this machine, about %.0f s, once ...", expected)
         for repeat in range(repeats):
             late = repeat >= least and within is not None and (self.now() - start) * (repeat + 1) / repeat > within

@@ -14,8 +14,9 @@ _LIBRARY_NAMES = {  # parameters of the library whose options are called otherwi
     "num_draft_tokens": "num_speculative_tokens",
     "drafts": "drafters",
     "datastore": "corpus",
+    "engine": "backend",
 }
-_SAME_NAMES = ("adapter", "device", "dtype", "engine", "exit_heads", "exit_layer", "model", "policy", "quantize")
+_SAME_NAMES = ("adapter", "device", "dtype", "exit_heads", "exit_layer", "model", "policy", "quantize")
 
 
 class Failure(Exception):

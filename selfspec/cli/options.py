@@ -26,6 +26,7 @@ OLD_NAMES = {  # accepted until 0.3, and not shown
     "num_speculative_tokens": "num_draft_tokens",
     "drafters": "drafts",
     "corpus": "datastore",
+    "backend": "engine",
 }
 LAWS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "threads": ("lie in 1..1024", lambda n: 1 <= n <= 1024),
@@ -90,7 +91,7 @@ class Opening(Loading):
     exit_heads: str | None = _model(
         "Exit heads for the model, or none. Default: those in its folder.", metavar="FOLDER|none"
     )
-    engine: Literal["auto", "views", "compiled"] = _model(
+    backend: Literal["auto", "views", "compiled"] = _model(
         "What runs the layers: the model's own modules (views), or functions compiled on this machine (compiled). "
         "Default: compiled where it serves the model.",
         default="auto",
@@ -104,8 +105,8 @@ class Opening(Loading):
     @property
     def parts(self) -> dict[str, Any]:
         """What opening a model is told beside its name."""
-        names = ("adapter", "exit_heads", "dtype", "device", "engine", "quantize")
-        return {name: getattr(self, name) for name in names}
+        names = ("adapter", "exit_heads", "dtype", "device", "quantize")
+        return {name: getattr(self, name) for name in names} | {"engine": self.backend}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,22 +323,24 @@ def whole_numbers(name: str, given: Sequence[str], least: int, most: int, exampl
 def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[..., Any]:
     """A function whose parameters are the fields of a dataclass, as typer reads them; old names fill their fields."""
 
+    defaults = {one.name: one.default for one in fields(options)}
+
     def command(**given: Any) -> object:
         for name, old in OLD_NAMES.items():
             value = given.pop(old, None)
-            if value is not None and given[name] is None:
+            if value is not None and given[name] == defaults[name]:
                 given[name] = value
         return run(options(**given))
 
     hints, annotated, parameters = get_type_hints(options), cast(Any, Annotated), []
     for one in fields(options):
         default = inspect.Parameter.empty if one.default is MISSING else one.default
-        named = [(one.name, one.metadata["typer"])]
-        if one.name in OLD_NAMES and issubclass(options, Decoding):
-            named.append((OLD_NAMES[one.name], Option(hidden=True)))
-        for name, info in named:
-            kind = annotated[hints[one.name], info]
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        named = [(one.name, one.metadata["typer"], default)]
+        if one.name in OLD_NAMES:
+            named.append((OLD_NAMES[one.name], Option(hidden=True), None))
+        for name, info, given in named:
+            kind = annotated[hints[one.name] if given is not None else hints[one.name] | None, info]
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=kind))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import random
 from time import perf_counter
@@ -136,14 +137,44 @@ def test_a_slow_model_is_measured_at_fewer_points_unless_there_is_time(monkeypat
     assert measure(stack, repeats=1, within=None).late[1].points == module.WIDTHS
 
 
-def test_repeats_end_with_the_time_given(monkeypatch):
-    told = []
+@pytest.fixture
+def told(caplog):
+    """What is told while something is measured, each repeat once."""
+    caplog.set_level(logging.INFO, "selfspec")
+
+    def call():
+        said = [record.getMessage().partition(", ")[0] for record in caplog.records]
+        caplog.clear()
+        return [text for text, _ in itertools.groupby(said)]
+
+    return call
+
+
+def test_repeats_end_with_the_time_given_but_there_are_three_readings(monkeypatch, told):
     monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(1e-3)))
     monkeypatch.setattr(module, "doubtful", lambda costs: False)
-    measure(tiny("llama").stack, repeats=5, within=0.02, say=told.append)
-    assert told == ["repeat 1 of 5"]
-    measure(tiny("llama").stack, repeats=3, within=None, say=told.append)
-    assert told[1:] == ["repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
+    stack = tiny("llama").stack
+
+    def count(**options):
+        measure(stack, repeats=5, **options)
+        return max(int(text.split()[1]) for text in told() if text.startswith("repeat"))
+
+    assert count(within=2.0) == 2, "each has one reading to leave out, and two that count"
+    assert count(within=0.02) == 3, "of a slow model each has one"
+    assert count(within=None) == 5
+
+
+def test_a_measurement_that_takes_long_is_told_before_once(monkeypatch, told):
+    monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(0.1)))
+    monkeypatch.setattr(module, "doubtful", lambda costs: True)
+    measure(tiny("llama").stack)
+    assert told().count("measuring what decoding costs on this machine") == 1
+
+
+def test_of_many_rows_a_slow_model_is_measured_at_three_numbers(monkeypatch):
+    monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(0.1)))
+    costs = measure(tiny("llama").stack, (1, 2, 4, 8, 16))
+    assert costs.plain.points == (1, 2, 16) and costs.late[16].points == module.THIN_BATCH_WIDTHS
 
 
 def test_measuring_leaves_no_trace():
@@ -165,12 +196,12 @@ def test_exits_to_time_lie_inside_the_model(num_layers):
     assert isinstance(Table.of(dict.fromkeys(exits, 1.0)), Table) and exits == sorted(set(exits))
 
 
-def test_figures_that_do_not_fit_together_are_measured_once_more(monkeypatch):
-    told, doubts = [], iter([True])
+def test_figures_that_do_not_fit_together_are_measured_once_more(monkeypatch, told):
+    doubts = iter([True])
     monkeypatch.setattr(module, "doubtful", lambda costs: next(doubts))
-    measure(tiny("llama").stack, repeats=1, within=None, say=told.append)
+    measure(tiny("llama").stack, repeats=1, within=None)
     again = "these figures do not fit together; measuring again"
-    assert told == ["repeat 1 of 1", again, "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
+    assert told() == ["repeat 1 of at most 1", again, *(f"repeat {i} of at most 3" for i in (1, 2, 3))]
 
 
 def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
