@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
-from selfspec.cli.failure import Failure
+from selfspec.cli.failure import RUN, Failure, as_sentences, say
 from selfspec.cli.options import Chat
 from selfspec.cli.prompts import chat_ids, has_template, read_lines, system_message
 from selfspec.cli.talk import Talk
@@ -55,7 +55,7 @@ def _answer(conversation: Conversation, line: str) -> None:
             conversation.reset()
         else:
             said = "" if line == "/help" else f"there is no command {line}; "
-            conversation.say(said + ", ".join(f"{name}: {what}" for name, what in COMMANDS.items()))
+            say(said + ", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), RUN)
     elif line:
         conversation.reply(line)
 
@@ -64,13 +64,12 @@ class Conversation:
     """The messages so far, and an engine that has read them."""
 
     def __init__(self, target: Any, options: Chat, policy: str, learner: Any, talk: Talk) -> None:
-        from selfspec.cli.failure import as_sentences
         from selfspec.cli.job import decoding
         from selfspec.decoding.engine import Engine
 
         self._target, self._options, self._talk = target, options, talk
         self.reset()
-        chat_ids(target.tokenizer, [*self._messages, {"role": "user", "content": "?"}])  # refused now, if ever
+        self._ids_of([*self._messages, {"role": "user", "content": "?"}])  # refused now, if ever
         self._room = min(target.stack.context_limit, MOST_CONTEXT)
         given = decoding(options, target)
         names = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "exact")
@@ -85,17 +84,18 @@ class Conversation:
         """Forget all that was said."""
         self._messages = system_message(self._options.system)
 
-    def say(self, sentence: str) -> None:
-        self._talk.console.print(f"selfspec: {sentence}", soft_wrap=True, markup=False)
+    def _ids_of(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        from selfspec import hub
+
+        with hub.quiet():
+            return chat_ids(self._target.tokenizer, messages)
 
     def reply(self, text: str) -> None:
         """Write an answer as it becomes certain. One that was stopped stays in the history as far as it went."""
-        from selfspec.cli.failure import as_sentences
-
         messages = [*self._messages, {"role": "user", "content": text}]
-        ids = chat_ids(self._target.tokenizer, messages)
+        ids = self._ids_of(messages)
         if len(ids) >= self._room:
-            self.say(f"the conversation has {len(ids)} tokens and the context holds {self._room}; /reset starts anew")
+            say(f"the conversation has {len(ids)} tokens and the context holds {self._room}; /reset starts anew", RUN)
             return
         most = min(self._options.max_tokens or MAX_TOKENS, self._room - len(ids))
         with as_sentences():
@@ -114,7 +114,7 @@ class Conversation:
             facts.append(f"{done.num_cached_tokens} of {len(ids)} prompt tokens from the cache")
             self._talk.console.print(" · ".join(facts), style="dim", soft_wrap=True)
         if done.finish_reason == "length" and len(ids) + len(done.tokens) >= self._room:
-            self.say(f"the context of {self._room} tokens is full; /reset starts anew")
+            say(f"the context of {self._room} tokens is full; /reset starts anew", RUN)
 
     def _write(self, request_id: int) -> Any:
         """The completion, once all of it is on stdout."""
