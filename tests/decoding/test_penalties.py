@@ -12,7 +12,7 @@ from selfspec.api import Target
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Policy
 from selfspec.executors.cpu.rounds import CompiledRounds
-from selfspec.executors.penalties import Penalties, Text
+from selfspec.executors.penalties import DraftPenalties, Penalties, Text
 from selfspec.executors.pick import Sampling, scored
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Adversary, Always, Schedule, decode, generate, make_prompts
@@ -146,6 +146,45 @@ def test_a_program_of_rows_with_penalties_is_one_compiled_call(monkeypatch):
     assert len(done.tokens) == 30 and len(calls) == 1
 
 
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+def test_exact_mode_knows_penalties(engine):
+    target, prompts = Target(build("llama").bfloat16(), engine=engine), make_prompts(RAGGED, seed=1)
+    options = {"max_new_tokens": 16, "exact": True, "keep_logits": True, "repetition_penalty": 1.3, "logprobs": 2}
+    wanted = target.generate(prompts, policy="plain", **options)
+    done = target.generate(prompts, exit_layer=3, num_draft_tokens=3, **options)
+    assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
+    for one, plain in zip(done, wanted, strict=True):
+        assert one.tokens == plain.tokens and one.logprobs == plain.logprobs
+        assert torch.equal(torch.stack(one.scores), torch.stack(plain.scores))
+
+
+class Pupil:
+    """Keeps what exit heads could learn from."""
+
+    def __init__(self):
+        self.logits = []
+
+    def take(self, exit_layer, hidden, logits):
+        self.logits += logits
+
+    def follow(self, stack):
+        pass
+
+    def after(self, num_ended, seconds):
+        pass
+
+
+def test_lessons_are_of_logits_before_penalties():
+    target, [prompt], pupil = tiny("llama", engine="views"), make_prompts([9], seed=1), Pupil()
+    options = {"engine": {"learn": pupil}, "max_new_tokens": 20, "repetition_penalty": 1.5}
+    [done] = decode(target, [prompt], Always(1, 3), **options)
+    with torch.inference_mode():
+        whole = target.model(torch.tensor([[*prompt, *done.tokens]])).logits[0]
+    assert pupil.logits
+    for logits in pupil.logits:
+        assert float((whole - logits).abs().amax(-1).min()) < 1e-3
+
+
 class Asks(Policy):
     """Keeps what it is told of rows."""
 
@@ -200,6 +239,18 @@ def test_tensors_say_what_the_laws_say_token_by_token(penalties, vocab, size, se
             wanted = by_hand(logits[at], prompt, [*output, *block[:count]], text.sampling)
             torch.testing.assert_close(got[at], wanted)
             at += 1
+
+
+def test_no_number_of_the_device_is_waited_for():
+    """Tensors of the meta device have no numbers that the host could ask for."""
+    sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.5, no_repeat_ngram_size=2)
+    penalties = Penalties([Text(sampling, [3, 4, 3], 1), Text(Sampling(), [5], 1)], 9, "meta")
+    drafts = DraftPenalties(penalties)
+    for members in ([0, 1], [1]):
+        got = drafts.at(members).applied(torch.empty(len(members), 9, device="meta"))
+        drafts.add(got.argmax(-1))
+    drafted = torch.empty(3, 2, dtype=torch.int64, device="meta")
+    assert penalties.at([0, 0, 1], drafted, [0, 1, 2]).applied(torch.empty(3, 9, device="meta")).is_meta
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,11 @@ def compiled(name):
 def some_penalty(ways, vocab, source):
     """Of any tokens; None where no way has a repetition penalty."""
     repetition = torch.tensor([[way.repetition_penalty] for way in ways], dtype=torch.float32)
-    known, bias = (torch.rand(len(ways), vocab, generator=source, dtype=torch.float32) for _ in range(2))
+    seen, bias = (torch.rand(len(ways), vocab, generator=source, dtype=torch.float32) for _ in range(2))
     # Of a vocabulary smaller than the shortlist, torch counts banned tokens among the likely ones.
     banned = (bias > 0.9) & (repetition != 1) & (vocab > 2 * NUM_TOP)
     bias = bias.masked_fill(repetition == 1, 0).masked_fill(banned, float("-inf"))
-    return Penalty(repetition, known < 0.3, bias) if bool((repetition != 1).any()) else None
+    return Penalty(repetition, seen < 0.3, bias) if bool((repetition != 1).any()) else None
 
 
 def looked(stack, num_layers, ways, seed, spoil=None):
