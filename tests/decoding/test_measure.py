@@ -99,7 +99,7 @@ def test_a_tiny_context_is_enough(family, limit):
 
 def test_two_layers_are_enough_and_one_is_refused():
     assert_sound(measure(Target(build("llama", num_hidden_layers=2)).stack, repeats=1), 2)
-    with pytest.raises(ValueError, match="1 layer"):
+    with pytest.raises(ValueError, match="at least 2 layers"):
         measure(Target(build("llama", num_hidden_layers=1), check=False).stack)
 
 
@@ -169,7 +169,7 @@ def test_figures_that_do_not_fit_together_are_measured_once_more(monkeypatch):
     told, doubts = [], iter([True])
     monkeypatch.setattr(module, "doubtful", lambda costs: next(doubts))
     measure(tiny("llama").stack, repeats=1, within=None, say=told.append)
-    again = "these figures do not fit together; measuring again"
+    again = "these figures are inconsistent; measuring again"
     assert told == ["repeat 1 of 1", again, "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
 
 

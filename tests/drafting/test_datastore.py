@@ -205,10 +205,10 @@ def test_a_truncated_file_is_refused(good):
     whole = good.read_bytes()
     for size in range(0, len(whole), 37):
         good.write_bytes(whole[:size])
-        with pytest.raises(DatastoreError, match=r"ends within its header|bytes where \d+ belong|is no datastore"):
+        with pytest.raises(DatastoreError, match=r"ends within its header|must have \d+ bytes|is no datastore"):
             Datastore.open(good)
     good.write_bytes(whole + b"\0")
-    with pytest.raises(DatastoreError, match="bytes where"):
+    with pytest.raises(DatastoreError, match="bytes, got"):
         Datastore.open(good)
 
 
