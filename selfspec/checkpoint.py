@@ -1,4 +1,4 @@
-"""Reads a checkpoint through transformers, and says in one sentence what is wrong with it."""
+"""Reads checkpoints by transformers, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.jso
 
 
 def read_model(source: str, name: str, dtype: torch.dtype | str, local_only: bool) -> nn.Module:
-    """The causal LM in `source`, a folder or hub id; `name` is what the caller called it."""
+    """Read the causal LM of `source`, a folder or hub id; `name` stands for it in errors."""
     options: dict[str, Any] = {"local_files_only": local_only, "trust_remote_code": False}
     config = _read_config(source, name, options)
     loader: Any = AutoModelForCausalLM
@@ -36,15 +36,15 @@ def read_model(source: str, name: str, dtype: torch.dtype | str, local_only: boo
 
 
 def check_complete(report: dict[str, Any], name: str) -> None:
-    """Refuse weights of which some are missing or misshapen: transformers fills them with random numbers.
+    """Raise OSError where weights are missing or have wrong shapes; transformers would fill them with random numbers.
 
     Args:
-        report: what `from_pretrained` tells of its loading.
+        report: the loading info of `from_pretrained`.
     """
     wrong = [*sorted(report["missing_keys"]), *(key for key, *_ in sorted(report["mismatched_keys"]))]
     if wrong:
         raise OSError(
-            f"{name}: {len(wrong)} weights that its config asks for are missing from the checkpoint or misshapen "
+            f"{name}: {len(wrong)} weights of its config are missing from the checkpoint or have wrong shapes "
             f"(the first is {wrong[0]}); copy or download it again"
         )
 
@@ -70,13 +70,13 @@ def _read_config(source: str, name: str, options: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, **options)
     except Exception as problem:
-        raise OSError(f"{name}: its config.json does not make sense ({in_brief(problem)})") from problem
+        raise OSError(f"{name}: its config.json is not valid ({in_brief(problem)})") from problem
     check_writes_text(config, name)
     return config
 
 
 def check_writes_text(config: Any, name: str) -> None:
-    """Refuse the config of anything but a causal LM."""
+    """Raise UnsupportedModelError unless it is the config of a causal LM."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"{name}: {config.model_type} is no causal language model; give a model that writes text"
@@ -98,7 +98,7 @@ def _unknown(name: str, kind: str | None, own_code: bool) -> str:
 
 
 def read_tokenizer(source: str, name: str, local_only: bool) -> Any:
-    """The tokenizer in `source`; None for a folder that holds none."""
+    """Read the tokenizer of `source`; None for a folder without one."""
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
@@ -109,7 +109,7 @@ def read_tokenizer(source: str, name: str, local_only: bool) -> Any:
 
 
 def read_adapter(model: nn.Module, folder: Path) -> nn.Module:
-    """The model with a PEFT adapter around it."""
+    """Add a PEFT adapter to a model."""
     if not (folder / "adapter_config.json").is_file():
         what = "no adapter_config.json" if folder.is_dir() else "no such folder"
         raise FileNotFoundError(f"adapter {folder}: {what}; give a folder that a PEFT model's save_pretrained() wrote")
@@ -120,10 +120,10 @@ def read_adapter(model: nn.Module, folder: Path) -> nn.Module:
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except Exception as problem:
-        raise OSError(f"adapter {folder} cannot be put on this model ({in_brief(problem)})") from problem
+        raise OSError(f"adapter {folder} does not fit this model ({in_brief(problem)})") from problem
 
 
 def in_brief(problem: Exception) -> str:
-    """An exception's own words, short enough to stand in brackets within a sentence."""
+    """The message of an exception on one line, at most 200 characters long."""
     text = " ".join(str(problem).split()) or type(problem).__name__
     return text.rstrip(".:") if len(text) <= 200 else text[:199].rstrip() + "…"

@@ -1,4 +1,4 @@
-"""The errors a caller can meet, beside the built-in ones: each message is one sentence that says what to do."""
+"""Exceptions of selfspec, and checks of arguments. Every message is one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TypeGuard
 
 
 class UnsupportedModelError(RuntimeError):
-    """The model cannot be split into a draft and a verification that agree with it."""
+    """The model cannot be split into draft layers and verification layers."""
 
 
 class NoCompilerError(RuntimeError):
-    """Layers that are to be compiled on this machine cannot be: no C++ compiler, or one that fails.
+    """The compiled engine cannot be built: there is no C++ compiler, or it fails.
 
     Attributes:
-        reason: why, half a sentence.
-        remedy: what to do about it, likewise.
+        reason: a clause that says why.
+        remedy: a clause that says what to do.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -26,15 +26,15 @@ class NoCompilerError(RuntimeError):
 
 
 class CacheFullError(ValueError):
-    """A request needs more cached tokens than the engine was given."""
+    """A request needs more cached tokens than the engine has."""
 
 
 class DatastoreError(ValueError):
-    """A file is no datastore, is damaged, or is one of another tokenizer or format."""
+    """A file is no datastore, is damaged, or has another tokenizer or format."""
 
 
 def whole(name: str, value: object, least: int | None = None) -> int:
-    """`value` as an int; ValueError when it is no whole number or below `least`."""
+    """Return `value` as an int; ValueError where it is no integer or is below `least`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -46,31 +46,31 @@ def whole(name: str, value: object, least: int | None = None) -> int:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a real number: no text, no truth value, no tensor."""
+    """Whether `value` is a real number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def got(value: object) -> str:
-    """How a message ends that says what an option must be."""
+    """The end of an error message about an argument."""
     return "got None; leave it out for the default" if value is None else f"got {value!r}"
 
 
 def flag(name: str, value: object) -> bool:
-    """`value` if it is True or False, else ValueError."""
+    """Return `value`; ValueError where it is no bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, {got(value)}")
     return value
 
 
 def refuse_empty(name: str, texts: Iterable[object]) -> None:
-    """ValueError unless these are texts of at least a character."""
+    """Raise ValueError unless all are non-empty texts."""
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must hold non-empty texts, {got(text)}")
 
 
 def refuse_unknown(given: Iterable[str], allowed: Collection[str]) -> None:
-    """TypeError where an option is given that there is not."""
+    """Raise TypeError where a given option is not among the allowed ones."""
     for name in given:
         if name not in allowed:
             raise TypeError(f"there is no option {name!r}; the options are {', '.join(sorted(allowed))}")

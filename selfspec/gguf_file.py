@@ -1,4 +1,4 @@
-"""GGUF files: unpacked by transformers once, kept in the cache folder, and read from there afterwards."""
+"""GGUF files: converted once by transformers, kept in the cache folder, and read from there."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from selfspec import checkpoint
 from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.places import cache_folder, say_unkept
 
-HASHED = 1 << 20  # bytes at either end of a file: the header, and the last weights
-MANIFEST = "selfspec-gguf.json"  # sizes of the other files of a conversion, written last
+HASHED = 1 << 20  # bytes at both ends of a file that its key depends on
+MANIFEST = "selfspec-gguf.json"  # sizes of the other files of a conversion; written last
 
 _log = logging.getLogger("selfspec")
-_one_at_a_time = threading.Lock()  # a conversion takes stderr, which belongs to the whole program
+_one_at_a_time = threading.Lock()  # a conversion redirects stderr of the process
 
 
 def read_model(file: Path, name: str, dtype: torch.dtype | str) -> nn.Module:
-    """The causal LM in a GGUF file, its weights unpacked; `name` is what the caller called it.
+    """Read the causal LM of a GGUF file with dequantised weights; `name` stands for the file in errors.
 
-    The first call converts the file into a folder of float32 weights, later ones read that folder. A block's values are
-    products and sums of its scales, which neither bfloat16 nor float16 holds; in float32 they are those that
-    transformers computes. Where nothing can be kept, the file is unpacked into memory.
+    The first call converts the file into a folder of float32 weights; later calls read this folder. Dequantised values
+    are not representable in bfloat16 or float16. Where the cache folder cannot be written, every call converts in
+    memory.
 
     Args:
-        dtype: of the weights in memory; "auto" is float32.
+        dtype: dtype of the weights in memory; "auto" is float32.
 
     Raises:
-        FileNotFoundError: no such file.
-        OSError: no GGUF file, or one that is truncated or lacks weights.
-        UnsupportedModelError: an architecture or a kind of block that transformers does not read.
-        ImportError: the file has to be unpacked, and gguf or accelerate is not installed.
+        FileNotFoundError: there is no such file.
+        OSError: it is no GGUF file, is truncated, or lacks weights.
+        UnsupportedModelError: transformers does not support its architecture or quantisation.
+        ImportError: the file must be converted, and gguf or accelerate is not installed.
     """
     folder = _folder(file, name)
     with _one_at_a_time:
@@ -57,7 +57,7 @@ def read_model(file: Path, name: str, dtype: torch.dtype | str) -> nn.Module:
 
 
 def read_tokenizer(file: Path, name: str) -> Any:
-    """The tokenizer in a GGUF file, with its chat template; None for a file without one. Errors as for `read_model`."""
+    """Read the tokenizer and chat template of a GGUF file; None without a tokenizer. Errors as for `read_model`."""
     folder = _folder(file, name)
     if folder is not None and _is_whole(folder):
         kept = checkpoint.read_tokenizer(str(folder), name, local_only=True)
@@ -68,9 +68,9 @@ def read_tokenizer(file: Path, name: str) -> Any:
 
 
 def _folder(file: Path, name: str) -> Path | None:
-    """Where the conversion of a file is kept; None without a cache folder.
+    """The folder of a file's conversion; None without a cache folder.
 
-    The key is what the conversion depends on: the file's size, time and ends, and the version that unpacks it.
+    Its name depends on the file's size, time and ends, and on the version of transformers.
     """
     try:
         stat = file.stat()
@@ -90,7 +90,7 @@ def _folder(file: Path, name: str) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a conversion is there with all its files: whoever cleans caches may have taken some."""
+    """Whether a conversion has all its files; a cleaner of caches may have removed some."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text("utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -99,9 +99,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert(file: Path, name: str, folder: Path) -> bool:
-    """Unpack a file into `folder`, whole or not at all; False, with a notice, where nothing can be written.
+    """Convert a file into `folder`, whole or not at all; False, with a warning, where it cannot be written.
 
-    Of programs that convert at once, the first one to end wins, and the others use what it wrote.
+    If several processes convert at once, the first result is kept and used by all.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         _log.warning("converting %s to float32 weights, ten seconds to some minutes, once ...", name)
         model = _unpacked(file, name, config, torch.float32)
         tokenizer = None
-        with contextlib.suppress(OSError):  # what is wrong with it is said to whoever wants it
+        with contextlib.suppress(OSError):  # `read_tokenizer` raises the error
             tokenizer = _own_tokenizer(file, name)
         try:
             size = _save((model, tokenizer), made, folder)
@@ -129,10 +129,10 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
 
 
 def _save(parts: tuple[Any, ...], made: Path, folder: Path) -> int:
-    """Write what is there of model and tokenizer into `made`, then the manifest, and make it `folder`; the bytes in it.
+    """Write model, tokenizer (if any) and manifest into `made`, rename it to `folder`, and return its size in bytes.
 
     Raises:
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
     for part in parts:
         if part is not None:
@@ -140,7 +140,7 @@ def _save(parts: tuple[Any, ...], made: Path, folder: Path) -> int:
                 part.save_pretrained(made)
             except OSError:
                 raise
-            except Exception as problem:  # safetensors and tokenizers tell of a full disk in their own ways
+            except Exception as problem:  # safetensors and tokenizers have errors of their own for a full disk
                 raise OSError(checkpoint.in_brief(problem)) from problem
     sizes = {path.name: path.stat().st_size for path in made.iterdir()}
     (made / MANIFEST).write_text(json.dumps(sizes), "utf-8")
@@ -155,9 +155,9 @@ def _save(parts: tuple[Any, ...], made: Path, folder: Path) -> int:
 
 
 def _unpacked(file: Path, name: str, config: Any, dtype: torch.dtype | str) -> nn.Module:
-    """The model as transformers unpacks it into memory, without its blocks."""
+    """The model with dequantised weights."""
     loader: Any = AutoModelForCausalLM
-    own: Any = getattr(transformers, "GgufConfig", None)  # where there is none, transformers unpacks in any case
+    own: Any = getattr(transformers, "GgufConfig", None)  # versions without it always dequantise
     options = {} if own is None else {"quantization_config": own(dequantize=True)}
     with _reading(file, name):
         model, report = loader.from_pretrained(
@@ -188,7 +188,7 @@ def _own_tokenizer(file: Path, name: str) -> Any:
     try:
         with _reading(file, name):
             return AutoTokenizer.from_pretrained(file.parent, **_place(file))
-    except UnsupportedModelError as problem:  # the file itself is whole
+    except UnsupportedModelError as problem:  # the file is not damaged
         if "tokenizer.ggml.tokens" not in _fields(file, name):
             return None
         cause = problem.__cause__
@@ -198,9 +198,9 @@ def _own_tokenizer(file: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def _reading(file: Path, name: str) -> Iterator[None]:
-    """Holds back the bar that unpacking writes to stderr past transformers' own hook; says what is wrong with a file.
+    """Suppress the progress bar on stderr, and turn failures into errors about the file.
 
-    The header takes seconds to read where the vocabulary is large, so what is wrong is found out only after a failure.
+    Reading the header may take seconds, so the file is checked only after a failure.
     """
     if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
         raise ImportError(
@@ -221,15 +221,15 @@ def _reading(file: Path, name: str) -> Iterator[None]:
 
 
 def _fields(file: Path, name: str) -> dict[str, Any]:
-    """What a file says of itself, values of arrays left out; refuses one that is no whole GGUF file."""
+    """The metadata of a file without arrays; OSError where it is no GGUF file or is damaged."""
     import gguf
 
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise OSError(f"{name} is no GGUF file, whatever its name; give one, or a folder")
+            raise OSError(f"{name} is no GGUF file; give a GGUF file or a folder")
     try:
         reader = gguf.GGUFReader(file)
-    except Exception as problem:  # whatever reading past the end comes to
+    except Exception as problem:  # reading past the end raises various errors
         raise OSError(
             f"{name} is truncated or damaged ({checkpoint.in_brief(problem)}); copy or download it again"
         ) from problem

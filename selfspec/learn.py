@@ -1,8 +1,8 @@
-"""`Learner`: exit heads learn from refused drafts while they serve (online speculative decoding, arXiv 2310.07177).
+"""`Learner`: online training of exit heads from rejected drafts (online speculative decoding, arXiv 2310.07177).
 
-Verification computes the target's logits anyway. Where they refuse a drafted token, they are kept with the hidden state
-that the draft was made from, and every few requests the heads take some steps towards them, within a share of the time.
-Heads change drafts only: whatever they learn, the output stays the same, token for token.
+Verification computes the target's logits. Where a drafted token is rejected, these logits are kept with the hidden
+state of the draft. Every few requests the heads are trained on them for some steps, within a share of the time. Exit
+heads change drafts only, so the output stays the same, token for token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from selfspec.learning.student import Student
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
 
-REUSE = 8  # steps see every lesson about so often
-MOST_STEPS = 32  # of one update: rows that are half-way through wait for it
+REUSE = 8  # how often a position is used for training, on average
+MOST_STEPS = 32  # maximum steps per update, during which decoding waits
 
 
-class Teaching(Protocol):
-    """What a learner needs of a target."""
+class LearnableTarget(Protocol):
+    """The part of a target that a learner uses."""
 
     exit_heads: ExitHeads | None
     prior: Any
@@ -41,34 +41,34 @@ class Teaching(Protocol):
 
 
 class Learner:
-    """Collects lessons, updates exit heads between rounds, and drafts with a running average of them.
+    """Collects training examples, updates exit heads between rounds, and drafts with their running average.
 
-    The target drafts with the learner's heads from the moment it is made; the model itself is never changed. As a
-    context manager, it saves into its folder at the end.
+    The target drafts with the learner's heads from now on. The model does not change. Used as a context manager, the
+    learner saves into its folder at the end.
 
     Args:
         target: what `selfspec.load` returns.
-        layers: exit layers that shall have heads, beside those that the target's heads have; default, where the target
-            has none: an eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer.
-        share: most time spent learning, as a share of the time spent decoding; a single step may exceed it.
+        layers: exit layers that get heads in addition to those of the target's heads; default, where the target has no
+            heads: an eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer.
+        share: maximum training time as a share of the decoding time; a single step may exceed it.
         every: requests between two updates.
-        rank: inner width of fresh heads; heads that are there keep theirs. Default: half the hidden size, at most 128.
-        top_k: the target's likeliest tokens that are kept of a position; all others are one bucket.
-        buffer: positions kept per layer; the oldest make room.
-        batch_size: positions of one step.
+        rank: inner width of new heads, where the target has none; default: half the hidden size, at most 128.
+        top_k: number of the target's most probable tokens to keep per position; all others are one bucket.
+        buffer: maximum number of positions per layer; new ones replace the oldest.
+        batch_size: positions per step.
         lr: learning rate of AdamW.
-        decay: how much of the running average stays at each step.
-        folder: where `save` writes, by default.
-        seed: of fresh heads and of the choice of positions.
-        clock: seconds; running backwards does no harm.
+        decay: decay of the running average per step.
+        folder: default folder of `save`.
+        seed: of new heads and of the sampling of positions.
+        clock: returns the time in seconds.
 
     Raises:
-        ValueError: a number or a layer out of range, or a model whose weights cannot take part in autograd.
+        ValueError: a number or a layer is out of range, or the model's weights cannot take part in autograd.
     """
 
     def __init__(
         self,
-        target: Teaching,
+        target: LearnableTarget,
         *,
         layers: Iterable[int] | None = None,
         share: float = 0.05,
@@ -94,69 +94,69 @@ class Learner:
             if not allowed:
                 raise ValueError(f"{name} must lie between 0 and 1, got {number}")
         if target.stack.num_layers < 2:
-            raise ValueError("learn needs a model of at least two layers; this one has no early layer to leave at")
+            raise ValueError(f"learn needs a model of at least 2 layers, got {target.stack.num_layers}")
         if any(parameter.is_inference() for parameter in target.stack.model.parameters()):
             raise ValueError("learn needs a model that was loaded outside of torch.inference_mode(); load it again")
         self.target, self.folder = target, folder
         self.share, self.every = share, every
         self.num_lessons = self.num_updates = self.num_steps = 0
-        self.seconds, self.decoding_seconds = 0.0, 0.0  # spent learning, and decoding beside it
+        self.seconds, self.decoding_seconds = 0.0, 0.0  # time of training and of decoding
         self._rank, self._top_k, self._buffer, self._batch_size = rank, top_k, buffer, batch_size
         self._lr, self._decay, self._seed, self._clock = lr, decay, seed, clock
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = Lock()  # a target may serve several threads
         self._num_ended = 0
-        self._taking = 0.0  # seconds of `take` that are part of the round in progress
-        self._step_seconds = 0.0  # the last step's
+        self._take_seconds = 0.0  # time of `take` in the current round
+        self._step_seconds = 0.0  # time of the last step
         if layers is None:
             stack, own = target.stack, target.default_exit_layer
             layers = () if target.exit_heads is not None else first_layers(stack.num_layers, own)
         self._open(target.exit_heads, layers)
 
     def _open(self, heads: ExitHeads | None, layers: Iterable[int] = ()) -> None:
-        """Have the target draft with these heads, and with fresh ones, which change nothing yet, for further layers."""
+        """Make the target draft with these heads, extended by new ones for `layers`, and start training them."""
         self._stack = stack = self.target.stack
         self._lessons: dict[int, Lessons] = {}
-        self._credit: dict[int, float] = {}  # positions that steps may still look at
+        self._remaining: dict[int, float] = {}  # by layer: positions that may still be used for training
         with torch.inference_mode(False), torch.no_grad():
             heads = extended(heads, layers, stack, self._rank, self._seed)
             prior = self.target.prior
-            self.target.exit_heads = heads  # a copy of them, on the model's device and in its dtype
+            self.target.exit_heads = heads  # copied to the model's device and dtype
             self.target.prior = prior
             assert stack.exit_heads is not None
             self._student = Student(heads.to(stack.device), self._lr, self._decay)
         self.heads = stack.exit_heads
-        """What the target drafts with: the running average, in the model's dtype."""
+        """The heads that the target drafts with: the running average, in the model's dtype."""
 
     def cover(self, layers: Iterable[int]) -> None:
-        """See to it that these exit layers have heads, at a time when nothing is being decoded."""
+        """Add heads for exit layers that have none. No decoding may be in progress."""
         wanted = set(layers) - set(self.heads.layers)
         if wanted:
             with self._lock:
                 self._open(self._student.average, wanted)
 
     def follow(self, stack: Stack) -> None:
-        """Begin to teach for `stack`, which must be the target's; lessons of the model as it was before are dropped.
+        """Continue with the target's present `stack` and exit heads; examples of an earlier stack are dropped.
 
         Raises:
-            ValueError: it is another target's.
+            ValueError: `stack` belongs to another target.
         """
         if stack is not self.target.stack:
             raise ValueError("learn must be a Learner of the target that decodes; make one with Learner(target)")
         if stack is not self._stack:
             with self._lock:
                 self._open(self._student.average)
-        elif stack.exit_heads is not self.heads:  # somebody set others: these are gone on with
+        elif stack.exit_heads is not self.heads:  # replaced by the caller: train these
             with self._lock:
                 self._open(stack.exit_heads)
 
     def take(self, layer: int, hidden: Tensor, logits: Tensor) -> None:
-        """Positions where a draft was refused.
+        """Add positions of rejected drafts.
 
         Args:
-            layer: the exit layer that `hidden` is of; layers without a head learn nothing.
-            hidden: `[n, hidden_size]`, before the final norm; a copy that is ours.
-            logits: `[n, vocab]`, the target's, fp32; likewise.
+            layer: the exit layer of `hidden`; layers without a head are ignored.
+            hidden: `[n, hidden_size]`, before the final norm; the learner keeps it.
+            logits: the target's logits, fp32 `[n, vocab]`; the learner keeps them.
         """
         if layer not in self.heads.layers or self.share == 0 or self.seconds > self.share * self.decoding_seconds:
             return
@@ -164,29 +164,29 @@ class Learner:
         with self._lock:
             lessons = self._lessons.setdefault(layer, Lessons(self._buffer, self._top_k))
             lessons.add(hidden, logits)
-            self._credit[layer] = min(self._credit.get(layer, 0) + REUSE * len(hidden), REUSE * self._buffer)
+            self._remaining[layer] = min(self._remaining.get(layer, 0) + REUSE * len(hidden), REUSE * self._buffer)
             self.num_lessons += len(hidden)
-        self._taking += self._spend(begun)
+        self._take_seconds += self._add_seconds(begun)
 
     def after(self, num_ended: int, seconds: float) -> None:
-        """After a round of `seconds` in which `num_ended` requests ended: perhaps an update."""
-        self.decoding_seconds += max(0.0, seconds - self._taking)
-        self._taking = 0.0
+        """Count a round of `seconds` in which `num_ended` requests ended; update where one is due."""
+        self.decoding_seconds += max(0.0, seconds - self._take_seconds)
+        self._take_seconds = 0.0
         self._num_ended += num_ended
         if self._num_ended >= self.every:
             self._num_ended = 0
             self.update()
 
     def update(self) -> None:
-        """Take steps while there are lessons to look at and time is left, then draft with the new average."""
+        """Train while there are positions and time is left, then copy the new average into the target's heads."""
         if not self._has_time(0.0):
             return
         begun = now = self._clock()
         with self._lock, torch.inference_mode(False), torch.no_grad():
             num_before = self.num_steps
             for _ in range(MOST_STEPS):
-                layer = max(self._credit, key=self._credit.__getitem__, default=None)
-                if layer is None or self._credit[layer] <= 0 or not self._has_time(now - begun):
+                layer = max(self._remaining, key=self._remaining.__getitem__, default=None)
+                if layer is None or self._remaining[layer] <= 0 or not self._has_time(now - begun):
                     break
                 if not self._step(layer):
                     break
@@ -196,42 +196,42 @@ class Learner:
                 self.num_updates += 1
                 for mine, average in zip(self.heads.parameters(), self._student.average.parameters(), strict=True):
                     mine.copy_(average)
-        self._spend(begun)
+        self._add_seconds(begun)
 
     def _has_time(self, seconds: float) -> bool:
-        """Whether another step fits in, after so many seconds of this update."""
+        """Whether there is time for another step, after so many seconds of this update."""
         spent = self.seconds + max(0.0, seconds)
         return spent + self._step_seconds < self.share * self.decoding_seconds
 
     def _step(self, layer: int) -> bool:
         batch = self._lessons[layer].sample(self._batch_size, self._generator)
-        self._credit[layer] -= self._batch_size
+        self._remaining[layer] -= self._batch_size
         try:
             good = self._student.step(self._stack, layer, batch)
         except torch.OutOfMemoryError:
             good = False
         if good:
             self.num_steps += 1
-        else:  # one bad lesson is enough to spoil every batch it is in
+        else:  # drop all positions, since a bad one would spoil every batch that contains it
             self._lessons.pop(layer)
-            self._credit.pop(layer)
+            self._remaining.pop(layer)
         return good
 
-    def _spend(self, begun: float) -> float:
+    def _add_seconds(self, begun: float) -> float:
         spent = max(0.0, self._clock() - begun)
         self.seconds += spent
         return spent
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Learn what time is left for, and write the averaged heads, whole or not at all; returns the file.
+        """Train while time is left, write the averaged heads, and return the file.
 
         Raises:
-            ValueError: no folder was named, here or before.
-            OSError: it cannot be written; what was there before is still there.
+            ValueError: no folder is given, here or at construction.
+            OSError: the file cannot be written; an earlier one is unchanged.
         """
         folder = self.folder if folder is None else folder
         if folder is None:
-            raise ValueError("folder must be named, here or where the Learner is made")
+            raise ValueError("folder must be a path, here or in Learner(folder=...), got None")
         self.update()
         return self.heads.save(folder)
 

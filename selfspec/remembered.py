@@ -1,4 +1,4 @@
-"""`Remembered`: what is known of a model beside its weights: what rounds cost here, how often its layers are right."""
+"""`Remembered`: the cost table and acceptance statistics of an opened model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITE_EVERY = 0.1  # seconds
 
 
 class Way(NamedTuple):
-    """What tells policies that may go on in later calls apart, beside their costs."""
+    """The arguments with which a kept policy was made; a later call may reuse it with equal ones."""
 
     exact: bool
     exit_layer: int | None
@@ -31,29 +31,29 @@ class Way(NamedTuple):
 
 
 class Remembered:
-    """Costs and acceptance statistics of an opened model, from this program, earlier ones, or the model's own files.
+    """Costs and acceptance statistics of an opened model, from this process, earlier ones, or the model's files.
 
-    Writing statistics down and making a policy from them takes the interpreter as long as a small model takes for a
-    dozen tokens. So the policy of the call that ended last is kept, and one that wants the same goes on with it, as if
-    its prompts were further ones of one engine. What such a policy saw is written down when somebody asks, and now and
-    then: calls that begin while it is in use may miss the last tenth of a second.
+    Exporting statistics and making a policy from them takes as long as a dozen tokens of a small model. So the policy
+    of the last call is kept, and the next call with the same arguments continues with it. Its statistics are exported
+    when they are needed, and at most every `WRITE_EVERY` seconds; calls that start while it is in use may lack the
+    statistics of that time.
 
     Attributes:
-        stored_prior: statistics that came with the model's files, see `selfspec.calibrate.profile.stored_prior`.
+        stored_prior: statistics from the model's files, see `selfspec.calibrate.profile.stored_prior`.
     """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._costs: dict[bool, Costs] = {}  # of exact mode, and of the ordinary one
+        self._costs: dict[bool, Costs] = {}  # key: exact mode
         self._prior: dict[str, Any] | None = None
-        self._has_looked = False  # for what earlier programs kept
-        self._idle: tuple[Way, Adaptive] | None = None  # the policy that ended last, as long as nobody has it
-        self._is_written, self._written_at = True, 0.0  # whether `_prior` is what that one saw; and when one was
+        self._is_read = False  # whether saved statistics were read
+        self._idle: tuple[Way, Adaptive] | None = None  # the kept policy, while no call uses it
+        self._is_written, self._written_at = True, 0.0  # whether `_prior` has its statistics, and when it was set
         self._lock = RLock()
         self.stored_prior: Any = None
 
     def costs(self, stack: Stack, batch_size: int, exact: bool) -> Costs:
-        """See `Target.costs`; of `stack`, which is another one in exact mode."""
+        """See `Target.costs`; `stack` is the one that decodes, which differs in exact mode."""
         known = self._costs.get(exact)
         if known is None or not profile.covers(known, batch_size):
             known = self._costs[exact] = profile.costs_of(stack, batch_size)
@@ -61,12 +61,11 @@ class Remembered:
 
     @property
     def prior(self) -> dict[str, Any] | None:
-        """Acceptance statistics of earlier calls, or of earlier programs that kept theirs, or those that came with the
-        model; None when there are none."""
+        """Acceptance statistics of earlier calls, else saved ones, else the model's own; None without any."""
         with self._lock:
             self._write_idle()
-            if self._prior is None and not self._has_looked:
-                self._has_looked = True
+            if self._prior is None and not self._is_read:
+                self._is_read = True
                 found = (profile.read_prior(self._stack), self.stored_prior)
                 self._prior = next((one for one in found if is_prior(one, self._stack.num_layers)), None)
             return self._prior
@@ -75,10 +74,10 @@ class Remembered:
     def prior(self, prior: dict[str, Any] | None) -> None:
         with self._lock:
             self._idle, self._written_at = None, 0.0
-            self._prior, self._has_looked = prior, True
+            self._prior, self._is_read = prior, True
 
     def take(self, policy: Policy) -> None:
-        """What a policy saw is where the next one starts."""
+        """Use the statistics of a policy as the prior of later ones."""
         inner = policy.inner if isinstance(policy, RankZeroPolicy) else policy
         if isinstance(inner, Adaptive):
             with self._lock:
@@ -86,7 +85,7 @@ class Remembered:
                 self._write(inner)
 
     def keep(self, policy: Adaptive, way: Way) -> None:
-        """The same of one that nobody else uses from now on."""
+        """Keep a policy for later calls; its caller must not use it any more."""
         policy.forget_rows()
         with self._lock:
             self._idle, self._is_written = (way, policy), False
@@ -94,7 +93,7 @@ class Remembered:
                 self._write(policy)
 
     def go_on(self, way: Way, costs: Callable[[], Costs]) -> Adaptive | None:
-        """The policy that was kept, if it is of this kind and these costs; whoever gets it has it alone."""
+        """Hand out the kept policy if it has these arguments and costs, else None. Only one caller gets it."""
         with self._lock:
             kept, policy = self._idle or (None, None)
             if policy is None or kept != way or policy.costs is not costs():
@@ -103,7 +102,7 @@ class Remembered:
             return policy
 
     def copy(self) -> Self:
-        """One that goes on by itself from what is known now."""
+        """An independent copy."""
         with self._lock:
             self._write_idle()
             other = copy(self)
@@ -111,7 +110,7 @@ class Remembered:
         return other
 
     def save(self) -> None:
-        """For later programs, in the user's cache folder."""
+        """Save the statistics in the user's cache folder."""
         with self._lock:
             self._write_idle()
             if self._prior is not None:
@@ -123,14 +122,14 @@ class Remembered:
 
     def _write(self, policy: Adaptive) -> None:
         state = policy.state()
-        if is_prior(state, self._stack.num_layers):  # not of one that was interrupted in the middle
+        if is_prior(state, self._stack.num_layers):  # false where an interrupt left the policy inconsistent
             self._prior, self._is_written, self._written_at = state, True, monotonic()
 
 
 def way_of(
     policy: Any, exit_layer: Any, num_draft_tokens: Any, drafts: Any, exact: bool, has_corpus: bool
 ) -> Way | None:
-    """Of what a caller asks for, see `control.registry.make_policy`; None where that is nothing of `adaptive`."""
+    """The `Way` of the arguments of `make_policy`; None where the policy is not `adaptive`."""
     if policy is None and exit_layer is None and num_draft_tokens is None:
         policy = DEFAULT_POLICY
     if not isinstance(policy, str) or policy != "adaptive":

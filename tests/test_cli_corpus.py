@@ -175,7 +175,7 @@ def test_a_damaged_datastore_is_refused(run, tmp_path):
     assert run("corpus", "info", file).code == 0
     assert_refused(run("corpus", "info", file, "--verify"), 1, "body", "damaged", "build it again")
     file.write_bytes(content[:-1])
-    assert_refused(run("corpus", "info", file), 1, "bytes where")
+    assert_refused(run("corpus", "info", file), 1, "bytes, got")
 
 
 def test_drafts_are_not_looked_up_in_what_does_not_fit_the_model(run, tmp_path, tokenizer):
@@ -186,4 +186,4 @@ def test_drafts_are_not_looked_up_in_what_does_not_fit_the_model(run, tmp_path, 
     build(file, [[1, 2, 70000]], vocabulary_of(tokenizer), 70001)
     assert_refused(run(*call, file), 1, "70001 tokens", "build it again")
     file.write_bytes(file.read_bytes()[:-1])
-    assert_refused(run(*call, file), 1, "bytes where", "build it again")
+    assert_refused(run(*call, file), 1, "bytes, got", "build it again")

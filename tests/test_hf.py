@@ -23,6 +23,7 @@ from transformers import (
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
     TextIteratorStreamer,
@@ -180,6 +181,7 @@ class Shy(LogitsProcessor):
     [
         {"repetition_penalty": 1.7},
         {"no_repeat_ngram_size": 1},
+        {"repetition_penalty": 0.8, "no_repeat_ngram_size": 2, "pad_token_id": 40},
         {"bad_words_ids": [[i] for i in range(3, 50)] + [[60, 61]]},
         {"suppress_tokens": list(range(40, 90)), "begin_suppress_tokens": list(range(3, 40))},
         {"forced_eos_token_id": EOS, "renormalize_logits": True},
@@ -253,6 +255,22 @@ def test_usual_filters_are_applied_to_all_rows_at_once(llama, monkeypatch):
     (native, plain), (rest, processed) = seen
     assert native.filters == (0.5, 9, 0.9, 0.02) and not plain["logits_processor"]
     assert rest.filters == (1.0, 0, 1.0, 0.0) and processed["logits_processor"]  # another processor comes after them
+
+
+@pytest.mark.parametrize("counts_padding", [False, True])
+def test_penalties_are_no_processors_but_where_they_count_padding(llama, monkeypatch, counts_padding):
+    seen = []
+    monkeypatch.setattr(
+        "selfspec.hf_call.Request", lambda *args, **kw: seen.append((args[2], kw)) or Request(*args, **kw)
+    )
+    inputs = batch((9, 4), pad=40)
+    if counts_padding:
+        check(llama, inputs, logits_processor=lambda: [RepetitionPenaltyLogitsProcessor(1.7)], pad_token_id=40)
+    else:
+        check(llama, inputs, repetition_penalty=1.7, no_repeat_ngram_size=2, pad_token_id=40)
+    (whole, alone), (padded, beside) = seen
+    assert whole.penalties == (1.7, 0.0, 0.0, 0 if counts_padding else 2) and not alone["logits_processor"]
+    assert padded.no_repeat_ngram_size == 0 and beside["logits_processor"]
 
 
 def test_greedy_draws_nothing_and_copies_differ(llama):

@@ -243,5 +243,5 @@ def test_a_setting_out_of_range_is_refused_by_name(target, options, sentence):
 
 
 def test_a_folder_is_needed_to_save(target):
-    with pytest.raises(ValueError, match="folder must be named"):
+    with pytest.raises(ValueError, match="folder must be a path"):
         Learner(target).save()

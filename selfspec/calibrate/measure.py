@@ -1,7 +1,7 @@
-"""Measure a machine's `Costs` on real rounds of the model itself.
+"""Measure the `Costs` of a machine on whole rounds of the model.
 
-Early passes, verifications, heads and picks are timed inside whole rounds: a few early layers that run again and again
-stay in the processor's caches, and a whole model often does not, so that pieces timed alone would mislead.
+Early passes, verifications, heads and picks are timed within whole rounds. Timed alone, a few layers would stay in the
+processor's caches, which a whole model does not.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from selfspec.model.stack import Stack
 from selfspec.progress import report
 
 _log = logging.getLogger("selfspec")
-QUICK_SECONDS = 1.5  # what a measurement at first use may take, as far as the model's size lets it
+QUICK_SECONDS = 1.5  # time limit of a measurement at first use; slow models exceed it
 REPEATS = 7
 LEAST_READINGS = 3  # of every piece, however long that takes
 TOLD = 2.0  # seconds: a measurement that will take longer is told in a log line
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
-HEAD_TOKENS = (32, 128)  # beyond what rounds themselves show
-# Of several rows: tokens per row, and in all. Products of matrices take tokens by sixteens, and by even widths up to
-# eight rows would be measured only where they fill such a step.
+HEAD_TOKENS = (32, 128)  # numbers of tokens that rounds do not reach
+# For several rows: tokens per row, and the maximum in all. Matrix products have steps of 16 tokens; with even widths,
+# batches of up to 8 rows would be measured at full steps only.
 BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 288
-BESIDE = (0, 1, 3, 7)  # tokens drafted beside others
-RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # of a ragged verification every fourth row has so many tokens, the others one
+BESIDE = (0, 1, 3, 7)  # second choices
+RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # in a ragged verification every fourth row has so many tokens, the others have one
 SHADOW_POSITIONS = (1, 4, 8, 32)
-LONG_CONTEXT, LONG_WIDTH = 512, 8  # tokens cached, and per row of a verification beside them
-LONGER = (64, 128)  # tokens by which rows of a batch become longer; by the last also every second one alone
-LONGER_WIDTH = 3  # tokens per row of a verification of such rows
+LONG_CONTEXT, LONG_WIDTH = 512, 8  # cached tokens, and tokens per row of a verification with them
+LONGER = (64, 128)  # additional cached tokens per row of a batch; the last also for every second row only
+LONGER_WIDTH = 3  # tokens per row of a verification with these
 STEPS = 4  # early passes of a timed round
-FAST = 3e-3  # seconds of a forward, up to which it matters that many rounds come in a call
-THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # what a slow model is measured at in a hurry
-THIN_BATCH_WIDTHS = (1, 2, 8)  # and of several rows, of whose numbers those in the middle are left out
-MANY_FORWARDS = 200  # a model is slow when so many forwards take longer than there is time
-PER_PROBE = 3  # forwards that a probe takes, about
+FAST = 3e-3  # seconds of a forward below which the overhead of single calls matters
+THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # the points of a slow model with a time limit
+THIN_BATCH_WIDTHS = (1, 2, 8)  # the same of several rows; batch sizes between the second and the last are left out
+MANY_FORWARDS = 200  # a model is slow where so many forwards exceed the time limit
+PER_PROBE = 3  # forwards of a probe, about
 
 
 def exits_to_time(num_layers: int) -> list[int]:
@@ -60,43 +60,42 @@ def measure(
     within: float | None = QUICK_SECONDS,
     counts: Callable[[Sequence[float]], float] = low,
 ) -> Costs:
-    """Time every piece of a round; how far that is, is reported, see `selfspec.progress`.
+    """Time every part of a round. Progress is logged, see `selfspec.progress`.
 
     Args:
-        batch_sizes: numbers of rows to measure; a single row is always among them.
-        widths: tokens of a single row's verifications; several rows have their own, up to the widest of these.
-        repeats: how often each point is timed, or three times as many where rounds are timed in turns.
-        within: seconds after which no further repeat is begun (each point is timed three times at least, as far as
-            `repeats` lets it, and a slow model is measured at fewer of them); None: no limit.
+        batch_sizes: numbers of rows to measure; 1 is always added.
+        widths: tokens of a single row's verifications. Several rows have `BATCH_WIDTHS` up to the largest of these.
+        within: seconds after which no further repeat begins; None: no limit. Each point is timed three times at least,
+            or `repeats` times where that is less; slow models are measured at fewer points.
         counts: see `Readings`.
 
     Raises:
-        ValueError: a model of one layer, which has no early pass.
+        ValueError: the model has one layer only.
     """
     if stack.num_layers < 2:
-        raise ValueError(f"a model of {stack.num_layers} layer has no layer to leave early at, so no costs to measure")
+        raise ValueError(f"a model must have at least 2 layers to measure costs, got {stack.num_layers}")
     sizes = sorted({1, *batch_sizes})
     with torch.inference_mode():
-        costs = _Clock(stack, sizes, widths, counts).costs(repeats, within)
+        costs = _Measurement(stack, sizes, widths, counts).costs(repeats, within)
         if stack.agreed(doubtful(costs)):
-            # Somebody else had the processor just then; a profile is kept, so it is worth a second try.
-            report("these figures do not fit together; measuring again")
+            # Probably another process was running. Since profiles are kept, a second measurement is worth its time.
+            report("these figures are inconsistent; measuring again")
             longer = None if within is None else 2 * within
-            costs = _Clock(stack, sizes, widths, counts).costs(max(3, repeats), longer, is_told=True)
+            costs = _Measurement(stack, sizes, widths, counts).costs(max(3, repeats), longer, is_told=True)
         return stack.agreed(costs)
 
 
 def doubtful(costs: Costs) -> bool:
-    """Whether a layer seems to cost as much as half of all of them, or a part of a model more than the whole of it."""
+    """Whether one layer takes more than half of a forward, or a part of the layers more than all of them."""
     early, plain = costs.early[1], costs.plain(1)
     return costs.num_layers >= 4 and (early(1) > plain / 2 or early(costs.num_layers - 1) > 1.3 * plain)
 
 
-class _Clock:
-    """Runs every probe in turn, and all again, so that what drifts reaches all alike.
+class _Measurement:
+    """Runs all timings in turn, several times, so that a drift of the machine's speed affects all of them.
 
-    In its turn a probe follows itself, as rounds do while decoding: its weights are in the caches that they then are
-    in. The first of a turn is not counted, unless a forward takes so long that its weights are in no cache anyway.
+    Each timing runs several times in a row, as rounds do while decoding, so that the processor's caches are in the same
+    state. The first run is not counted, except for large models, whose weights do not fit into caches.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class _Clock:
         self.thin = self.stack.agreed(within is not None and forward * MANY_FORWARDS > within)
         self.is_fast = forward < FAST
         if self.stack.has_copies and self.steps == STEPS:
-            self.copied(1, max(1, self.stack.num_layers // 2))  # which makes all of the copies
+            self.copied(1, max(1, self.stack.num_layers // 2))  # this makes all copies
         if self.thin and len(self.batch_sizes) > 3:
             self.batch_sizes = [*self.batch_sizes[:2], self.batch_sizes[-1]]
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
@@ -145,7 +144,7 @@ class _Clock:
                 for self.keeps in turn:
                     probe()
             for rows in self.batch_sizes if self.has_calls else ():
-                self.around(rows)  # which is many rounds itself
+                self.around(rows)  # many rounds per call
         beyond = self.long - self.base
         return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
 
@@ -181,26 +180,26 @@ class _Clock:
         yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
 
     def batch_widths(self, rows: int) -> list[int]:
-        """Tokens per row of verifications of several rows, and of all where there is little time."""
+        """Tokens per row of verifications of several rows, and of one row of a slow model."""
         usual = (THIN_WIDTHS if rows == 1 else THIN_BATCH_WIDTHS) if self.thin else BATCH_WIDTHS
         widths = [w for w in usual if w <= self.widths[-1]]
         return [w for w in widths if rows * w <= max(MOST, 2 * rows)]
 
     @property
     def has_calls(self) -> bool:
-        """Whether many rounds come in one call, and are fast enough to be timed so, and for that to matter."""
+        """Whether timed rounds run many per call: it is possible, and rounds are fast enough for it to matter."""
         return self.timed.in_calls and self.is_fast and self.engines.fits
 
     def read(self, rows: int, context: int) -> None:
-        """Bring all that rows hold into the caches, where decoding finds it: a call is too short for that."""
+        """Read all keys of the rows once, so that they are in the processor's caches, as during decoding."""
         self.laps(rows, Plan(None, (0,) * rows), context)
 
     def plain(self, rows: int, context: int, piece: str, size: int = 1, uneven: int = 0) -> None:
-        """A plain round, kept as `piece` of such a size, in which every second row holds `uneven` tokens more."""
+        """Time a plain round as `piece` of this size; every second row has `uneven` more cached tokens."""
         single, *warm = self.laps(rows, Plan(None, (0,) * rows), context, uneven)
         (around, *_), (layers, *_) = single["rest"], single["verify"]
         if not self.timed.in_calls:
-            layers += around  # which other rounds spend beside layers, too
+            layers += around  # other rounds have this overhead within their layers, too
         elif not self.has_calls:
             self.keep("rest", rows, 1, around)
         if piece == "plain":
@@ -208,16 +207,16 @@ class _Clock:
         for laps in warm or [single]:
             self.keep(piece, rows, size, laps["verify"][0] if warm else layers)
             self.keep("plain head", 1, rows, laps["head"][0])
-            if self.steps == 1:  # no draft shows any other
+            if self.steps == 1:  # no draft measures the head
                 self.keep("head", 1, rows, laps["head"][0])
 
     def around(self, rows: int) -> None:
-        """What is spent around the forwards of plain rounds."""
+        """Time the overhead of plain rounds."""
         forward = self.readings.typical("plain")[rows][1]
         self.keep("around", rows, 1, self.engines.seconds(self.given(rows, 0).tolist(), forward))
 
     def round(self, rows: int, exit_layer: int, width: int, piece: str, context: int | None = None) -> None:
-        """A round of `width` tokens per row; its early passes or its verification are kept, its heads and picks."""
+        """Time a round of `width` tokens per row: its early passes or its verification, and its heads and picks."""
         single, *warm = self.laps(rows, Plan(exit_layer, (width - 1,) * rows, keep_confidence=True), context)
         for laps in warm or [single]:
             (first, *later), late = laps["draft"], laps["verify"][0]
@@ -226,7 +225,7 @@ class _Clock:
                 self.keep(piece, rows, exit_layer, sum(later) / len(later) if later else first)
             else:
                 self.keep(piece, rows, width, late)
-            if width == 1:  # a whole forward in two parts: one more reading of what is short of them
+            if width == 1:  # a plain forward in two parts
                 self.keep("halves", rows, 1, first + late)
             for stage in ("head", "pick"):
                 *drafting, judging = laps[stage]
@@ -236,7 +235,7 @@ class _Clock:
                     self.keep(stage, 1, rows * width, judging)
 
     def copied(self, rows: int, exit_layer: int) -> None:
-        """A round's draft by copies of the layers."""
+        """Time a draft by 4-bit copies of the layers."""
         plan = Plan(exit_layer, (self.steps - 1,) * rows, keep_confidence=True, draft_bits=4)
         single, *warm = self.laps(rows, plan)
         for laps in warm or [single]:
@@ -248,7 +247,7 @@ class _Clock:
                 self.keep("copied head", 1, rows, one)
 
     def beside(self, drafted: int, more: int) -> None:
-        """The last early pass of a draft, with so many tokens drafted beside the others."""
+        """Time the last early pass of a draft with `more` second choices."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
         plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)
         single, *warm = self.laps(1, plan)
@@ -256,7 +255,7 @@ class _Clock:
             self.keep("wide", 1, 1 + more, laps["draft"][-1])
 
     def ragged(self, rows: int) -> None:
-        """A verification of all layers in which few rows have many tokens, and the others one."""
+        """Time a verification by all layers in which few rows have many tokens and the others one."""
         lengths = [0 if i % RAGGED_EVERY else RAGGED_WIDTH - 1 for i in range(rows)]
         [laps] = self.laps(rows, Plan(LOOKUP, tuple(lengths)))
         self.keep("ragged", rows, sum(lengths) + rows, laps["verify"][0])
@@ -269,19 +268,19 @@ class _Clock:
         return self.timed.laps(num_rows, self.base if context is None else context, plan, further, uneven)
 
     def head(self, num_tokens: int) -> None:
-        """The head and picks of many tokens, after a forward: as in a round, nothing of the head is in the caches."""
+        """Time head and picks of many tokens after a forward, so that the head is not in the processor's caches."""
         self.plain(1, self.base, "plain")
         hidden = self.given(num_tokens, 1)
         start = self.now()
         logits = self.stack.logits(hidden, self.middle)
         between = self.now()
         picks = self.picker(logits, [Sampling()] * num_tokens, range(num_tokens)).tokens
-        torch.stack([picks, picks]).tolist()  # as a round copies its drafts and picks
+        torch.stack([picks, picks]).tolist()  # a round copies drafts and picks to the host
         self.keep("head", 1, num_tokens, between - start)
         self.keep("pick", 1, num_tokens, self.now() - between)
 
     def shadow(self, positions: int) -> None:
-        """Shadow picks of all layers at a few positions."""
+        """Time shadow picks of all layers at a few positions."""
         hidden, sampling = self.given(positions, 1), [Sampling()] * positions
         at = range(positions)
         scores = self.stack.logits(hidden)

@@ -1,4 +1,4 @@
-"""What an engine spends around the forwards of its rounds: on asking, accepting, telling, and on calls."""
+"""The overhead of an engine's rounds: everything outside of forwards, heads and picks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from selfspec.decoding.results import Round
 from selfspec.model.draft_vocabulary import Frequencies
 from selfspec.model.stack import Stack
 
-# Plain rounds, of rows of so many tokens: a call that begins takes as long as dozens of them spend around their
-# forwards, so there are more of fast ones, as in the texts of fast models: up to so many in so many seconds, which is
-# less than a burst. With a longer burst the call would begin before the clock is read.
+# Plain rounds per measurement: at least ROUNDS, and as many as take SPAN seconds, up to MOST_ROUNDS. Starting a call
+# takes as long as the overhead of dozens of rounds, so a measurement needs many of them. SPAN is less than a burst.
 ROUNDS, MOST_ROUNDS, SPAN = 32, 128, 0.03
-PROMPT = 2
+PROMPT = 2  # tokens
 
 
-class _Plain:
-    """What an engine needs of a target, as far as it decodes plainly."""
+class _PlainTarget:
+    """A stand-in for a target, sufficient for plain decoding."""
 
     tokenizer = prior = stored = default_exit_layer = default_num_draft_tokens = None
     eos_token_ids: frozenset[int] = frozenset()
@@ -32,8 +31,8 @@ class _Plain:
         raise NotImplementedError("plain decoding needs no costs")
 
 
-class _Warmed(Policy):
-    """Plain decoding whose first program is a single round: what reading a prompt takes is not timed."""
+class _PlainAfterPrefill(Policy):
+    """Plain decoding whose first program is one round, so that prefill is not timed."""
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         is_new = rows[0].content_length == PROMPT
@@ -41,30 +40,30 @@ class _Warmed(Policy):
 
 
 class EngineOverhead:
-    """Times plain rounds as engines decode them, many in one call.
+    """Times plain rounds of an engine, many per call.
 
     Args:
-        now: the clock, in seconds.
+        now: returns the time in seconds.
     """
 
     def __init__(self, stack: Stack, now: Callable[[], float]) -> None:
-        self._target, self._now = _Plain(stack), now
-        self._engines: dict[int, Engine] = {}  # by rows; what they have made stays
+        self._target, self._now = _PlainTarget(stack), now
+        self._engines: dict[int, Engine] = {}  # by number of rows
 
     @property
     def fits(self) -> bool:
-        """Whether rows may become long enough."""
+        """Whether the context limit allows enough rounds."""
         return self._target.stack.context_limit > PROMPT + ROUNDS
 
     def seconds(self, tokens: Sequence[int], forward: float = SPAN) -> float:
-        """Around one round of as many rows as there are tokens, which they begin with, and of about so many seconds."""
+        """Seconds of overhead per round. Each token starts a row; `forward` is the approximate time of a round."""
         rows, longest = len(tokens), self._target.stack.context_limit - PROMPT - 1
         count = min(MOST_ROUNDS, longest, max(ROUNDS, int(SPAN / max(forward, SPAN / MOST_ROUNDS))))
         engine = self._engines.get(rows)
         if engine is None:
             room = rows * (PROMPT + MOST_ROUNDS + 1)
-            engine = Engine(self._target, policy=_Warmed(), max_batch_size=rows, max_cached_tokens=room)
-            engine.frequencies = Frequencies(engine.stack.vocab_size)  # these tokens are nobody's
+            engine = Engine(self._target, policy=_PlainAfterPrefill(), max_batch_size=rows, max_cached_tokens=room)
+            engine.frequencies = Frequencies(engine.stack.vocab_size)  # random tokens must not be counted
             self._engines[rows] = engine
         for token in tokens:
             engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=count + 2)

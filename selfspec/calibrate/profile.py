@@ -1,8 +1,8 @@
-"""Profiles: what was measured once and is true next time, kept as small JSON files in the user's cache folder.
+"""Profiles: measurements that are kept as small JSON files in the user's cache folder.
 
-Two kinds. `costs-*.json` holds the seconds of a round's pieces: they belong to a shape of model on a machine, whatever
-its weights. `prior-*.json` holds acceptance statistics of earlier runs: they belong to weights, whatever the machine. A
-file that is broken, or is of another model or machine than its name says, is left aside with a notice, never an error.
+`costs-*.json` holds the cost table for a model's shape and a machine; it does not depend on weights. `prior-*.json`
+holds acceptance statistics of earlier runs for a model's weights; it does not depend on the machine. A file that is
+damaged, or belongs to another model or machine, is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from selfspec.model.exact import ExactStack
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.model.stack import Stack
 
-SCHEMA = 21  # of the files; another number makes every older file stale
-PRIOR_SCHEMA = 2  # of what is in a prior
+SCHEMA = 21  # version of costs files; files of other versions are not read
+PRIOR_SCHEMA = 2  # version of prior files
 STORED = "selfspec-prior.json"  # in a model's folder
-MOST_ROWS = 32  # measured at first use; tables go on by their last slope
+MOST_ROWS = 32  # largest batch measured at first use; tables extrapolate beyond
 ABOUT = {
     "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",
     "prior": "How often drafts of this model were right in earlier runs, kept by selfspec. Safe to delete.",
@@ -41,7 +41,7 @@ _log = logging.getLogger("selfspec")
 
 
 def folder() -> Path:
-    """Where profiles are kept; $SELFSPEC_CACHE chooses another place.
+    """The folder of profiles, below $SELFSPEC_CACHE if it is set.
 
     Raises:
         OSError: the user has no home folder.
@@ -50,7 +50,7 @@ def folder() -> Path:
 
 
 def costs_key(stack: Stack) -> dict[str, Any]:
-    """What costs depend on: the model's shape, not its weights, and everything that runs it."""
+    """Everything that costs depend on: the model's shape, engine, device, number of threads and versions."""
     return {
         "schema": SCHEMA,
         **shape_of(stack),
@@ -69,7 +69,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
 
 
 def prior_key(stack: Stack) -> dict[str, Any]:
-    """What acceptance depends on: the model and its weights, adapters and exit heads included."""
+    """Everything that acceptance depends on: the model, its weights, adapters and exit heads."""
     return {"schema": PRIOR_SCHEMA, **shape_of(stack), "weights": weights_of(stack), "exit_heads": heads_of(stack)}
 
 
@@ -80,7 +80,7 @@ def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:
 
 
 def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
-    """The saved costs, else costs measured now and saved. Batch sizes that a saved profile lacks are measured too."""
+    """The saved costs. What they lack for this batch size is measured now and saved."""
     known = stack.agreed(read_costs(stack))
     if known is not None and covers(known, batch_size):
         return known
@@ -88,18 +88,18 @@ def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
     sizes = [1 << i for i in range(MOST_ROWS.bit_length()) if 1 << i < 2 * min(batch_size, MOST_ROWS)]
     costs = measure(stack, [size for size in sizes if size not in done])
     if known is not None:
-        costs = _joined(known, costs)
+        costs = _merge(known, costs)
     save_costs(stack, costs)
     return costs
 
 
 def covers(costs: Costs, batch_size: int) -> bool:
-    """Whether as many rows were measured, or as many as ever are at first use."""
+    """Whether the costs include this batch size or `MOST_ROWS`."""
     return costs.plain.points[-1] >= min(batch_size, MOST_ROWS)
 
 
 def read_costs(stack: Stack) -> Costs | None:
-    """The saved costs; None where there are none to be used."""
+    """The saved costs; None where there are no usable ones."""
     key = costs_key(stack)
     given = _read("costs", key, "measuring again")
     if given is None:
@@ -109,39 +109,39 @@ def read_costs(stack: Stack) -> Costs | None:
         if costs.num_layers != stack.num_layers:
             raise ValueError(f"costs of {costs.num_layers} layers for a model of {stack.num_layers}")
         if not costs.plain.seconds[0] > 0:
-            raise ValueError("a whole forward took no time")
+            raise ValueError("a plain forward takes no time")
         return costs
     except ValueError as problem:
-        _leave("costs", key, str(problem), "measuring again")
+        _warn_unusable("costs", key, str(problem), "measuring again")
         return None
 
 
 def save_costs(stack: Stack, costs: Costs) -> Path | None:
-    """The file they are in now; None, with a notice, where it cannot be written."""
+    """Save costs and return the file; None, with a warning, where it cannot be written."""
     return _write("costs", costs_key(stack), costs.as_dict())
 
 
 def read_prior(stack: Stack) -> dict[str, Any] | None:
-    """The saved acceptance statistics of these weights, as `save_prior` was given them."""
+    """The saved acceptance statistics of these weights; None where there are no usable ones."""
     key = prior_key(stack)
     given = _read("prior", key, "starting without it")
     if given is None or isinstance(given, dict):
         return given
-    _leave("prior", key, f"a {type(given).__name__} where an object belongs", "starting without it")
+    _warn_unusable("prior", key, f"a {type(given).__name__} where an object belongs", "starting without it")
     return None
 
 
 def stored_prior(path: Path, stack: Stack) -> Any:
-    """The acceptance statistics in a file beside a model's weights; None where there are none, or of other weights."""
+    """The acceptance statistics in a file in the model's folder; None where there are none for these weights."""
     try:
-        given = json.loads(path.read_bytes(), parse_constant=_refuse)
+        given = json.loads(path.read_bytes(), parse_constant=_reject_constant)
         return given["prior"] if given["of"] == _stored_of(stack) else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
 
 def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
-    """Put acceptance statistics beside a model's weights, for whoever loads it first on a machine.
+    """Write acceptance statistics into a model's folder, for the first use on other machines.
 
     Raises:
         OSError: the file cannot be written.
@@ -153,25 +153,25 @@ def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
 
 
 def _stored_of(stack: Stack) -> list[str]:
-    """Nothing that depends on versions of libraries: the file is read on other machines."""
+    """The key of a stored prior, which does not depend on versions of libraries."""
     return [weights_of(stack), heads_of(stack)]
 
 
 def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
-    """Keep acceptance statistics for these weights.
+    """Save acceptance statistics for these weights.
 
     Args:
-        prior: whatever JSON can hold, under names; nothing here looks inside.
+        prior: a mapping that JSON can represent.
 
     Raises:
-        ValueError: NaN or infinity somewhere in it.
-        TypeError: something JSON cannot hold.
+        ValueError: it contains NaN or infinity.
+        TypeError: JSON cannot represent it.
     """
     return _write("prior", prior_key(stack), dict(prior))
 
 
-def _joined(known: Costs, more: Costs) -> Costs:
-    """What is known, and beside it what only `more` has: further rows, and wider products."""
+def _merge(known: Costs, more: Costs) -> Costs:
+    """`known`, with the points that only `more` has: further batch sizes, and larger numbers of tokens."""
 
     def both(name: str, of: Any = known, beside: Any = more) -> Table:
         old, new = getattr(of, name), getattr(beside, name)
@@ -180,7 +180,7 @@ def _joined(known: Costs, more: Costs) -> Costs:
     first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
     plain, head, pick = both("plain"), both("head"), both("pick")
     ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
-    rest = _joined_rest(known.rest, more.rest)
+    rest = _merge_rest(known.rest, more.rest)
     joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
     if known.plain_head is not None and more.plain_head is not None:
         joined = replace(joined, plain_head=both("plain_head"))
@@ -194,13 +194,13 @@ def _joined(known: Costs, more: Costs) -> Costs:
         alone = Table.of({1: known.context_width})
         widths = both("context_widths", replace(known, context_widths=known.context_widths or alone), more)
         joined = replace(joined, context_widths=widths)
-    tells_more = max(more.contexts, default=1) > max(known.contexts, default=1)  # of more rows
-    padding = more.padding if tells_more else known.padding
+    is_larger = max(more.contexts, default=1) > max(known.contexts, default=1)
+    padding = more.padding if is_larger else known.padding
     return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding)
 
 
-def _joined_rest(known: Table, more: Table) -> Table:
-    """Of tables whose last point is no measured one, but says how it goes on."""
+def _merge_rest(known: Table, more: Table) -> Table:
+    """Merge tables of `rest`, whose last point is not measured but sets the slope beyond."""
     if min(len(known.points), len(more.points)) < 2:
         return known
     measured = {p: s for t in (more, known) for p, s in zip(t.points[:-1], t.seconds[:-1], strict=True)}
@@ -209,13 +209,13 @@ def _joined_rest(known: Table, more: Table) -> Table:
 
 
 def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:
-    """What the key's file holds; None without a notice where there is no file that can be opened."""
+    """The content of the key's file; None without a warning where no file can be opened."""
     try:
         raw = path_of(kind, key).read_bytes()
     except OSError:
         return None
     try:
-        content = json.loads(raw, parse_constant=_refuse)
+        content = json.loads(raw, parse_constant=_reject_constant)
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} where an object belongs")
         if content.get("key") != key:
@@ -227,12 +227,12 @@ def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:
         reason = "nested too deeply"
     except ValueError as problem:  # bad JSON and bad UTF-8 among them
         reason = str(problem) if raw.strip() else "empty"
-    _leave(kind, key, reason, instead)
+    _warn_unusable(kind, key, reason, instead)
     return None
 
 
 def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Path | None:
-    """Whole or not at all: readers see the old file or the new one, and of several writers the last one wins."""
+    """Write the key's file and return it; None, with a warning, where it cannot be written."""
     whole = {"about": ABOUT[kind], "key": dict(key), kind: content}
     text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
     try:
@@ -246,9 +246,9 @@ def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Pa
         return None
 
 
-def _leave(kind: Kind, key: Mapping[str, Any], reason: str, instead: str) -> None:
+def _warn_unusable(kind: Kind, key: Mapping[str, Any], reason: str, instead: str) -> None:
     _log.warning("the profile %s is of no use (%s); %s", path_of(kind, key), " ".join(reason.split()), instead)
 
 
-def _refuse(constant: str) -> float:
+def _reject_constant(constant: str) -> float:
     raise ValueError(f"{constant} is no number")

@@ -1,4 +1,4 @@
-"""What a measurement has read of the pieces of a round, and the tables of `Costs` that it comes to."""
+"""`Readings`: the timings of the parts of rounds, and the `Costs` that follow from them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
 from selfspec.control.plan import LOOKUP
 
-LOW = 1 / 8  # the share of a piece's readings that lie below the one that counts, if their mean does not
-MOST_OF_MEDIAN = 4.0  # times the median that a reading counts for in a mean: more is an interruption
-TICK = 1e-9  # the least a piece takes, so that whoever divides by one can
-REST = 3e-5  # seconds of bookkeeping per round and row, wherever there is an interpreter
-ROW, MANY = 8e-6, 64  # and of rows beyond those that were measured, where many rounds come in a call
-
-
-MOST_SHORT = 1.25  # times that the parts of a forward are taken to fall short of it
+LOW = 1 / 8  # the quantile of `low`
+MOST_OF_MEDIAN = 4.0  # `mean` caps readings at this multiple of the median
+TICK = 1e-9  # smallest reading, so that quotients are finite
+REST = 3e-5  # seconds of Python code per round and row
+ROW, MANY = 8e-6, 64  # seconds per row beyond the measured batch sizes with many rounds per call; rows up to there
+MOST_SHORT = 1.25  # largest factor by which parts of a forward are scaled up to the whole
 
 
 def low(readings: Sequence[float]) -> float:
-    """Near the lowest of some, which ascend: for tables that decisions are made by.
+    """A low quantile of ascending readings, for tables that decisions use.
 
-    Whatever else runs on the machine only ever adds to a reading, and to long pieces more often than to short ones, so
-    that medians would set the pieces against each other.
+    Other processes only make readings longer, and long parts more often than short ones, so that medians of parts
+    would not be comparable.
     """
     return readings[min(int(len(readings) * LOW), (len(readings) - 1) // 2)]
 
 
 def mean(readings: Sequence[float]) -> float:
-    """To foretell what long calls take, in which all sorts of rounds come."""
+    """The mean of ascending readings, without extremes, for predicting the time of long runs."""
     most = MOST_OF_MEDIAN * readings[(len(readings) - 1) // 2]
     return sum([min(one, most) for one in readings]) / len(readings)
 
 
 class Readings:
-    """Seconds of pieces, as often as they were read.
+    """Timings of the parts of rounds ("pieces"), several of each.
 
     Args:
-        counts: what counts of a piece's readings, which ascend: `low` or `mean`.
+        counts: reduces the ascending readings of a piece to one value: `low` or `mean`.
     """
 
     def __init__(self, counts: Callable[[Sequence[float]], float] = low) -> None:
@@ -47,16 +45,16 @@ class Readings:
         self._taken: dict[tuple[str, int, int], list[float]] = {}  # (piece, rows, size) -> seconds
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
-        """Add a reading. `size` is what a piece's table is by: an exit layer, or tokens: all, per row, or cached."""
+        """Add a reading. `size`: the argument of the table, which is an exit layer or a number of tokens."""
         self._taken.setdefault((piece, rows, size), []).append(seconds)
 
     def costs(self, layers: int, middle: int, beyond: int) -> Costs:
-        """Tables of all pieces.
+        """Make the cost table.
 
         Args:
-            layers: of the model.
-            middle: the exit layer from which verifications were read.
-            beyond: tokens by which the context of "long" passes is longer than the others'; 0: it says nothing.
+            layers: number of layers of the model.
+            middle: the exit layer of the timed verifications.
+            beyond: additional cached tokens of "long" passes; 0: there were none.
         """
         late = {r: {w: s / (layers - middle) for w, s in t.items()} for r, t in self.typical("late").items()}
         plain = self._plain()
@@ -77,8 +75,8 @@ class Readings:
             **reading,
         )
         if self._counts is low:
-            costs = _as_wholes(costs, middle)
-        # A ragged round is the only one of its call, and finds caches as single plain rounds do.
+            costs = _scale_to_whole(costs, middle)
+        # A ragged round is timed alone in its call, so it is compared with plain rounds timed likewise.
         single = self.typical("single")
         factors = {
             rows: seconds / costs.verify(LOOKUP, rows, num_tokens) * min(1.0, costs.plain(rows) / single[rows][1])
@@ -88,7 +86,7 @@ class Readings:
         return replace(costs, ragged=Table.of(factors)) if factors else costs
 
     def _reading(self, layers: int, middle: int, beyond: int) -> dict[str, Any]:
-        """`Costs.context`, `contexts`, `context_width` and `padding`, each of readings of its own; see there."""
+        """`Costs.context`, `contexts`, `context_width`, `context_widths` and `padding`."""
         plain, late, by_width = self.typical("plain"), self.typical("late")[1], 0.0
         context = max(0.0, self.typical("long")[1][1] - plain[1][1]) / beyond / layers
         for width, seconds in self.typical("long late").get(1, {}).items():
@@ -110,7 +108,7 @@ class Readings:
         }
 
     def _widths(self, layers: int, middle: int, alone: float, more: Mapping[int, Mapping[int, float]]) -> Table | None:
-        """`Costs.context_widths`, of verifications of rows as long as the longest of `more`, see `_padding`."""
+        """`Costs.context_widths`, from verifications at the longest contexts of `more` (see `_padding`)."""
         late, by_rows = self.typical("late"), {}
         for rows, of_rows in self.typical("longer late").items():
             longest = max(more[rows])
@@ -120,27 +118,27 @@ class Readings:
         return Table.of({1: alone, **by_rows}) if by_rows else None
 
     def _padding(self, more: Mapping[int, Mapping[int, float]]) -> float:
-        """How much of what longer rows take longer is taken as well where only every second one is longer.
+        """`Costs.padding`, from forwards in which only every second row is longer.
 
         Args:
-            more: rows -> tokens -> seconds that a forward takes longer where all of them are longer by so many.
+            more: by rows and additional cached tokens: extra seconds of a forward where all rows are longer.
         """
         plain, of_all, of_half, least = self.typical("plain"), 0.0, 0.0, 0.0
         for rows, of_rows in self.typical("uneven").items():
             for longer, seconds in of_rows.items():
                 of_all += more[rows][longer]
                 of_half += seconds - plain[rows][1]
-                least += rows // 2 / rows * more[rows][longer]  # where each is read as far as it goes itself
+                least += rows // 2 / rows * more[rows][longer]  # each row read up to its own length
         return min(max((of_half - least) / (of_all - least), 0.0), 1.0) if of_all > least else 1.0
 
     def _plain(self) -> dict[int, dict[int, float]]:
-        """rows -> {1: seconds} of a whole forward, which takes no longer than one in two parts."""
+        """By rows: {1: seconds} of a plain forward, at most those of a forward in two parts."""
         plain = self.typical("plain")
         halves = self.typical("halves") if self._counts is low else {}
         return {rows: {1: min([of_one[1], *halves.get(rows, {}).values()])} for rows, of_one in plain.items()}
 
     def _rest(self) -> Table:
-        """What is spent around a plain round's forward, by rows."""
+        """The overhead of a plain round, by rows."""
         around = {rows: of_one[1] for rows, of_one in self.typical("around").items()}
         if around:
             last = max(around)
@@ -156,7 +154,7 @@ class Readings:
         return Copies(first, later, Table.of(self.typical("copied head")[1])) if first else None
 
     def typical(self, piece: str) -> dict[int, dict[int, float]]:
-        """rows -> size -> seconds of a piece. Readings of a clock that went backwards do not count."""
+        """Seconds of a piece by rows and size. Readings that are not positive are dropped."""
         found: dict[int, dict[int, float]] = {}
         for (name, rows, size), seconds in self._taken.items():
             if name == piece:
@@ -165,14 +163,14 @@ class Readings:
         return found
 
 
-def _as_wholes(costs: Costs, middle: int) -> Costs:
-    """Tables whose parts of a forward come to the whole of it.
+def _scale_to_whole(costs: Costs, middle: int) -> Costs:
+    """Scale the tables of early passes and verifications so that they add up to a plain forward.
 
-    Where a machine is quick and slow by turns, a whole forward is rarely quick all the way, and its parts, each near
-    the lowest of its own readings, add up to less: drafts, made of many parts, would seem to pay where they do not.
+    On a machine with varying speed, the low quantiles of the parts add up to less than that of the whole, so that
+    drafts would look cheaper than they are.
 
     Args:
-        middle: the exit layer from which verifications were read.
+        middle: the exit layer of the timed verifications.
     """
     copies = costs.copies
     short = {}

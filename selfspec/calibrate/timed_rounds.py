@@ -1,4 +1,4 @@
-"""`TimedRounds`: rounds of rows that are made up, decoded as the engine does it and timed stage by stage."""
+"""`TimedRounds`: rounds over synthetic rows, run by the engine's executors and timed by stage."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from selfspec.executors.select import executors_for
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 
-RAGGED = 4  # tokens by which rows of a batch differ in length, about their mean
-# Rounds after the first of a call of many, of which the last half count: the first ones find caches as the interpreter
-# left them, and take up to twice as long, plain ones most of all.
+RAGGED = 4  # tokens by which the rows of a batch differ in length
+# Rounds after the first one in a call. Only the last half of them counts, since the first rounds after Python code take
+# up to twice as long.
 FURTHER, LEAST_FURTHER = 12, 3
-GROWTH = 96  # tokens by which a row grows at most in a call, as far as fewer rounds can help it
+GROWTH = 96  # tokens by which a row may grow in a call; long drafts have fewer rounds per call
 
 
 class _Laps(StageSeconds):
-    """A round's stages one by one, on the measurement's own clock, which waits for the device."""
+    """The stages of a round one by one, by a clock that synchronises the device."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class _Laps(StageSeconds):
 
 
 class TimedRounds:
-    """Keeps the rows' caches from round to round.
+    """Runs and times rounds; the rows' caches are kept between them.
 
     Args:
-        num_rows: most rows of a round.
-        room: tokens that each may come to hold, without what makes them ragged.
-        far_room: what a single one may, where that is more.
+        num_rows: maximum number of rows of a round.
+        room: maximum length of a row in tokens.
+        far_room: the same for rounds of a single row with a long context.
     """
 
     def __init__(self, stack: Stack, num_rows: int, room: int, far_room: int) -> None:
@@ -68,13 +68,13 @@ class TimedRounds:
     def laps(
         self, num_rows: int, context: int, plan: Plan, further: int, uneven: int = 0
     ) -> list[dict[str, list[float]]]:
-        """Stage -> its seconds, one by one, of a round; and of the last half of so many further ones of its call.
+        """Run `1 + further` rounds in one call; seconds by stage of the first and of the last half of the others.
 
-        Rows grow by what is accepted, which takes longer to read: they begin as much shorter as they were too long, by
-        the time that counts, when this was asked last.
+        Accepted tokens make rows longer. So that the counted rounds have the wanted context, rows start shorter by the
+        growth that was measured at the last call with these arguments.
 
         Args:
-            uneven: tokens that every second row holds beyond its `context`.
+            uneven: additional cached tokens of every second row.
         """
         drafted = max(plan.draft_lengths)
         further = min(further, max(LEAST_FURTHER, GROWTH // (1 + drafted)))
@@ -106,11 +106,11 @@ class TimedRounds:
 
     @property
     def in_calls(self) -> bool:
-        """Whether many rounds come in one call."""
+        """Whether many rounds can run in one compiled call."""
         return self._stack.engine == "compiled" and self.picker.is_compiled and self._stack.runner is None
 
     def given(self, num_tokens: int, start: int) -> torch.Tensor:
-        """Tokens or hidden states that differ, as real ones do: experts are then chosen as variously."""
+        """Random tokens (`start` 0) or hidden states, so that tokens are routed to various experts."""
         known = self._inputs.get((num_tokens, start > 0))
         if known is None:
             source = torch.Generator().manual_seed(num_tokens)
@@ -130,7 +130,7 @@ class TimedRounds:
 
 
 def _is_whole(round_: Executed, plan: Plan) -> bool:
-    """Whether rows had room for all that they were to draft."""
+    """Whether all rows drafted as many tokens as planned."""
     drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
     return drafted == list(plan.draft_lengths)
 

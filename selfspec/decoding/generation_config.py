@@ -291,5 +291,5 @@ def peel(
 
 def _skipped(penalty: lp.RepetitionPenaltyLogitsProcessor, row: int) -> int:
     """First tokens of a row that a repetition penalty does not count."""
-    skipped = penalty.prompt_ignore_length
+    skipped = getattr(penalty, "prompt_ignore_length", None)  # some versions count all
     return int(skipped[row]) if isinstance(skipped, torch.Tensor) else skipped or 0

@@ -1,4 +1,4 @@
-"""The index of `Lookup` in compiled code, where layers are compiled anyway: a token takes it a quarter of the time."""
+"""The index of `Lookup` in compiled code, which takes a quarter of the time per token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from selfspec.control.rows import Tally
 from selfspec.drafting.prompt_lookup import MOST_MATCHED, Lookup
 from selfspec.kernels.compiled_call import functions, loaded
 
-AT_ONCE = 64  # tokens told in one call
+AT_ONCE = 64  # tokens added per call
 TOO_LITTLE = "there is too little memory for an index of a row's tokens; decode fewer rows at once, or without lookup"
 
 
 class CompiledLookup(Lookup):
-    """The same index, in about 60 bytes per token. Compiled rounds add tokens to it before its row holds them.
+    """The same index, with about 60 bytes per token. Compiled rounds add tokens to it before the row has them.
 
     Raises:
-        NoCompilerError: it cannot be compiled here.
+        NoCompilerError: the compiled code cannot be built.
     """
 
     def _make(self) -> None:
         self._lib = functions()
-        self._index: Any = None  # until there is memory for it
+        self._index: Any = None  # for `_free`, where allocation fails
         self._index = self._lib.selfspec_index_new(self.most, len(self._content))
         if not self._index:
             raise MemoryError(TOO_LITTLE)
@@ -36,24 +36,24 @@ class CompiledLookup(Lookup):
         if index:
             self._lib.selfspec_index_free(index)
 
-    def __del__(self) -> None:  # a finalizer of `weakref` takes several times as long to make, for every row
+    def __del__(self) -> None:  # `weakref.finalize` would take several times as long per row
         self._free()
 
     @property
     def address(self) -> int:
-        """Where the index is, for compiled rounds, which add to it the tokens that the row is then given."""
+        """The address of the index, for compiled rounds, which add the tokens of the row to it."""
         self._catch_up()
         return int(self._index)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the index, with a copy of the tokens."""
+        """Memory of the index and its copy of the tokens."""
         return int(self._lib.selfspec_index_bytes(self._index))
 
     def _catch_up(self) -> None:
         content = self._content
         held = self._lib.selfspec_index_state(self._index, self._state) if self._index else -1
-        if not 0 <= held <= len(content):  # rounds were lost that added to it, or there was too little memory
+        if not 0 <= held <= len(content):  # it has tokens of lost rounds, or there was too little memory
             self._free()
             self._make()
             held = 0
@@ -62,12 +62,12 @@ class CompiledLookup(Lookup):
             new = content[held : held + AT_ONCE]
             self._buffer[: len(new)] = [*new]
             if not self._lib.selfspec_index_add(self._index, self._buffer, len(new)):
-                self._free()  # nobody knows how many of them it took
+                self._free()  # the number of added tokens is unknown
                 raise MemoryError(TOO_LITTLE)
             held += len(new)
             self._lib.selfspec_index_state(self._index, self._state)
         self._read, (_, self._match, self._place) = held, self._state
-        if is_anew:  # its tokens were counted before
+        if is_anew:  # drop the counts, which were taken before
             self._lib.selfspec_index_tally(self._index, self._counts)
 
     def take_tally(self) -> Tally:
@@ -79,5 +79,5 @@ class CompiledLookup(Lookup):
 
 
 def lookup_of(content: Sequence[int], most: int = MOST_MATCHED) -> Lookup:
-    """An index over a row's tokens: compiled, if anything else is."""
+    """Make an index over a row's tokens; a compiled one where the compiled code is loaded."""
     return Lookup(content, most) if loaded() is None else CompiledLookup(content, most)

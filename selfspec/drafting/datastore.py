@@ -1,8 +1,8 @@
-"""Drafts from a corpus: what most often followed, anywhere in it, where a text went as the row's text does now.
+"""Drafts from a corpus: the most frequent continuations of a row's last tokens in it.
 
-The datastore of REST (arXiv 2311.08252) and SSSD (arXiv 2411.05894), with contexts sorted as they are read backwards:
-one binary search finds the longest suffix of a context that occurs, and all of its places stand side by side. The file
-is mapped, read only: however many processes use it, its pages are in memory once.
+The datastore of REST (arXiv 2311.08252) and SSSD (arXiv 2411.05894). Contexts are sorted backwards, so that one binary
+search finds the longest suffix of a context that occurs, and all its occurrences are adjacent. The file is mapped read
+only, so several processes share its memory.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from selfspec.drafting.prompt_lookup import Guess
 from selfspec.errors import DatastoreError
 from selfspec.model.fingerprint import vocabulary_of
 
-MOST_PLACES = 32  # looked at of a match; of more, so many evenly spread ones
-NEAR = 16
+MOST_PLACES = 32  # occurrences of a match that are read; of more, 32 at equal distances
+NEAR = 16  # entries around a hit that are tested before a binary search over the whole range
 
 
 class Match(NamedTuple):
-    """Where a context's last tokens occur in a corpus, each time with something after them."""
+    """The occurrences of a context's last tokens in a corpus that have a continuation."""
 
-    length: int  # how many tokens
-    first: int  # of the places, in the order of the index
-    end: int  # after the last of them
+    length: int  # matched tokens
+    first: int  # first occurrence in the index
+    end: int  # end of the occurrences in the index
 
     @property
     def num_places(self) -> int:
-        """How often they occur."""
+        """The number of occurrences."""
         return self.end - self.first
 
 
 class Datastore:
-    """An index of a corpus, as `selfspec corpus build` wrote it; any number of threads and processes may read it.
+    """An index of a corpus, written by `selfspec corpus build`. Safe for several threads and processes.
 
-    A builder that replaces the file leaves those who have it open with the old one.
+    Where a file is replaced, open datastores continue to use the old one.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,20 +54,20 @@ class Datastore:
         about = self.about
         starts = np.frombuffer(self._bytes, "<u4", about.vocab_size + 1, about.starts_at)
         places = np.frombuffer(self._bytes, "<u4", about.num_places, about.places_at)
-        # memoryviews give Python's own integers, at a third of the time
+        # memoryviews return Python integers, three times as fast as numpy
         self._start, self._place = (memoryview(np.asarray(part, np.uint32).data) for part in (starts, places))
 
     @classmethod
     def open(cls, path: str | Path, tokenizer: Any = None) -> Datastore:
-        """Map a datastore.
+        """Open a datastore.
 
         Args:
-            tokenizer: the model's; None leaves it to the caller that the corpus was tokenized with it.
+            tokenizer: the model's tokenizer, which is compared with that of the corpus; None: no comparison.
 
         Raises:
-            OSError: the file is not there or cannot be read.
-            DatastoreError: it is something else, damaged, or of another format or tokenizer. Only its header is
-                checked against damage; `datastore_file.verify` reads everything.
+            OSError: the file is missing or cannot be read.
+            DatastoreError: it is no datastore, is damaged, or has another format or tokenizer. Only the header is
+                checked for damage; `datastore_file.verify` checks all of the file.
         """
         made = cls(path)
         if tokenizer is not None and vocabulary_of(tokenizer) != made.about.tokenizer:
@@ -76,24 +76,24 @@ class Datastore:
 
     @classmethod
     def of(cls, given: str | Path | Datastore | None, tokenizer: Any = None) -> Datastore | None:
-        """The same as `open`, of a path; what is open already is left as it is."""
+        """Open a path; an open datastore and None are returned as they are. Errors as for `open`."""
         if not isinstance(given, str | Path | Datastore | None):
             raise ValueError(f"datastore must be a file or an open selfspec.Datastore, got {given!r}")
         return cls.open(given, tokenizer) if isinstance(given, str | Path) else given
 
     def check_fits(self, vocab_size: int) -> None:
-        """DatastoreError where the corpus was tokenized with more tokens than a model of `vocab_size` knows."""
+        """Raise DatastoreError where the corpus has a larger vocabulary than `vocab_size`."""
         if self.about.vocab_size > vocab_size:
             raise DatastoreError(
-                f"{self.path} holds a vocabulary of {self.about.vocab_size} tokens and the model knows {vocab_size}; "
+                f"{self.path} has a vocabulary of {self.about.vocab_size} tokens and the model one of {vocab_size}; "
                 "build it again with this model"
             )
 
     def find(self, context: Sequence[int], most: int = DEPTH) -> Match | None:
-        """The longest suffix of a context, of at most `most` tokens, that occurs in the corpus with more after it.
+        """Find the longest suffix of a context, of at most `most` tokens, that occurs with a continuation.
 
         Raises:
-            ValueError: `most` outside 1..16; contexts are sorted by so many tokens.
+            ValueError: `most` is not in 1..16, the number of tokens by which contexts are sorted.
         """
         if not 1 <= most <= DEPTH:
             raise ValueError(f"most must lie in 1..{DEPTH}, got {most}")
@@ -114,7 +114,7 @@ class Datastore:
             return None
         size = length * width
         key = key[:size]
-        near, far = slot - NEAR, slot + NEAR  # few matches reach further: look there before halving the whole range
+        near, far = slot - NEAR, slot + NEAR  # most matches have few occurrences
         if near > first and before(places[near]) != key:
             first = near
         if far < end and before(places[far]) != key:
@@ -123,9 +123,9 @@ class Datastore:
         return Match(length, first, bisect_right(places, key, slot, end, key=before))
 
     def draft(self, context: Sequence[int], num_tokens: int) -> Guess:
-        """After the longest match of a context: the most frequent next token, after it again the most frequent, ...
+        """Draft after the longest match of a context, each time the most frequent next token.
 
-        At most `num_tokens` tokens; fewer where all documents end before, none without a match.
+        At most `num_tokens` tokens; fewer where all documents end, none without a match.
         """
         match = self.find(context)
         if match is None or num_tokens < 1:
@@ -149,14 +149,13 @@ class Datastore:
         return Guess(self._tokens(path), match.length)
 
     def continuations(self, match: Match, num_tokens: int, most_branches: int) -> list[tuple[list[int], int]]:
-        """What followed a match, as `(tokens, count)`, the most frequent first.
+        """The continuations of a match as `(tokens, count)`, the most frequent first.
 
-        Of equally frequent ones, those with the more frequent first token come first.
-        Counts are over the places looked at, which are all, or of many 32 that are spread evenly.
+        Ties are ordered by the frequency of the first token. Counts are over at most `MOST_PLACES` occurrences.
 
         Args:
-            num_tokens: of each; fewer where a document ends before.
-            most_branches: how many to return at most.
+            num_tokens: length of a continuation; fewer where a document ends.
+            most_branches: maximum number of continuations.
         """
         if num_tokens < 1 or most_branches < 1:
             return []
@@ -168,14 +167,14 @@ class Datastore:
         return [([*tokens], counts[tokens]) for tokens in order[:most_branches]]
 
     def _key(self, backwards: Sequence[int]) -> bytes:
-        """Tokens as cells have them, up to the first that is not in the vocabulary."""
+        """Tokens in the format of the cells, up to the first one outside the vocabulary."""
         size, width = self.about.vocab_size, self.about.token_bytes
         if backwards and max(backwards) >= size:
             backwards = list(takewhile(size.__gt__, backwards))
         return b"".join([(token + 1).to_bytes(width, "big") for token in backwards])
 
     def _rows(self, match: Match, num_tokens: int) -> list[bytes]:
-        """The cells that follow at the places looked at, backwards as they are there; a 0 ends a document."""
+        """The cells of the continuations at the sampled occurrences, in backward order; 0 ends a document."""
         step, width, data = -(-match.num_places // MOST_PLACES), self.about.token_bytes, self._bytes
         size = num_tokens * width
         ends = [PAGE + place * width for place in self._place[match.first : match.end : step]]
@@ -185,13 +184,13 @@ class Datastore:
         """Token ids, up to the end of the document."""
         width, size = self.about.token_bytes, self.about.vocab_size
         values = unpack(f">{len(row) // width}{'H' if width == 2 else 'I'}", row)[::-1]
-        if 0 in values or max(values, default=0) > size:  # beyond the vocabulary only in a damaged file
+        if 0 in values or max(values, default=0) > size:  # larger values occur in damaged files only
             values = tuple(takewhile(lambda value: 0 < value <= size, values))
         return [value - 1 for value in values]
 
 
 def _num_equal(key: bytes, found: bytes, width: int) -> int:
-    """How many first tokens are equal."""
+    """The number of equal leading tokens."""
     length, size = 0, len(key)
     while length < size and found[length : length + width] == key[length : length + width]:
         length += width

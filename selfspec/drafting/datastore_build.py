@@ -1,4 +1,4 @@
-"""Building a datastore: documents are written as they come, then their contexts are sorted."""
+"""Building a datastore: all documents are written, then their contexts are sorted."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def build(
     vocab_size: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> About:
-    """Write a datastore of documents, whole or not at all; what was there before is replaced.
+    """Write a datastore, whole or not at all; an existing file is replaced.
 
-    Takes time for sorting all contexts, O(n log n) for n tokens, and at its peak about 24 bytes of memory per token.
-    Documents themselves are taken one at a time.
+    It takes O(n log n) time for n tokens, and about 24 bytes of memory per token. Documents are read one at a time.
 
     Args:
-        documents: token ids of each; matches and drafts stay within one. Empty ones are left out.
+        documents: token ids of each document. Matches and drafts do not cross documents. Empty ones are skipped.
         tokenizer: fingerprint of the vocabulary, see `selfspec.model.fingerprint.vocabulary_of`.
-        vocab_size: ids lie in 0..vocab_size - 1.
-        say: is told now and then what is being done.
+        vocab_size: ids are in 0..vocab_size - 1.
+        say: receives progress messages.
 
     Raises:
-        ValueError: an id outside the vocabulary, no token that another follows, or more than 4 billion tokens.
+        ValueError: an id is outside the vocabulary, all documents are shorter than 2 tokens, or there are more than 4
+            billion tokens.
         OSError: the file cannot be written.
     """
     size, file = whole("vocab_size", vocab_size, 1), Path(path).expanduser()
@@ -73,7 +73,7 @@ def _write(
 def _write_cells(
     file: BinaryIO, documents: Iterable[Tokens], vocab_size: int, dtype: np.dtype[Any], say: Callable[[str], None]
 ) -> tuple[int, int]:
-    """Every document backwards, a 0 before, between and after; how many documents and tokens those were."""
+    """Write every document backwards, with zeros around them; return the numbers of documents and tokens."""
     num_documents = num_tokens = 0
     separator = np.zeros(1, dtype).tobytes()
     file.write(separator)
@@ -94,7 +94,7 @@ def _write_cells(
 def _sorted_places(
     cells: NDArray[Any], vocab_size: int, num_separators: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """`starts` and `places`, as the file has them."""
+    """The parts `starts` and `places` of the file."""
     places = sort_suffixes(cells, DEPTH)[num_separators:]
     kept = np.empty(len(places), bool)
     counts = np.zeros(vocab_size + 1, np.int64)

@@ -1,13 +1,13 @@
-"""The file of a datastore: a page of header, then a corpus's tokens backwards, and where each context occurs in them.
+"""The file format of a datastore: a header, the tokens of a corpus backwards, and the sorted contexts.
 
     header   one page: magic, format, length and SHA-256 of a JSON document, the document
-    cells    every document's tokens from its last to its first plus 1, a 0 before, between and after documents;
-             2 bytes each, or 4 where the vocabulary needs them, big end first, so that comparing bytes compares tokens
-    starts   uint32 [vocab_size + 1]: from where in `places` the contexts that end with a token are
-    places   uint32: every cell after whose token the document goes on, sorted by what stands from there on in the
-             cells, that is by the context read backwards
+    cells    the tokens + 1 of every document from the last to the first, with a 0 before, between and after documents;
+             2 bytes each, or 4 for large vocabularies, big-endian, so that comparing bytes compares tokens
+    starts   uint32 [vocab_size + 1]: by last token of a context, the index in `places` of its first context
+    places   uint32: the cells whose token has a successor in its document, sorted by the following cells, which are
+             the context read backwards
 
-All numbers but the cells have their little end first; parts begin at multiples of 8 bytes.
+All numbers but the cells are little-endian. Parts begin at multiples of 8 bytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from selfspec.errors import DatastoreError
 
 MAGIC, FORMAT = b"SELFSPCD", 1
 PAGE = 4096
-DEPTH = 16  # tokens that contexts are sorted by, and so the longest match
+DEPTH = 16  # tokens by which contexts are sorted: the longest match
 MOST_CELLS = 2**32 - 1
 _FIXED = len(MAGIC) + 4 + 4 + 32
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is in a datastore."""
+    """The metadata of a datastore."""
 
-    tokenizer: str  # fingerprint of its vocabulary
+    tokenizer: str  # fingerprint of the vocabulary
     vocab_size: int
     num_documents: int
     num_tokens: int
     num_places: int
-    checksum: str  # SHA-256 of all but the header
+    checksum: str  # SHA-256 of the file without its header
 
     @property
     def token_bytes(self) -> int:
@@ -65,19 +65,19 @@ def aligned(offset: int) -> int:
 
 
 def header(about: About) -> bytes:
-    """The first page."""
+    """The header of a file."""
     document = json.dumps(asdict(about)).encode()
     fixed = MAGIC + FORMAT.to_bytes(4, "little") + len(document).to_bytes(4, "little")
     return (fixed + hashlib.sha256(fixed + document).digest() + document).ljust(PAGE, b"\0")
 
 
 def open_file(path: Path) -> tuple[BinaryIO, About]:
-    """The file, and what it says of itself once its header has been checked.
+    """Open a file and check its header.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         OSError: it cannot be read.
-        DatastoreError: it is something else, damaged or of another format.
+        DatastoreError: it is no datastore, is damaged, or has another format.
     """
     try:
         file = path.open("rb")
@@ -92,7 +92,7 @@ def open_file(path: Path) -> tuple[BinaryIO, About]:
         size = os.fstat(file.fileno()).st_size
         if size != about.num_bytes:
             raise DatastoreError(
-                f"{path} holds {size} bytes where {about.num_bytes} belong; copy it again or build it again"
+                f"{path} must have {about.num_bytes} bytes, got {size}; copy it again or build it again"
             )
     except BaseException:
         file.close()
@@ -119,7 +119,7 @@ def _read_header(path: Path, page: bytes) -> About:
 
 
 def checksum(file: BinaryIO) -> str:
-    """SHA-256 of all after the header."""
+    """SHA-256 of a file without its header."""
     file.seek(PAGE)
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
@@ -128,11 +128,11 @@ def checksum(file: BinaryIO) -> str:
 
 
 def verify(path: str | Path) -> About:
-    """Read all of a datastore and compare it with its checksum; what it says of itself.
+    """Compare a datastore with its checksum, and return its metadata.
 
     Raises:
-        OSError: it cannot be read, or is not there.
-        DatastoreError: it is something else, damaged or of another format.
+        OSError: the file is missing or cannot be read.
+        DatastoreError: it is no datastore, is damaged, or has another format.
     """
     file, about = open_file(Path(path).expanduser())
     with file:

@@ -1,4 +1,4 @@
-"""Drafts by early exit: the first layers write, token by token, what the others will check (arXiv 2404.16710)."""
+"""Drafts by early exit: the first layers draft token by token (arXiv 2404.16710)."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from selfspec.model.stack import Stack, Taps
 
 
 class DraftRow(NamedTuple):
-    """Where a row stands when a round begins."""
+    """A row at the beginning of a round."""
 
     pages: Sequence[int]
-    position: int  # of its last token, which has no keys and values yet
-    length: int  # how many tokens to draft, at least 0
+    position: int  # position of its last token, which has no keys and values yet
+    length: int  # number of tokens to draft, at least 0
 
 
 class Draft(NamedTuple):
-    """Every token fed to the early layers this round, row after row: the row's last token, then what it drafted.
+    """The tokens that ran through the early layers in a round, row after row: the last token, then the draft.
 
-    Where a row's draft is a tree, its nodes in order.
+    The tokens of a tree are its nodes in order.
     """
 
     tokens: Tensor  # int64 [N]
     hidden: Tensor  # [N, hidden_size], after the exit layer
     lengths: list[int]  # drafted tokens per row; N = sum of (length + 1)
     taps: Tensor | None = None  # [K, N, hidden_size] after the K tapped layers below the exit, in their order
-    trees: list[Tree | None] | None = None  # of rows whose tokens do not all follow one another
-    chains: list[int] | None = None  # how many of them do, from the first on, where some do not
+    trees: list[Tree | None] | None = None  # per row; None: its draft is a chain
+    chains: list[int] | None = None  # with trees: length of each row's draft without its branches
 
     @property
     def is_unread(self) -> bool:
-        """Whether no layer has read the tokens yet that verification could go on from; `hidden` are then the tokens."""
+        """Whether no layer ran over the tokens; `hidden` are then the tokens, and all layers verify."""
         return self.hidden is self.tokens
 
 
 class Branch(NamedTuple):
-    """A token drafted beside others."""
+    """A drafted second choice."""
 
-    parent: int  # the node it goes on from: 0 is the row's last token, then its draft
+    parent: int  # its parent node: 0 is the row's last token, then the draft
     token: int
 
 
-# (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that go on)
+# (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that continue)
 PickDraft = Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]
-# (row, how many tokens it has drafted) -> what is to be drafted beside them
+# (row, number of its drafted tokens) -> branches to draft
 PickBranches = Callable[[int, int], Sequence[Branch]]
 
 
@@ -62,10 +62,13 @@ def draft_by_exit(
     tapped: Sequence[int] = (),
     branches: PickBranches | None = None,
 ) -> Draft:
-    """Draft each row's tokens in lock step; rows leave as their lengths end. `tapped`: layers to look in at.
+    """Draft the tokens of all rows step by step; a row leaves when it has drafted its length.
 
-    A row's last drafted token runs through the early layers too: verification can then carry on from the exit for every
-    token, and a full acceptance yields its bonus token. What is drafted beside the others runs with it.
+    A row's last drafted token and its branches run through the early layers, too, so that verification continues from
+    the exit layer for all tokens, and full acceptance yields the bonus token.
+
+    Args:
+        tapped: layers below the exit layer whose hidden states are kept.
     """
     steps: list[_Step] = []
     inner = [layer for layer in tapped if layer < exit_layer]
@@ -77,7 +80,7 @@ def draft_by_exit(
         if branches is not None:
             beside = [branches(r, step) if lengths[r] == step else () for r in live]
             if any(beside):
-                fed, tokens, spans = _beside(live, tokens, spans, beside, step, trees)
+                fed, tokens, spans = _add_branches(live, tokens, spans, beside, step, trees)
         packed = PackedRows(cache, spans, stack.device)
         taps: Taps | None = dict.fromkeys(inner) if inner else None
         hidden = stack.run(packed, 0, exit_layer, tokens, taps)
@@ -90,13 +93,13 @@ def draft_by_exit(
             hidden = hidden[[fed.index(r) for r in going]]
         tokens, kept = choose(hidden, going, step)
         for r in set(going).difference(kept):
-            lengths[r] = step + 1  # a row that stops still feeds the token it has just drafted, in the next step
+            lengths[r] = step + 1  # the token just drafted still runs through the early layers, in the next step
         live = going
     draft = _row_major(steps, len(rows))
     return draft._replace(trees=trees, chains=lengths) if any(trees) else draft
 
 
-def _beside(
+def _add_branches(
     live: list[int],
     tokens: Tensor,
     spans: list[Span],
@@ -104,7 +107,7 @@ def _beside(
     step: int,
     trees: list[Tree | None],
 ) -> tuple[list[int], Tensor, list[Span]]:
-    """Widen a step: rows that end with it feed what is drafted beside their draft, too. Fills in their trees."""
+    """Add the branches of rows that end with this step to it, and set their trees."""
     fed: list[int] = []
     parts: list[Tensor] = []
     wider = []
@@ -120,7 +123,7 @@ def _beside(
 
 
 class _Step(NamedTuple):
-    rows: list[int]  # fed in this step
+    rows: list[int]  # row of each token
     tokens: Tensor
     hidden: Tensor
     taps: Tensor | None  # [K, rows, hidden_size]

@@ -1,7 +1,7 @@
-"""Drafts by lookup: what followed the last time that the row's text ended as it does now; no layer runs for them.
+"""Drafts by lookup: the tokens after the latest earlier occurrence of the row's last tokens.
 
-Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) searches the text anew in every round; here an index grows
-with it, as the tries over prompt and output of SSSD do (arXiv 2411.05894).
+Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) searches the text in every round. Here an index grows with
+the text, like the tries over prompt and output of SSSD (arXiv 2411.05894).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from selfspec.control.rows import Tally
 from selfspec.drafting.early_exit import Draft
 from selfspec.model.kv_cache import tensor_of
 
-MOST_MATCHED = 128  # longest match told from longer ones
+MOST_MATCHED = 128  # maximum match length; longer matches count as this
 _NO_KEY, _MIX = -1, 0x9E3779B1
-_BEGINNING = -1  # the token before the first: like no other
+_BEGINNING = -1  # stands for the token before the first one; equals no token
 
 
 class Guess(NamedTuple):
-    """A draft, and how many of the row's last tokens were found before it."""
+    """A draft by lookup."""
 
     tokens: list[int]
-    match: int
-    is_stored: bool = False  # whether they come from a corpus
+    match: int  # match length
+    is_stored: bool = False  # whether the draft comes from a corpus
 
 
 def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many first tokens of a draft are those that came out."""
+    """The number of leading tokens of a draft that equal the output."""
     count = 0
     for a, b in zip(guess, tokens, strict=False):
         if a != b:
@@ -42,25 +42,22 @@ def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def given_draft(last: Sequence[int], given: Sequence[Sequence[int]], device: torch.device) -> Draft:
-    """The given tokens after each row's last one.
-
-    The draft's `hidden` are the tokens themselves: the whole model verifies them, from its embedding on.
-    """
+    """The draft of given tokens after each row's last token; all layers verify it (see `Draft.is_unread`)."""
     tokens = tensor_of([one for token, own in zip(last, given, strict=True) for one in (token, *own)], device)
     return Draft(tokens, tokens, [len(own) for own in given])
 
 
 class Lookup:
-    """An index over one row's tokens: the most recent earlier place of the longest suffix that has one.
+    """An index over a row's tokens: the latest earlier occurrence of the longest suffix of the text that has one.
 
-    It is the compressed tree of all contexts, read backwards from each position and cut after `most` tokens: an inner
-    node is a context that was followed backwards in two ways, and knows where it occurred last; a leaf is a position. A
-    token adds at most one of each, on a way down of at most `most` tokens, so it takes constant time, amortised over
-    the table's growth, and at most 56 bytes.
+    It is the compressed trie of all contexts, read backwards from each position and cut after `most` tokens. An inner
+    node is a context with two different preceding tokens, and stores its latest occurrence; a leaf is a position. A
+    token adds at most one inner node and one leaf, after a descent of at most `most` tokens. So a token takes amortised
+    constant time and at most 56 bytes.
 
     Args:
-        content: the row's tokens; it may grow at its end, and is not copied.
-        most: longest match, 1..255; of longer ones the most recent of this length counts.
+        content: the row's tokens, not copied; tokens may be appended.
+        most: maximum match length, 1..255.
     """
 
     def __init__(self, content: Sequence[int], most: int = MOST_MATCHED) -> None:
@@ -69,7 +66,7 @@ class Lookup:
         self.most = most
         self._content = content
         self._read = 0  # tokens in the index
-        self._match, self._place = 0, -1  # of the last of them
+        self._match, self._place = 0, -1  # of the last token in the index
         self._seen, self._right, self._tallied = [0] * NUM_MATCH_BINS, [0] * NUM_MATCH_BINS, 0  # see `take_tally`
         self._make()
 
@@ -85,7 +82,7 @@ class Lookup:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the index, without the tokens themselves."""
+        """Memory of the index in bytes, without the tokens."""
         parts = (self._keys, self._nodes, self._latest)
         return sum(part.itemsize * len(part) for part in parts) + len(self._depths)
 
@@ -96,13 +93,13 @@ class Lookup:
 
     @property
     def match(self) -> int:
-        """How many of the row's last tokens occurred before, at most `most`."""
+        """The match length: the number of the row's last tokens that occurred before, at most `most`."""
         if self._read < len(self._content):
             self._catch_up()
         return self._match
 
     def take_tally(self) -> Tally:
-        """What it would have guessed, a token at a time, beside what came since this was last asked."""
+        """Statistics of lookup over the tokens since the last call, token by token."""
         if self._read < len(self._content):
             self._catch_up()
         tally = Tally(self._read - self._tallied, self._seen, self._right)
@@ -110,9 +107,9 @@ class Lookup:
         return tally
 
     def draft(self, num_tokens: int) -> Guess:
-        """What followed the last time, as many tokens; none without a match.
+        """Draft `num_tokens` tokens, or none without a match.
 
-        A place so near the end that what followed ends before is a repetition, which is taken to go on.
+        Where the earlier occurrence has fewer tokens after it, the text is a repetition, which the draft continues.
         """
         if self._read < len(self._content):
             self._catch_up()
@@ -132,7 +129,7 @@ class Lookup:
             self._read += 1
 
     def _add(self, position: int) -> None:
-        """Walk down along the tokens up to `position`, backwards, as far as there is a way, and leave a leaf there."""
+        """Descend along the tokens up to `position`, backwards, and add a leaf where the path ends."""
         content, keys, nodes, latest, depths = self._content, self._keys, self._nodes, self._latest, self._depths
         if self._match:
             at = bisect_right(MATCH_EDGES, self._match)
@@ -141,7 +138,7 @@ class Lookup:
         node, depth, place, size = 0, 0, -1, len(keys)
         while True:
             key = node << 32 | content[position - depth] + 1
-            slot = key * _MIX % size  # as in `_slot`: this is where the time goes
+            slot = key * _MIX % size  # `_slot` inlined for speed
             while (there := keys[slot]) != key and there != _NO_KEY:
                 slot = slot + 1 if slot + 1 < size else 0
             child = nodes[slot]
@@ -166,7 +163,7 @@ class Lookup:
         self._match, self._place = depth, place
 
     def _split(self, position: int, place: int, depth: int, child: int) -> int:
-        """A new inner node, above `child` and a leaf at `position`, whose contexts differ after `depth` tokens."""
+        """Insert an inner node above `child` and a leaf at `position`, whose contexts differ after `depth` tokens."""
         node = len(self._depths)
         self._depths.append(depth)
         self._latest.append(position)
@@ -176,7 +173,7 @@ class Lookup:
         return node
 
     def _slot(self, node: int, token: int) -> int:
-        """Where in the table the child of a node is, or belongs."""
+        """The slot of a node's child in the hash table."""
         keys = self._keys
         key, size = node << 32 | token + 1, len(keys)
         slot = key * _MIX % size

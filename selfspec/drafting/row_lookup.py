@@ -9,27 +9,27 @@ from selfspec.drafting.compiled_prompt_lookup import lookup_of
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.prompt_lookup import Guess, Lookup
 
-OWN_LEAD = 3  # tokens that a match in the row's own text is worth more: what was said lately is said again
+OWN_LEAD = 3  # a match in the corpus must be longer than one in the row's own text by more than this
 
 
 class RowLookup:
-    """What a row's text and a corpus offer for its drafts by lookup; the corpus is shared by the rows of an engine.
+    """Lookup for a row in its own text and in a corpus, which the rows of an engine share.
 
-    A draft is what followed the longest match in the row's own text; or in the corpus, where that is longer by more
-    than `OWN_LEAD` tokens, or nothing is found in the row's own.
+    A draft continues the longest match in the row's own text. It continues the match in the corpus where that is longer
+    by more than `OWN_LEAD` tokens, or where the own text has none.
 
     Args:
-        content: the row's tokens; it may grow at its end, and is not copied.
+        content: the row's tokens, not copied; tokens may be appended.
     """
 
     def __init__(self, content: Sequence[int], datastore: Datastore | None = None) -> None:
         self._content, self._datastore = content, datastore
         self._own: Lookup | None = None
-        self._stored, self._stored_for = 0, -1  # match in the corpus, of content of this length
+        self._stored, self._stored_for = 0, -1  # match length in the corpus, and the content's length at that time
 
     @property
     def own(self) -> Lookup:
-        """The index over the row's own text, made when it is first asked for."""
+        """The index over the row's own text, built at the first use."""
         if self._own is None:
             self._own = lookup_of(self._content)
         return self._own
@@ -40,22 +40,22 @@ class RowLookup:
 
     @property
     def match(self) -> int:
-        """How many of the row's last tokens are found, 0 where none are."""
+        """The match length; 0 without a match."""
         own = self.own.match
         return max(own, self._stored_match()) if self._is_stored(own) else own
 
     def take_tally(self) -> Tally:
-        """How often drafts from the row's own text would have been right, token by token, since this was last asked."""
+        """Statistics of lookup in the row's own text since the last call."""
         return self.own.take_tally()
 
     def guess(self, num_tokens: int) -> Guess:
-        """A draft of at most so many tokens, and the match it follows."""
+        """Draft at most `num_tokens` tokens."""
         if num_tokens > 0 and self._datastore is not None and self._is_stored(self.own.match):
             return self._datastore.draft(self._content, num_tokens)._replace(is_stored=True)
         return self.own.draft(num_tokens)
 
     def _is_stored(self, own: int) -> bool:
-        """Whether the corpus has a match that is better than one of so many tokens in the row's own text."""
+        """Whether the corpus is used, given the match length in the row's own text."""
         return self._datastore is not None and self._stored_match() > (own + OWN_LEAD if own else 0)
 
     def _stored_match(self) -> int:

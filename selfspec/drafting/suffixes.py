@@ -9,12 +9,12 @@ CHUNK = 1 << 20  # slots sorted at a time
 
 
 def sort_suffixes(cells: NDArray[np.uint16] | NDArray[np.uint32], depth: int) -> NDArray[np.uint32]:
-    """The positions of `cells`, sorted by at least the `depth` values from there on.
+    """The positions of `cells`, sorted by at least `depth` values from each position on.
 
-    Prefix doubling (Manber and Myers), in groups that are still tied (Larsson and Sadakane): a rank is the first slot
-    of its group, and what was ranked by h values is ranked by 2h after sorting each group by the rank h further on.
-    Takes O(n log n log depth) time and about 20 bytes per value beside `cells`. Beyond the array's end stands its last
-    value, which is right where no order beyond a separator at its end is asked for.
+    Prefix doubling (Manber and Myers) within tied groups (Larsson and Sadakane): the rank of a position is the first
+    slot of its group. Positions ranked by h values are ranked by 2h values after sorting each group by the ranks h
+    positions later. It takes O(n log n log depth) time and about 20 bytes per value besides `cells`. The array is
+    continued by its last value, which must be a separator.
 
     Args:
         cells: uint16 or uint32 `[n]`, n < 2**32.
@@ -37,7 +37,7 @@ def sort_suffixes(cells: NDArray[np.uint16] | NDArray[np.uint32], depth: int) ->
 
 
 def _chunk_end(slots: NDArray[np.uint32], ranks: NDArray[np.uint32], start: int) -> int:
-    """The last end of a group within a chunk's length from `start`; of a group that is longer, its end."""
+    """The end of the last group that ends within `CHUNK` slots from `start`, or of the first group if it is longer."""
     end = min(start + CHUNK, len(slots))
     if end == len(slots):
         return end
@@ -53,7 +53,7 @@ def _chunk_end(slots: NDArray[np.uint32], ranks: NDArray[np.uint32], start: int)
 
 
 def _refine(slots: NDArray[np.uint32], ranks: NDArray[np.uint32], start: int, end: int, known: int) -> bool:
-    """Sort the tied groups of a chunk by the ranks `known` further on, in place; whether there was any."""
+    """Sort the tied groups of a chunk in place by the ranks `known` positions later; False where there was none."""
     chunk = slots[start:end]
     groups = ranks[chunk]
     firsts = np.append(groups == np.arange(start, end, dtype=np.uint32), True)

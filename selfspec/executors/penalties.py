@@ -24,7 +24,7 @@ class Penalty(NamedTuple):
     """What penalties do to logits at N positions; nothing at positions of rows without any."""
 
     repetition: Tensor  # fp32 [N, 1]
-    known: Tensor  # bool [N, vocab]: tokens that stand before
+    seen: Tensor  # bool [N, vocab]: tokens that stand before
     bias: Tensor  # fp32 [N, vocab], to be added
 
     def applied(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -34,12 +34,12 @@ class Penalty(NamedTuple):
             logits: fp32 `[..., N, T]`.
             tokens: int64 `[T]` or `[N, T]`, those that logits are of; None: all of the vocabulary.
         """
-        known, bias = (one[:, : logits.shape[-1]] for one in (self.known, self.bias))
+        seen, bias = (one[:, : logits.shape[-1]] for one in (self.seen, self.bias))
         if tokens is not None:
-            index = tokens.expand(len(known), -1)
-            known, bias = self.known.gather(1, index), self.bias.gather(1, index)
+            index = tokens.expand(len(seen), -1)
+            seen, bias = self.seen.gather(1, index), self.bias.gather(1, index)
         repeated = torch.where(logits < 0, logits * self.repetition, logits / self.repetition)
-        return torch.where(known, repeated, logits) + bias
+        return torch.where(seen, repeated, logits) + bias
 
 
 class Text(NamedTuple):
@@ -63,13 +63,15 @@ class Penalties:
         contents = [text.content if text.sampling.penalizes else () for text in texts]
         longest = max(map(len, contents)) + max(self._sizes)
         pad = vocab_size  # a column of its own, which tokens that the head does not have share
-        padded = [token for own in contents for token in (*[pad] * (longest - len(own)), *own)]
-        self._content = self.sent(padded).view(len(texts), longest).clamp(max=pad)  # it ends with the last token
+        padded = np.full((len(texts), longest), pad)
+        for line, own in zip(padded, contents, strict=True):
+            line[longest - len(own) :] = own
+        self._content = self.sent(padded).clamp(max=pad)  # [R, longest], each line ends with its row's last token
         outputs = [len(own) - text.num_prompt_tokens for own, text in zip(contents, texts, strict=True)]
         is_output = torch.arange(longest, device=device) >= longest - self.sent(outputs)[:, None]
-        zeros = torch.zeros(len(texts), vocab_size + 1, device=device)
-        self._known = zeros.bool().scatter_(1, self._content, True)
-        self._written = zeros.scatter_add_(1, self._content, is_output.float())
+        zeros = torch.zeros(len(texts), vocab_size + 1, dtype=torch.float32, device=device)
+        self._seen = zeros.bool().scatter_(1, self._content, True)
+        self._counts = zeros.scatter_add_(1, self._content, is_output.float())
         numbers = self.sent([text.sampling.penalties[:3] for text in texts], np.float32)
         self._repetition, self._presence, self._frequency = numbers.t()[:, :, None]
 
@@ -98,15 +100,15 @@ class Penalties:
         pad = self._vocab_size
         is_drafted = torch.arange(before.shape[1], device=self._device) < depth
         drafted = before.clamp(max=pad).masked_fill(~is_drafted, pad)
-        known = self._known[index].scatter_(1, drafted, True)
-        written = self._written[index].scatter_add_(1, drafted, torch.ones_like(drafted, dtype=torch.float32))
-        bias = -(self._frequency[index] * written + self._presence[index] * (written > 0))
+        seen = self._seen[index].scatter_(1, drafted, True)
+        counts = self._counts[index].scatter_add_(1, drafted, torch.ones_like(drafted, dtype=torch.float32))
+        bias = -(self._frequency[index] * counts + self._presence[index] * (counts > 0))
         for size in {self._sizes[i] for i in owners} - {0}:
             some = self.sent([n for n, i in enumerate(owners) if self._sizes[i] == size])
             text = torch.cat([self._content[index[some]], drafted[some]], 1)
             end = self._content.shape[1] + depth[some]
             bias[some] = bias[some].masked_fill(self._repeating(text, end, size), float("-inf"))
-        return Penalty(self._repetition[index], known[:, :pad], bias[:, :pad])
+        return Penalty(self._repetition[index], seen[:, :pad], bias[:, :pad])
 
     def _repeating(self, text: Tensor, end: Tensor, size: int) -> Tensor:
         """Tokens that would end an n-gram that there is already, bool `[n, vocab + 1]`, in texts up to `end` `[n, 1]`.

@@ -118,7 +118,7 @@ class Looking(Structure):
         *_all("num_layers num_positions hidden vocab num_likely num_others", c_int64),
         *_all("head bias norm others states target judged how positions hits sure", c_void_p),
         *_all("eps", c_float),
-        *_all("known added", c_void_p),
+        *_all("seen penalty_bias", c_void_p),
     )
 
 

@@ -1,4 +1,4 @@
-"""Exit heads to begin with: those that a target has, and fresh ones, which change nothing yet."""
+"""Initial exit heads for online learning: those of the target, and new ones, which are the identity."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def first_layers(num_layers: int, own: int | None) -> set[int]:
 
 
 def extended(heads: ExitHeads | None, layers: Iterable[int], stack: Stack, rank: int | None, seed: int) -> ExitHeads:
-    """A copy of some heads, with fresh ones for further layers."""
+    """A copy of `heads`, with new heads for further layers."""
     hidden_size = hidden_size_of(stack)
     own = {} if heads is None else heads.state_dict()
     wanted = {whole("layers", layer, 1) for layer in layers}
     if heads is not None:
         rank, wanted = heads.rank, wanted | set(heads.layers)
     rank = max(1, min(MOST_RANK, hidden_size // 2)) if rank is None else whole("rank", rank, 1)
-    with torch.random.fork_rng(devices=[]):  # nobody's random numbers move
+    with torch.random.fork_rng(devices=[]):  # keeps the global generator's state
         torch.manual_seed(seed)
         made = ExitHeads(wanted, hidden_size, rank, weights_of(stack))
     made.check(stack.num_layers, hidden_size)

@@ -1,4 +1,4 @@
-"""`Student`: exit heads that learn, and a running average of them."""
+"""`Student`: exit heads in training, and their running average."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from selfspec.learning.lessons import Batch
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
 
-BETAS = (0.9, 0.99)  # some hundred steps in all: a longer memory would never fill
+BETAS = (0.9, 0.99)  # of AdamW, for some hundred steps in all
 WEIGHT_DECAY = 0.01
-MOST_GRADIENT = 1.0  # longer gradients are shortened to this
-LEAST_LOG_Q = -50.0  # a token that the model's head forbids says nothing, instead of minus infinity times 0
+MOST_GRADIENT = 1.0  # norm to which gradients are clipped
+LEAST_LOG_Q = -50.0  # lower bound of log probabilities, so that masked tokens give no NaN
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """What a draft of `logits` `[n, vocab]` is told by the target, mean over positions.
+    """Cross entropy of the draft's `logits` `[n, vocab]` with the target's distribution, mean over positions.
 
     Its gradient is that of KL(target || draft), the loss of online speculative decoding (arXiv 2310.07177), over the
-    target's likeliest tokens and one bucket for all others.
+    target's most probable tokens and one bucket for all others.
     """
     others = logits.scatter(1, batch.tokens, float("-inf")).logsumexp(1, keepdim=True)
     log_q = torch.cat((logits.gather(1, batch.tokens), others), 1) - logits.logsumexp(1, keepdim=True)
@@ -32,17 +32,17 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class Student:
-    """Learns in float32, whatever the model's dtype; only its own heads ever get gradients.
+    """Trains exit heads in float32. The model's weights get no gradients.
 
     Args:
-        heads: where it starts from; they are copied.
+        heads: the initial heads, which are copied.
         lr: learning rate.
-        decay: how much of the average stays at each step.
+        decay: decay of the running average per step.
     """
 
     def __init__(self, heads: ExitHeads, lr: float, decay: float) -> None:
         self.average = copy.deepcopy(heads).float().requires_grad_(False)
-        """What to draft with: it forgets the noise of single steps."""
+        """The running average of the heads, for drafting."""
         self._heads = copy.deepcopy(self.average).requires_grad_(True)
         self._decay = decay
         self._optimizer = torch.optim.AdamW(
@@ -50,21 +50,21 @@ class Student:
         )  # unfused costs several times a small head's arithmetic
 
     def step(self, stack: Stack, layer: int, batch: Batch) -> bool:
-        """One update of one layer's head; False where loss or gradient is no number, and nothing was changed."""
+        """Update one layer's head; False, without a change, where loss or gradient is not finite."""
         weights = list(self._heads.heads[str(layer)].parameters())
         with torch.enable_grad():
             adapted = self._heads(batch.hidden.float(), layer).to(stack.dtype)
             loss = cross_entropy(stack.head_logits(adapted, lacks_norm=True), batch)
-            gradients = torch.autograd.grad(loss, weights)  # of these alone: the model's own weights get none
+            gradients = torch.autograd.grad(loss, weights)  # for these weights only
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        told, size = torch.stack([loss.detach(), norm]).tolist()
-        if not (isfinite(told) and isfinite(size)):
+        value, size = torch.stack([loss.detach(), norm]).tolist()
+        if not (isfinite(value) and isfinite(size)):
             return False
         scale = MOST_GRADIENT / max(size, MOST_GRADIENT)
         with torch.no_grad():
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient * scale
-            self._optimizer.step()  # other layers have no gradients, and stay as they are
+            self._optimizer.step()  # other layers have no gradients and do not change
             for kept, weight in zip(self.average.heads[str(layer)].parameters(), weights, strict=True):
                 weight.grad = None
                 kept.lerp_(weight, 1 - self._decay)

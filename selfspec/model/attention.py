@@ -1,8 +1,8 @@
-"""Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device; see `backends`.
+"""Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device.
 
-Registered with transformers under a name that has no mask function, so the model builds no mask of its own. A query
-sees exactly its row's content up to itself, through the layer's sliding window or chunk if it has one; in a tree, the
-content and the nodes it goes on from.
+It is registered with transformers under a name without a mask function, so the model builds no mask. A query attends to
+its row's tokens up to itself, within the layer's sliding window or chunk; in a tree, to the content before the tree and
+the node's ancestors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "selfspec"
 
 
 class Reach(NamedTuple):
-    """How far back a layer looks: the last `window` tokens, or the tokens of the same `chunk`; None is no bound."""
+    """A layer's attention range: the last `window` tokens, or the tokens of the same chunk; None: no limit."""
 
     window: int | None
     chunk: int | None
@@ -41,7 +41,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention function for `transformers.AttentionInterface`: returns `[1, N, heads, head_dim]` and no weights."""
     if attention_mask is not None:
-        raise ValueError("the model hands its attention a mask of its own, which packed rows do not have")
+        raise ValueError("the model passes an attention mask, which packed rows do not support")
     rows: PackedRows = packed if packed is not None else key.packed  # type: ignore[attr-defined]
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -61,20 +61,20 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
 ) -> Tensor:  # [N, heads, head_dim]
-    """Attention of every packed token over its own row's content up to itself."""
+    """Attention of every packed token over its row's content up to itself."""
     groups: list[Group] | None = rows.plans.get("groups")
     if groups is None:
         groups = rows.plans["groups"] = plan_groups(rows)
     out = None
     for number, group in enumerate(groups):
-        taken = queries if group.take is None else queries[:, group.take]
+        taken = queries if group.gather is None else queries[:, group.gather]
         k, v = _read(keys, group), _read(values, group)
         result = _attend_group(rows, number, group, reach, taken, k, v, scale, softcap, sinks)
-        if group.give is None:
+        if group.scatter is None:
             return result
         if out is None:
             out = result.new_empty(rows.num_tokens, *result.shape[1:])
-        out[group.give[0]] = result[group.give[1]]
+        out[group.scatter[0]] = result[group.scatter[1]]
     assert out is not None
     return out
 
@@ -94,7 +94,7 @@ def _attend_group(
     heads, kv_heads = queries.shape[0], keys.shape[1]
     count, n = group.positions.shape
     plain = softcap is None and sinks is None
-    # Few queries: the heads that share a key head are folded into the query axis, so keys are never repeated.
+    # Few queries: heads that share a key head are folded into the query axis, so that keys are not repeated.
     share = heads // kv_heads if n <= SHORT or not plain else 1
     if group.single and reach == (None, None):
         mask = None
@@ -112,15 +112,15 @@ def _attend_group(
         gqa = q.shape[1] != kv_heads
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
     else:
-        out = _weigh(q, keys, values, mask, scale, softcap, sinks)
+        out = _explicit(q, keys, values, mask, scale, softcap, sinks)
     out = out.view(count, heads // share, share, n, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(count * n, heads, -1)
 
 
-def _weigh(
+def _explicit(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention spelt out, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
+    """Attention as explicit operations, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
     scores = (q @ k.transpose(2, 3)) * scale  # [R, kv_heads, share * n, limit]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -138,7 +138,7 @@ def _weigh(
 
 
 def _mask(group: Group, reach: Reach, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[R, 1, n, limit]`: 0 where a query may look, -inf elsewhere."""
+    """Additive mask `[R, 1, n, limit]`: 0 for visible keys, -inf for others."""
     at = group.positions[:, None, :, None]
     if group.branches is None:
         keys = torch.arange(group.limit, device=at.device)
@@ -160,7 +160,7 @@ def limit_reach(seen: Tensor, at: Tensor, keys: Tensor, reach: Reach) -> Tensor:
 
 
 def _read(pages: Tensor, group: Group) -> Tensor:
-    """`[R, kv_heads, limit, head_dim]`: a view where every row is one page and pages are neighbours, else a gather."""
+    """Keys or values `[R, kv_heads, limit, head_dim]`: a view where rows have one page each in a slice, else a copy."""
     part = pages[group.pages]
     if part.dim() == 5:  # [R, pages per row, page_size, kv_heads, head_dim]
         part = part.flatten(1, 2)

@@ -1,13 +1,13 @@
-"""Attention backends behind one function, and which of them a machine and a model are served by best.
+"""Attention backends with one signature.
 
     sdpa       torch's own, on every device (`selfspec.model.attention.attend_rows`)
-    triton     our kernel over pages: ragged rows, windows, chunks, soft-caps, sinks and trees alike
+    triton     selfspec's kernel over pages: ragged rows, windows, chunks, soft-caps, sinks and trees
     flash      the flash-attn package, where it is installed (extra `flash`)
-    varlen     torch's variable-length attention, from the version on that reads pages
-    reference  the kernel's plain twin: for tests, on any device
+    varlen     torch's variable-length attention, in versions that read pages
+    reference  the reference implementation of the kernel in torch: for tests, on any device
 
-A layer or call that a backend cannot serve (in `flash` and `varlen` chunks, sinks, trees, pages of another size; in
-`triton` trees of more than 64 nodes) goes through `sdpa`.
+Calls that a backend does not support go through `sdpa`: in `flash` and `varlen` chunks, sinks, trees and other page
+sizes; in `triton` trees of more than 64 nodes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ FLASH_PAGE = 256  # pages of flash-attn 2, and of torch's copy of it, hold a mul
 
 
 class Backend(NamedTuple):
-    """Who computes attention; every one returns what `attend_rows` does, up to rounding."""
+    """An attention implementation. All return the result of `attend_rows`, up to rounding."""
 
     name: str
     attend: Attend
-    page_multiple: int = 1  # a page must hold a multiple of so many tokens
+    page_multiple: int = 1  # the page size must be a multiple of this
 
 
 def importable(device: torch.device | str) -> dict[str, Backend]:
-    """The backends that this machine has for a device, by name."""
+    """The backends available for a device, by name."""
     found = {"sdpa": Backend("sdpa", attend_rows)}
     if torch.device(device).type == "cuda":
         if has_triton():
@@ -56,7 +56,7 @@ def importable(device: torch.device | str) -> dict[str, Backend]:
 
 
 def named(name: str, device: torch.device | str) -> Backend:
-    """The backend of a name; ValueError where this machine does not have it."""
+    """The backend of a name; ValueError where it is not available."""
     found = importable(device)
     if name not in found:
         raise ValueError(
@@ -66,7 +66,7 @@ def named(name: str, device: torch.device | str) -> Backend:
 
 
 def layout_of(rows: PackedRows) -> Layout:
-    """Where the rows of a packed call stand, as the kernels are told; made once per call."""
+    """The layout of a packed call for the kernels; computed once per call."""
     known: Layout | None = rows.plans.get("layout")
     if known is None:
         known = rows.plans["layout"] = _layout(rows)
@@ -96,12 +96,12 @@ def _layout(rows: PackedRows) -> Layout:
 
 
 def fits_masks(spans: Sequence[Span]) -> bool:
-    """Whether every tree has as few nodes as a mask has bits."""
+    """Whether every tree fits the kernels' bit masks of `MOST_NODES` bits."""
     return all(span.tree is None or len(span.tree.parents) <= MOST_NODES for span in spans)
 
 
 def tree_lines(spans: Sequence[Span]) -> tuple[list[int], list[list[int]], list[int]]:
-    """Roots and node positions of every row, and the ancestors of every new token: the fields of `Trees`."""
+    """The fields of `Trees`: roots and node positions of every row, and the ancestors of every new token."""
     roots, nodes, ancestors = list[int](), list[list[int]](), list[int]()
     for span in spans:
         tree, depths, masks = span.tree, list[int](), [0] * span.length
@@ -206,12 +206,12 @@ def _flash_serves(call: Call) -> bool:
 
 
 def _sides(reach: Reach) -> tuple[int, int]:
-    """How many tokens a query sees before and after itself, in flash-attn's way; -1 is all of them."""
+    """flash-attn's `window_size`: visible tokens before and after a query; -1: no limit."""
     return (-1, -1) if reach.window is None else (reach.window - 1, 0)
 
 
 def _cumulative(rows: PackedRows, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Cumulative new tokens and cumulative lengths, int32 `[rows + 1]` each, from 0 on."""
+    """Cumulative numbers of new tokens and of all tokens, int32 `[rows + 1]` each, starting at 0."""
     known: tuple[Tensor, Tensor] | None = rows.plans.get("cumulative")
     if known is None:
         both = torch.stack([layout.counts, layout.lengths]).cumsum(1, dtype=torch.int32)
@@ -224,7 +224,7 @@ def _cumulative(rows: PackedRows, layout: Layout) -> tuple[Tensor, Tensor]:
 def _flash_function() -> Any:
     try:
         return importlib.import_module("flash_attn").flash_attn_varlen_func
-    except (ImportError, OSError, AttributeError):  # another package of that name, or one built for another torch
+    except (ImportError, OSError, AttributeError):  # another package of this name, or built for another torch
         return None
 
 

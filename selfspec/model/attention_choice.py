@@ -1,4 +1,4 @@
-"""Which attention backend is fastest on this device, found by measuring short calls in the model's own shapes."""
+"""The choice of the fastest attention backend, by timing short calls in the model's shapes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.attention_backends import Backend, importable
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 
-CALLS = (((1023, 1),), ((1019, 5),) * 8, ((512, 512),))  # rows of (tokens held, new tokens): decode, verify, prompt
-PAGE = 256  # which every backend can read
+CALLS = (((1023, 1),), ((1019, 5),) * 8, ((512, 512),))  # rows of (cached, new) tokens: decode, verify, prefill
+PAGE = 256  # a page size that every backend supports
 REPEATS, INNER = 5, 10
-ALLOWED = 0.03  # a candidate's relative error against `sdpa`, which bf16's own rounding stays well below
+ALLOWED = 0.03  # largest relative error against `sdpa`; rounding in bfloat16 is well below
 
 
 def choose(device: torch.device, dtype: torch.dtype, config: Any) -> Backend:
-    """`sdpa` off CUDA; on it, the backend that decodes, verifies and reads prompts fastest, see `least`.
+    """The backend that is fastest in decoding, verification and prefill (see `least`); outside CUDA, `sdpa`.
 
-    A backend that raises or disagrees with `sdpa` on this device is left out.
+    Backends that raise, or differ from `sdpa`, are not considered.
     """
     found = importable(device)
     if device.type != "cuda":
@@ -41,7 +41,7 @@ def choose(device: torch.device, dtype: torch.dtype, config: Any) -> Backend:
 
 
 def least(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Whose calls take least, each call weighed by the fastest at it: name -> seconds of the same calls."""
+    """The name with the smallest sum of times, each divided by the best time of the same call."""
     best = [min(times) for times in zip(*seconds.values(), strict=True)]
     return min(seconds, key=lambda name: sum(mine / one for mine, one in zip(seconds[name], best, strict=True)))
 
@@ -61,7 +61,7 @@ def _call(
 
 
 def _seconds(backend: Backend, call: tuple[PackedRows, Tensor, Tensor, Tensor], wanted: Tensor, scale: float) -> float:
-    """Median time of a call, infinite where the backend does not serve it."""
+    """Median time of a call; infinite where the backend fails or differs."""
     packed, queries, keys, values = call
 
     def run() -> Tensor:

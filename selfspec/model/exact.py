@@ -1,11 +1,10 @@
-"""Exact mode: every number a token gets depends on that token and those before it, down to the last bit.
+"""Exact mode: the results for a token depend, bit for bit, only on that token and the tokens before it.
 
-A matrix product over one row and one over five may round differently, and so may attention over keys that are padded
-to another length. Here every call has one constant shape. Tokens run in blocks of `rows`, idle ones filling the last
-block; a query stands in the slot of its position in a tile of `rows` positions, and its tile's place alone says which
-keys its attention reads. The tokens of a prompt that fill whole tiles of `wide` positions run in blocks of `wide`. So
-a token's hidden states, keys, values and logits are the same bits whichever tokens run beside it, in any batch, order
-of arrival, draft length and exit layer: speculation equals plain decoding in bfloat16 as in float32.
+Rounding may depend on the shape of a matrix product or an attention call. In exact mode these shapes are constant.
+Tokens run in blocks of `rows`, and the last block is filled up with idle tokens. Attention runs in tiles of `rows`
+positions, and the tile's position determines the keys that are read. Tokens of a prompt that fill whole tiles of `wide`
+positions run in blocks of `wide`. So hidden states, keys, values and logits of a token are the same bits in any batch,
+order of arrival, draft length and exit layer, and speculation equals plain decoding also in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.model.self_check import check_part_heads
 from selfspec.model.stack import Stack, Taps
 
-ROWS, CPU_ROWS = 64, 8  # on a CPU, idle tokens are not free
+ROWS, CPU_ROWS = 64, 8  # on CPU, idle tokens take time
 WIDE = 128
 
 
 class ExactStack(Stack):
-    """A stack over the same weights as another, whose results do not depend on what else a call holds.
+    """A stack with the weights of another one, whose results for a token do not depend on the other tokens of a call.
 
-    It costs what idle tokens cost: little where a call's time goes into reading weights.
+    Idle tokens take extra time: little where a call's time is spent on reading weights.
 
     Args:
-        source: the stack it stands beside; its exit heads are this one's, as they are at the time of a call.
-        rows: tokens of a block, and positions of a tile; default: `CPU_ROWS` on CPU, else `ROWS`.
-        wide: the same where a prompt is read.
+        source: the other stack. Its exit heads are used, as they are at the time of a call.
+        rows: tokens of a block and positions of a tile; default: `CPU_ROWS` on CPU, else `ROWS`.
+        wide: the same for prompts.
 
     Raises:
-        UnsupportedModelError: the model's experts cannot be run in constant shapes, or results differ all the same.
+        UnsupportedModelError: experts cannot run in constant shapes, or results differ nevertheless.
     """
 
     def __init__(self, source: Stack, rows: int | None = None, wide: int = WIDE) -> None:
@@ -49,19 +48,19 @@ class ExactStack(Stack):
         self.rows = rows or (CPU_ROWS if source.device.type == "cpu" else ROWS)
         super().__init__(source.model, "sdpa")
         self.backend = Backend("exact", attend_exactly)
-        _settle_experts(self._twin)
+        _set_experts(self._twin)
         check_part_heads(self)
         differs = difference(self)
         if differs:
             kind = getattr(self.config, "model_type", "model")
             raise UnsupportedModelError(
-                f"{kind}: in exact mode its {differs} still depend on what else a call holds, on this device; "
+                f"{kind}: in exact mode its {differs} still depend on the other tokens of a call, on this device; "
                 "decode without exact"
             )
 
     @property
     def exit_heads(self) -> ExitHeads | None:
-        """Those of the source: drafts need not be exact, only what judges them."""
+        """The source's exit heads. They only affect drafts, which need not be exact."""
         return self._source.exit_heads
 
     @exit_heads.setter
@@ -69,7 +68,7 @@ class ExactStack(Stack):
         assert heads is None or heads is self._source.exit_heads, "exit heads are set on the target's own stack"
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """See `Stack.run`; the same in blocks, of which later ones find the keys of earlier ones in the cache."""
+        """See `Stack.run`; runs block by block, so that later blocks read the keys of earlier ones from the cache."""
         out: Tensor | None = None
         inner = [depth for depth in taps or {} if start < depth <= stop]
         for block in blocks_of(rows, self.rows, self.wide):
@@ -89,7 +88,7 @@ class ExactStack(Stack):
         return out
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
-        """See `Stack.head_logits`; an early exit's need not be exact."""
+        """See `Stack.head_logits`; logits of early exits need not be exact."""
         if lacks_norm:
             return super().head_logits(hidden, True)
         out = []
@@ -105,15 +104,15 @@ class ExactStack(Stack):
 
 @dataclass(slots=True)
 class Block:
-    """Tokens of a packed call that run together, idle ones behind them."""
+    """Tokens of a packed call that run together, followed by idle tokens."""
 
     rows: BlockRows
-    index: Tensor  # int64: where the real ones stand in the packed call
-    width: int
+    index: Tensor  # int64: indices of the real tokens in the packed call
+    width: int  # number of tokens with the idle ones
 
 
 class BlockRows(PackedRows):
-    """A packed call of constant width: idle tokens stand at position 0, write no keys and are nobody's neighbours."""
+    """A packed call of constant width. Idle tokens have position 0, write no keys and are in no tile."""
 
     def __init__(self, source: PackedRows, spans: Sequence[Span], width: int) -> None:
         super().__init__(source.cache, spans, source.device)
@@ -127,13 +126,13 @@ class BlockRows(PackedRows):
 
 
 def blocks_of(rows: PackedRows, narrow: int, wide: int) -> list[Block]:
-    """The blocks of a packed call, in an order in which a row's earlier tokens come first."""
+    """The blocks of a packed call, ordered so that a row's earlier tokens run first."""
     known: list[Block] | None = rows.plans.get("blocks")
     if known is None:
-        prompts: Sequence[int] = rows.plans.get("prompts") or [0] * len(rows.spans)  # where they are being read
+        prompts: Sequence[int] = rows.plans.get("prompts") or [0] * len(rows.spans)  # prompt lengths, in prefill
         first, rest, at = [], [], 0
         for span, num_prompt in zip(rows.spans, prompts, strict=True):
-            # A matter of position alone, not of how a prompt is cut into calls: those that fill whole wide tiles.
+            # Which tokens run in wide blocks depends on their positions only, not on the chunks of the prefill.
             if span.tree is not None:
                 rest += [(node, at + i) for i, node in enumerate(span.nodes())]
                 at += span.length
@@ -149,7 +148,7 @@ def blocks_of(rows: PackedRows, narrow: int, wide: int) -> list[Block]:
 
 
 def _cut(rows: PackedRows, spans: Sequence[tuple[Span, int]], width: int) -> list[Block]:
-    """Pack spans (each with its first token's place in the call) into blocks, in order."""
+    """Pack spans, each with the index of its first token in the call, into blocks, in order."""
     blocks: list[Block] = []
     taken: list[Span] = []
     index: list[int] = []
@@ -174,7 +173,7 @@ def _cut(rows: PackedRows, spans: Sequence[tuple[Span, int]], width: int) -> lis
 
 
 def tiles_of(rows: BlockRows, size: int) -> list[Tile]:
-    """The tiles that a block's queries stand in: each row's, cut where its positions cross a multiple of `size`."""
+    """The tiles of a block: each row's tokens, cut at positions that are multiples of `size`."""
     tiles, at = [], 0
     for span in rows.spans:
         start = span.positions()[0]
@@ -189,7 +188,7 @@ def tiles_of(rows: BlockRows, size: int) -> list[Tile]:
 
 
 def _written(rows: PackedRows, span: Span, stop: int) -> slice | Tensor:
-    """Where the keys [0, stop) of a row lie in a layer's storage."""
+    """The slots of a row's keys [0, stop) in a layer's storage."""
     size = rows.cache.page_size
     if span.tree is not None:
         at = torch.tensor([*range(span.root), *span.branch()], device=rows.device)
@@ -200,8 +199,8 @@ def _written(rows: PackedRows, span: Span, stop: int) -> slice | Tensor:
     return (pages[:, None] * size + torch.arange(size, device=rows.device)).flatten()[:stop]
 
 
-def _settle_experts(twin: Any) -> None:
-    """Experts, if there are any, one product per token: grouped by expert, the rows of a product would vary."""
+def _set_experts(twin: Any) -> None:
+    """Make experts compute one product per token. Grouped by expert, the shape of a product would vary."""
     if not any("Experts" in type(module).__name__ for module in twin.modules()):
         return
     kind = getattr(twin.config, "model_type", "model")
@@ -209,6 +208,6 @@ def _settle_experts(twin: Any) -> None:
         twin.set_experts_implementation("batched_mm")
     except (AttributeError, ValueError, KeyError) as problem:
         raise UnsupportedModelError(
-            f"{kind}: its experts are given as many tokens as choose them, so that rounding depends on a token's "
-            "neighbours, and exact mode cannot be had; decode without exact"
+            f"{kind}: its experts run over as many tokens as are routed to them, so that rounding depends on the "
+            "other tokens of a call; decode without exact"
         ) from problem

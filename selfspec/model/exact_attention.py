@@ -1,4 +1,4 @@
-"""Attention in a fixed order: what a query gets depends on the query, its position and the keys before it alone."""
+"""Attention whose result for a query depends, bit for bit, only on the query, its position and the keys before it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from selfspec.model.kv_cache import PackedRows
 
 
 class Tile(NamedTuple):
-    """Queries of one row in the slots of their positions, `first` .. `first + size`; the other slots stay empty.
+    """Queries of one row within the positions `first` .. `first + size`, one slot each; the other slots are zero.
 
-    Keys are read up to the tile's end, whether written yet or not, so that the shape of the call is that of the tile.
+    Keys are read up to the tile's end, written or not, so that shapes depend on the tile only.
     """
 
     first: int  # a multiple of `size`
     size: int
-    slot: int  # of the first query
-    num: int  # queries, in neighbouring slots
-    at: int  # the first query's place in the block
-    keys: slice | Tensor  # where the row's written keys lie in the layer's storage, by position
+    slot: int  # slot of the first query
+    num: int  # number of queries, in consecutive slots
+    at: int  # index of the first query in the block
+    keys: slice | Tensor  # slots of the row's written keys in the layer's storage, by position
 
 
 def attend_exactly(
@@ -44,18 +44,18 @@ def attend_exactly(
         q = queries.new_zeros(1, heads, tile.size, head_dim)
         mine = slice(tile.slot, tile.slot + tile.num)
         q[0, :, mine] = queries[:, tile.at : tile.at + tile.num]
-        k, v = _laid_out(keys, tile, low), _laid_out(values, tile, low)
+        k, v = _contiguous(keys, tile, low), _contiguous(values, tile, low)
         mask = _mask(rows, tile, low, reach, q)
         if softcap is None and sinks is None:
             result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         else:
-            result = _spelt_out(q, k, v, mask, scale, softcap, sinks)
+            result = _explicit(q, k, v, mask, scale, softcap, sinks)
         out[tile.at : tile.at + tile.num] = result[0, :, mine].transpose(0, 1)
     return out
 
 
 def _lowest(tile: Tile, reach: Reach) -> int:
-    """The first key that any slot of the tile may look at, at a tile's border below it."""
+    """The first key that is visible from any slot of the tile, rounded down to a multiple of the tile's size."""
     low = 0
     if reach.window is not None:
         low = max(low, tile.first - reach.window + 1)
@@ -64,10 +64,10 @@ def _lowest(tile: Tile, reach: Reach) -> int:
     return low // tile.size * tile.size
 
 
-def _laid_out(storage: Tensor, tile: Tile, low: int) -> Tensor:
-    """`[1, kv_heads, keys, head_dim]` of keys [low, end of the tile) in memory of their own: zeros where none is yet.
+def _contiguous(storage: Tensor, tile: Tile, low: int) -> Tensor:
+    """Copy of the keys [low, end of the tile), `[1, kv_heads, keys, head_dim]`, with zeros for unwritten ones.
 
-    Pages, neighbours in memory and rejected drafts can then have no part in the result.
+    So pages, other rows and rejected drafts cannot affect the result.
     """
     written = storage.flatten(0, 1)[tile.keys][low:]
     end = tile.first + tile.size - low
@@ -77,7 +77,7 @@ def _laid_out(storage: Tensor, tile: Tile, low: int) -> Tensor:
 
 
 def _mask(rows: PackedRows, tile: Tile, low: int, reach: Reach, like: Tensor) -> Tensor:
-    """Additive mask `[size, keys]`: 0 where a slot may look, -inf elsewhere. The same for every row at this tile."""
+    """Additive mask `[size, keys]`: 0 for visible keys, -inf for others. It is the same for every row at this tile."""
     known = ("mask", tile.first, reach)
     mask: Tensor | None = rows.plans.get(known)
     if mask is None:
@@ -89,10 +89,10 @@ def _mask(rows: PackedRows, tile: Tile, low: int, reach: Reach, like: Tensor) ->
     return mask
 
 
-def _spelt_out(
+def _explicit(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention step by step, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss): `[1, heads, size, d]`."""
+    """Attention as explicit operations, for soft-caps (Gemma 2) and sinks (gpt-oss): `[1, heads, size, head_dim]`."""
     heads, kv_heads, size = q.shape[1], k.shape[1], q.shape[2]
     grouped = q[0].reshape(kv_heads, heads // kv_heads * size, -1)
     scores = (grouped @ k[0].transpose(1, 2)).view(heads, size, -1) * scale

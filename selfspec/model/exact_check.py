@@ -1,4 +1,4 @@
-"""Is a stack exact on this device? Asked once, before anybody trusts a bit."""
+"""The self-check of exact mode: whether results for a token depend on the other tokens of a call."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from torch import Tensor
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 
-LENGTHS = (37, 21, 6)  # of three rows: several tiles and blocks, and one that shares its first with others
-STEPS = 4  # last tokens of each row, read one by one, and then together
+LENGTHS = (37, 21, 6)  # tokens of three rows: several tiles and blocks, and a row within one block
+STEPS = 4  # last tokens of each row, run one by one, and then together
 PAGE = 8
 
 
 @torch.inference_mode()
 def difference(stack: Stack) -> str:
-    """What differs between rows decoded alone, token by token, and together, split at an exit: a word, or ''.
+    """Compare rows decoded alone, token by token, with the same rows in a batch, split at an exit layer.
+
+    Returns:
+        What differs ("hidden states" or "logits"), or "" where nothing does.
 
     Raises:
-        Whatever the model's forward does.
+        Exception: whatever the model's forward raises.
     """
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(stack.vocab_size, (n,), generator=generator).to(stack.device) for n in LENGTHS]
@@ -35,7 +38,7 @@ def difference(stack: Stack) -> str:
 
 
 def _alone(stack: Stack, prompt: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the last tokens, each in a call of its own."""
+    """Hidden states and logits of the last tokens, one token per call."""
     cache = PagedCache(1, len(prompt))
     first = len(prompt) - STEPS
 
@@ -49,7 +52,7 @@ def _alone(stack: Stack, prompt: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _together(stack: Stack, prompts: list[Tensor], exit_layer: int) -> list[tuple[Tensor, Tensor]]:
-    """The same of several rows in small pages, packed, in two parts."""
+    """The same for several rows in small pages, packed in one call, split at the exit layer."""
     cache = PagedCache(sum(-(-len(prompt) // PAGE) for prompt in prompts), PAGE)
     pages = [cache.reserve(len(prompt)) or [] for prompt in prompts]
     firsts = [len(prompt) - STEPS for prompt in prompts]

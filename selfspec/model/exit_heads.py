@@ -1,8 +1,8 @@
 """Exit heads: small adapters between an early layer and the model's own norm and head.
 
-They bring a layer's hidden states nearer to those after the last layer, so that its guesses are better; the model is
-left as it is, bit for bit, and judges drafts without them (Kangaroo, arXiv 2404.18911, has one such adapter, of a
-block's size; these see a single position and are smaller still).
+They make a layer's hidden states more like those after the last layer, so that more drafts are accepted. The model does
+not change, and verification does not use them. (Kangaroo, arXiv 2404.18911, has an adapter of the size of a layer;
+these act on single positions and are smaller.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 class ExitHead(nn.Module):
-    """x + up(silu(down(norm(x)))) for hidden states `[..., hidden_size]`; as made it changes nothing, since up is 0."""
+    """x + up(silu(down(norm(x)))) for hidden states `[..., hidden_size]`; initially the identity, since up is 0."""
 
     def __init__(self, hidden_size: int, rank: int) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class ExitHeads(nn.Module):
     """One `ExitHead` for each of some exit layers of a model.
 
     Args:
-        layers: exit layers, each from 1 to one below the model's number of layers.
-        hidden_size: the model's.
+        layers: exit layers, each from 1 to the model's number of layers - 1.
+        hidden_size: the model's hidden size.
         rank: inner width of the adapters.
-        weights: which weights they were trained for (`selfspec.model.fingerprint.weights_of`); empty: unknown.
+        weights: fingerprint of the model's weights (`selfspec.model.fingerprint.weights_of`); empty: unknown.
     """
 
     def __init__(self, layers: Iterable[int], hidden_size: int, rank: int, weights: str = "") -> None:
@@ -62,7 +62,7 @@ class ExitHeads(nn.Module):
         self.heads = nn.ModuleDict({str(layer): ExitHead(hidden_size, rank) for layer in self.layers})
 
     def forward(self, hidden: Tensor, layer: int) -> Tensor:
-        """Hidden states `[..., hidden_size]` after `layer`, ready for the norm and head; unchanged without a head."""
+        """Adapt hidden states `[..., hidden_size]` after `layer` for the norm and head; unchanged without a head."""
         if layer not in self.layers:
             return hidden
         head = self.heads[str(layer)]
@@ -70,7 +70,7 @@ class ExitHeads(nn.Module):
         return adapted.to(hidden.dtype)
 
     def of_layers(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
-        """The same for several layers at once, `[layers, N, hidden_size]`."""
+        """The same for several layers, `[layers, N, hidden_size]`."""
         return torch.stack([self(one, layer) for one, layer in zip(hidden, layers, strict=True)])
 
     def save(self, folder: str | Path) -> Path:
@@ -107,8 +107,8 @@ class ExitHeads(nn.Module):
                 raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
             about = json.loads(metadata["about"])
             if len(saved) != 3 * len(about["layers"]) or not all(t.is_floating_point() for t in saved.values()):
-                raise ValueError("its tensors are not those it tells of")
-            with torch.device("meta"):  # what the file claims costs no memory until its tensors have borne it out
+                raise ValueError("its tensors do not match its metadata")
+            with torch.device("meta"):  # sizes in the metadata allocate no memory
                 heads = cls(**about, weights=metadata.get("weights", ""))
             heads.load_state_dict(saved, assign=True)
         except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as problem:
@@ -118,7 +118,7 @@ class ExitHeads(nn.Module):
         return heads.float().requires_grad_(False)
 
     def check(self, num_layers: int, hidden_size: int) -> None:
-        """Raise ValueError where they cannot belong to a model of this shape."""
+        """Raise ValueError where they do not fit a model of this shape."""
         if self.hidden_size != hidden_size or self.layers[-1] >= num_layers:
             raise ValueError(
                 f"exit_heads are of a model of width {self.hidden_size} with more than {self.layers[-1]} layers, and "

@@ -1,4 +1,4 @@
-"""What tells one model, one set of weights or one device from another, in a few readable fields and short hashes."""
+"""Fingerprints of models, weights, tokenizers and devices: readable fields and short hashes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from selfspec.model.quantized import dense, is_dense
 from selfspec.model.stack import Stack
 
 NAMES = {"architectures", "dtype", "torch_dtype", "id2label", "label2id", "auto_map", "transformers_version"}
-SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
-SAMPLES = 8  # numbers looked at in every weight
+SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
+SAMPLES = 8  # numbers read from every weight
 
 
 def shape_of(stack: Stack) -> dict[str, Any]:
-    """What of a model its speed depends on: its config but for names and token ids, its modules and their sizes."""
+    """What a model's speed depends on: its config without names and token ids, its modules and their sizes."""
     return {
         "architecture": type(stack.model).__name__,
         "num_layers": stack.num_layers,
@@ -43,19 +43,19 @@ def heads_of(stack: Stack) -> str:
 
 
 def weights_of(stack: Stack) -> str:
-    """A hash over a few numbers of every weight that is saved, the same in float32 and bfloat16 and on any device."""
+    """A hash over a few numbers of every saved weight. It is the same in float32 and bfloat16 and on any device."""
     saved = {name: value for name, value in stack.model.state_dict().items() if isinstance(value, Tensor)}
     seen = torch.cat([torch.zeros(0), *map(_sample, saved.values())])
     return _digest(list(saved), seen.tolist())
 
 
 def vocabulary_of(tokenizer: Any) -> str:
-    """A hash over every token's text and id, added tokens included: what the ids of a text mean."""
+    """A hash over the texts and ids of all tokens, added tokens included."""
     return _digest(tokenizer.get_vocab())
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's own name, or the processor's where the system tells it, else its architecture."""
+    """The name of the accelerator, or of the processor where the system provides it, else its architecture."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     try:
@@ -67,28 +67,28 @@ def device_name(device: torch.device) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A few numbers spread over a weight, rounded to bfloat16, on the host."""
+    """A few numbers at equal distances in a weight, rounded to bfloat16, on the host."""
     if tensor.is_meta:
         return torch.zeros(0)
-    if hasattr(tensor, "to_local"):  # a share of it is enough, and to gather it would take all ranks
+    if hasattr(tensor, "to_local"):  # the local part, since gathering would involve all ranks
         tensor = tensor.to_local()
     flat = dense(tensor.detach()).reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].to(torch.bfloat16).float().cpu()
 
 
 def _modules(model: Any) -> list[str]:
-    """Every module's kind, sizes, kinds of quantised weights, and adapter switches."""
-    told = []
+    """The class, weight sizes, classes of quantised weights and adapter switches of every module."""
+    described = []
     for module in model.modules():
         own = [*module.parameters(recurse=False)]
         sizes = [list(weight.shape) if is_dense(weight) else [type(weight).__name__, *weight.shape] for weight in own]
         switches = [vars(module)[name] for name in SWITCHES if name in vars(module)]
-        told.append(f"{type(module).__name__} {sizes} {switches}")
-    return told
+        described.append(f"{type(module).__name__} {sizes} {switches}")
+    return described
 
 
 def _plain(value: Any) -> Any:
-    """A config without what no speed depends on."""
+    """A config without fields that do not affect speed."""
     if not isinstance(value, dict):
         return value
     kept = {str(k): v for k, v in value.items() if k not in NAMES and not str(k).startswith("_")}

@@ -1,8 +1,8 @@
-"""Keys and values in pages, written by position.
+"""The KV cache: keys and values in pages, written by position.
 
-A row owns pages; token `p` of its content lives in page `p // page_size`, slot `p % page_size`. Nothing is cropped:
-rolling back is the caller lowering a row's length, and rejected slots are overwritten by the next round. The nodes of a
-draft that is a tree lie one after another; accepted ones that do not lie at their positions are moved there.
+A row owns pages. Token `p` of its content is stored in page `p // page_size`, slot `p % page_size`. To roll back, the
+caller lowers the row's length; the next round overwrites the rejected slots. The nodes of a tree are stored one after
+another; accepted nodes are then moved to their positions.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from selfspec.kernels.room import Room
 
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 `[N]`; torch itself takes several times as long to read a list."""
+    """A list as an int64 tensor `[N]`, by numpy, which reads lists several times as fast as torch."""
     return torch.as_tensor(np.array(numbers, np.int64), device=device)
 
 
 class Tree(NamedTuple):
-    """Tokens that go on from each other, not all from the one before. Node 0 is a row's last token, known already."""
+    """A draft with branches. Node 0 is the row's last token, which is not drafted."""
 
-    parents: tuple[int, ...]  # of every node: one before it; the first node's is not read
+    parents: tuple[int, ...]  # the parent of every node, a lower index; that of node 0 is not read
 
     def depths(self) -> list[int]:
-        """Tokens between node 0 and each node, that included: node 0 has 0."""
+        """The depth of every node; node 0 has depth 0."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         return depths
 
     def ancestors(self) -> NDArray[np.bool_]:
-        """`[nodes, nodes]`: whether a node (first index) goes on from another, or is it."""
+        """Bool `[nodes, nodes]`: whether the second node is an ancestor of the first, or the same."""
         seen = np.eye(len(self.parents), dtype=np.bool_)
         for node, parent in enumerate(self.parents[1:], 1):
             seen[node] |= seen[parent]
@@ -48,25 +48,25 @@ class Tree(NamedTuple):
 class Span(NamedTuple):
     """The new tokens of one row in a packed call."""
 
-    pages: Sequence[int]  # every page of the row, in order of position
-    start: int  # position of the first new token in the row's content; in a tree, where its keys and values go
+    pages: Sequence[int]  # all pages of the row, in order of position
+    start: int  # position of the first new token in the row's content; with a tree, its slot in the row's pages
     length: int  # number of new tokens, at least 1
-    tree: Tree | None = None  # whose last nodes they are, if they do not follow one another
+    tree: Tree | None = None  # the new tokens are the last nodes of this tree; None: they are a chain
 
     @property
     def root(self) -> int:
-        """The position of the tree's first node; of the first new token where there is no tree."""
+        """The position of the tree's node 0; without a tree, of the first new token."""
         return self.start if self.tree is None else self.start + self.length - len(self.tree.parents)
 
     def nodes(self) -> list[Span]:
-        """Its tokens one by one, each as the last node of a tree."""
+        """The span split into its tokens, each as the last node of a tree."""
         assert self.tree is not None
         parents, root = self.tree.parents, self.root
         tokens = range(self.start, self.start + self.length)
         return [Span(self.pages, at, 1, Tree(parents[: at - root + 1])) for at in tokens]
 
     def branch(self) -> list[int]:
-        """Of a tree's last node: the positions in storage of the branch that it goes on from, and its own."""
+        """The slots of the ancestors of the tree's last node, and its own slot, from the root on."""
         assert self.tree is not None
         node, out = len(self.tree.parents) - 1, []
         while node >= 0:
@@ -75,21 +75,21 @@ class Span(NamedTuple):
         return out[::-1]
 
     def positions(self) -> Sequence[int]:
-        """Where each new token stands in the row's content, if its branch is the right one."""
+        """The position of each new token in the row's content, if its branch is accepted."""
         if self.tree is None:
             return range(self.start, self.start + self.length)
         return [self.root + depth for depth in self.tree.depths()[-self.length :]]
 
 
 class PagedCache:
-    """Storage for every layer, `[num_pages, page_size, kv_heads, head_dim]`, made when a layer first writes.
+    """Storage per layer, `[num_pages, page_size, kv_heads, head_dim]`, allocated when a layer first writes.
 
-    Zero-filled, so that a slot that no token has written yet is finite and can be masked.
+    It is filled with zeros, since masked slots must be finite.
 
     Args:
-        num_layers: on CPU, where memory is there once it is written, so many first layers share one tensor as far as
-            they are alike: what is done to all of them takes one step then.
-        shares: another cache whose storage is used too, of the same page size and no fewer pages.
+        num_layers: on CPU, the first `num_layers` layers share one tensor if their shapes are equal, so that one
+            operation serves all of them.
+        shares: another cache whose storage this one uses, with the same page size and at least as many pages.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_layers: int = 0, shares: PagedCache | None = None) -> None:
@@ -105,7 +105,7 @@ class PagedCache:
 
     @property
     def _store(self) -> PagedCache:
-        """Who has the storage. Nothing refers to itself: keys and values are given back when nobody needs them."""
+        """The cache that owns the storage. There are no reference cycles, so memory is freed with the last user."""
         return self if self._shares is None else self._shares
 
     @property
@@ -114,24 +114,24 @@ class PagedCache:
 
     @property
     def room(self) -> int:
-        """Tokens that it holds in all."""
+        """The capacity in tokens."""
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def reserve(self, num_tokens: int) -> list[int] | None:
-        """Take the lowest free pages that hold `num_tokens`; None when there are too few."""
+        """Take the lowest free pages for `num_tokens` tokens; None where there are too few."""
         count = self.pages_for(num_tokens)
         if count > len(self._free):
             return None
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def release(self, pages: Sequence[int], written: int | None = None) -> None:
-        """Give pages back, zeroed: masked slots still enter products, where a last owner's NaN would show.
+        """Zero pages and free them. They are zeroed since masked slots enter products, where a NaN would spread.
 
         Args:
-            written: no token beyond so many first ones was ever written; None: any may have been.
+            written: number of the row's tokens that may have been written; None: all of its pages.
         """
         index, end = list(pages), self.page_size
         if written is not None:
@@ -142,7 +142,7 @@ class PagedCache:
             storage[index, :end] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
-        self._free = sorted([*self._free, *pages])  # all at once, whatever interrupts; what is sorted is a heap, too
+        self._free = sorted([*self._free, *pages])  # one assignment, safe against interrupts; a sorted list is a heap
 
     def wipe(self, pages: Sequence[int], start: int, end: int) -> None:
         """Zero the slots of a row's positions [start, end), as far as its pages reach."""
@@ -155,7 +155,7 @@ class PagedCache:
                 storage[pages[at], low:high] = 0
 
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Storage of one layer, made like `key` and `value` (`[N, kv_heads, head_dim]`) when it is first asked for."""
+        """The storage of one layer; allocated at the first use, like `key` and `value` (`[N, kv_heads, head_dim]`)."""
         known = self._layers.get(layer_idx)
         if known is None:
             known = self._layers[layer_idx] = self._store._place(layer_idx, key, value)
@@ -166,7 +166,7 @@ class PagedCache:
         alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
         if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
             shape = (self.num_layers, 2, *room, *key.shape[1:])
-            # Of the system's own zeros: to write them would take as long as a prompt does to read.
+            # Zero pages of the operating system; writing zeros would take as long as the prefill of a prompt.
             self._pool = Room().zeros(*shape) if key.dtype == torch.float32 else key.new_zeros(shape)
         pool = self._pool
         fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
@@ -177,18 +177,18 @@ class PagedCache:
         return made
 
     def clear(self) -> None:
-        """Zero everything, as if no token had been written."""
+        """Zero all storage."""
         for storage in (self._store._pool, *self._store._others):
             if storage is not None:
                 storage.zero_()
 
     def copy(self, page: int, to: int) -> None:
-        """Give one page the keys and values of another, in every layer that has written any."""
+        """Copy the keys and values of a page to another page, in every layer."""
         for keys, values in self._layers.values():
             keys[to], values[to] = keys[page], values[page]
 
     def move(self, pages: Sequence[int], slots: Sequence[int], to: Sequence[int]) -> None:
-        """Copy a row's keys and values from some positions of storage to others, in every layer, as if all at once."""
+        """Copy a row's keys and values from `slots` to the slots `to`, in every layer; the two may overlap."""
         size = self.page_size
         source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
         if self._store._pool is not None:
@@ -205,30 +205,30 @@ class PagedCache:
 
 
 class PackedRows:
-    """One packed call: whose tokens it holds, where they stand, and where their keys and values go.
+    """One packed call: its rows, the positions of its tokens, and the slots for their keys and values.
 
-    It travels as the `past_key_values` of the model's own forward (which calls `update`) and as its keyword `packed`.
+    The model's forward receives it as `past_key_values` (and calls `update`) and as the keyword `packed`.
     """
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
         self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
-        self.plans: dict[Any, Any] = {}  # what an attention backend prepares once per call and reuses in every layer
-        self.attend: Any = None  # who computes attention, set by the stack; None: `attention.attend_rows`
+        self.plans: dict[Any, Any] = {}  # values that an attention backend computes once per call, for all layers
+        self.attend: Any = None  # the attention function, set by the stack; None: `attention.attend_rows`
         self._positions: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
-        """int64 `[1, N]`."""
+        """Positions of the tokens, int64 `[1, N]`."""
         if self._positions is None:
-            self._positions = self._stand()[None]
+            self._positions = self._make_positions()[None]
         return self._positions
 
     @positions.setter
     def positions(self, positions: Tensor) -> None:
         self._positions = positions
 
-    def _stand(self) -> Tensor:
+    def _make_positions(self) -> Tensor:
         if len(self.spans) == 1 and self.spans[0].tree is None:
             start = self.spans[0].start
             return torch.arange(start, start + self.num_tokens, device=self.device)
@@ -253,17 +253,17 @@ class PackedRows:
 
     @property
     def most_tokens(self) -> int:
-        """No row holds more tokens, the new ones included."""
+        """The number of tokens of the longest row, the new ones included."""
         return max([span.start + span.length for span in self.spans])
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Called by the model with `[1, kv_heads, N, head_dim]`; the attention function reads from the pages."""
+        """Store keys and values `[1, kv_heads, N, head_dim]`. The model calls it; attention then reads the pages."""
         self.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        key.packed = self  # type: ignore[attr-defined]  # for layers that hand no keywords on to their attention
+        key.packed = self  # type: ignore[attr-defined]  # for layers that pass no keywords to their attention
         return key, value
 
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store `[N, kv_heads, head_dim]` at the tokens' positions; returns the layer's pages."""
+        """Store keys and values `[N, kv_heads, head_dim]`; returns the layer's storage."""
         keys, values = self.cache.layer(layer_idx, key, value)
         keys.flatten(0, 1)[self._slots] = key
         values.flatten(0, 1)[self._slots] = value

@@ -1,4 +1,4 @@
-"""A Llama-shaped model's weights by name, for the engine that computes its layers itself instead of calling them."""
+"""The weights of a Llama-like model by name, for executors that compute the layers themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfspec.model.quantized import is_dense
 LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 DTYPES = (torch.float32, torch.bfloat16)
-# Parts from elsewhere may do more than their weights say: a LoRA layer has a `weight` too, its base layer's.
+# Modules of other packages may compute more than their weights show: a LoRA layer has a `weight`, too.
 KNOWN_MODULES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
@@ -28,10 +28,10 @@ class Norm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One decoder layer's weights, shared with the model."""
+    """The weights of one decoder layer, shared with the model."""
 
     layer_idx: int
-    window: int | None  # tokens that attention reaches back, where it is limited
+    window: int | None  # sliding window in tokens; None: no limit
     scale: float
     norm: Norm
     q: Linear
@@ -46,14 +46,14 @@ class Layer(NamedTuple):
     down: Linear
 
     def weights(self) -> list[Tensor]:
-        """Every tensor of the layer."""
+        """All tensors of the layer."""
         linears = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
         norms = [norm.weight for norm in (self.norm, self.mlp_norm, self.q_norm, self.k_norm) if norm is not None]
         return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]
 
 
 class LlamaWeights(NamedTuple):
-    """Weights of a whole model, shared with it."""
+    """The weights of a model, shared with it."""
 
     head_dim: int
     embedding: Tensor  # [vocab, hidden_size]
@@ -64,10 +64,10 @@ class LlamaWeights(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> LlamaWeights | None:
-        """The weights of a causal LM that the compiled engine can serve; None for every other model.
+        """The weights of a causal LM that the compiled engine supports; None for other models.
 
-        It serves Llama-shaped models on CPU in float32 or bfloat16, whose weights alone say what they compute: without
-        hooks, adapters, quantised weights or modules from elsewhere.
+        It supports Llama-like models on CPU in float32 or bfloat16, without hooks, adapters, quantised weights or
+        modules of other packages.
         """
         if not _is_plain(model):
             return None
@@ -98,7 +98,7 @@ class LlamaWeights(NamedTuple):
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether a model is of a Llama-shaped class and made of that class's own modules, unchanged."""
+    """Whether a model is of a Llama-like class and consists of unchanged modules of transformers."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     if type(model).__name__ not in LLAMA_SHAPED or rope.get("rope_type", "default") not in STATIC_ROPE:
         return False
@@ -145,7 +145,7 @@ def _layer(layer: Any) -> Layer:
 
 
 def _window(attn: Any) -> int | None:
-    """The sliding window, where the family's attention hands it on: per layer in Qwen, for all layers in Mistral."""
+    """The sliding window that the family's attention uses: per layer in Qwen, for all layers in Mistral."""
     if hasattr(attn, "sliding_window"):
         return attn.sliding_window
     return getattr(attn.config, "sliding_window", None) if "Mistral" in type(attn).__name__ else None

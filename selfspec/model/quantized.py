@@ -1,7 +1,7 @@
-"""Weights kept as small integers with scales (torchao): made when a model is loaded, and read where numbers are needed.
+"""Weights quantised to integers with scales by torchao.
 
-A quantised model is a target of its own: it judges its drafts by its own arithmetic, so that speculation changes none
-of its tokens. Its tokens are not those of the model that it was made from.
+A quantised model is a target of its own. Speculation does not change its tokens, which differ from those of the model
+before quantisation.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ GROUP = 32  # inputs that share a scale in int4
 
 
 def check_kind(kind: str) -> Quantize:
-    """The kind by name, or ValueError."""
+    """Return `kind`; ValueError where there is no such kind."""
     if kind not in KINDS:
         raise ValueError(f"quantize must be one of {', '.join(KINDS)}, got {kind!r}")
     return kind
 
 
 def quantize(model: nn.Module, kind: str) -> nn.Module:
-    """The model with its layers' weights rounded to small integers, in place; embedding and head stay as they are.
+    """Quantise the weights of the layers in place and return the model. Embedding and head do not change.
 
-    int8 has a scale for every output, int4 one for every 32 inputs of it.
+    int8 has a scale per output, int4 one per output and 32 inputs.
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: another kind, or a model of which nothing can be quantised.
+        ValueError: there is no such kind, or no linear layer can be quantised.
     """
     check_kind(kind)
     try:
@@ -44,7 +44,9 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     step = 1 if kind == "int8" else GROUP
     chosen = {id(m) for m in model.modules() if type(m) is nn.Linear and m is not head and m.in_features % step == 0}
     if not chosen:
-        raise ValueError(f"quantize={kind!r} found no linear layers that it could round in {type(model).__name__}")
+        raise ValueError(
+            f"quantize must be None for {type(model).__name__}, whose linear layers cannot be quantised, got {kind!r}"
+        )
     how: Any = (
         Int8WeightOnlyConfig()
         if kind == "int8"
@@ -55,11 +57,11 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
 
 
 def is_dense(weight: Tensor) -> bool:
-    """Whether a weight is plain numbers in memory: no quantised tensor or other subclass with a layout of its own."""
+    """Whether a weight is an ordinary tensor: not quantised, and no other tensor subclass."""
     return type(weight) in (Tensor, nn.Parameter)
 
 
 def dense(weight: Tensor) -> Tensor:
-    """The numbers of a weight; of a quantised one, whose class says how, those that it stands for."""
-    own = type(weight).dequantize is not Tensor.dequantize  # torch's would make any other weight float32
+    """The weight as an ordinary tensor; quantised weights are dequantised."""
+    own = type(weight).dequantize is not Tensor.dequantize  # torch's own method would convert to float32
     return weight.dequantize() if own else weight

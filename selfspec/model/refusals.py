@@ -1,4 +1,4 @@
-"""What is seen on a model, before anything is run, that a twin of it could not do likewise: refused by its own name."""
+"""Checks of a model before anything runs: errors for everything that a twin of it could not reproduce."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FROM_CALLS = {"POLY": "a routing by task", "XLORA": "a classifier of every call"
 
 
 def refuse_autocast(device: torch.device) -> None:
-    """ValueError where torch.autocast is on for the device: its casts change the model's own numbers.
+    """Raise ValueError where torch.autocast is on for the device.
 
-    What they come to depends on how many tokens share a call, so tokens would not be those of `generate`.
+    Results under autocast depend on the number of tokens in a call, so tokens would differ from those of `generate`.
     """
     if torch.is_autocast_enabled(device.type):
         dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
@@ -29,7 +29,7 @@ def refuse_autocast(device: torch.device) -> None:
 
 
 def refuse_wrapper(model: nn.Module) -> None:
-    """UnsupportedModelError where a PEFT wrapper changes the input of every call, not only the model's layers."""
+    """Raise UnsupportedModelError where a PEFT wrapper changes the input of calls, not only the model's layers."""
     name = getattr(model, "active_adapter", None)
     configs = getattr(model, "peft_config", None)
     if not hasattr(model, "get_base_model") or not isinstance(configs, dict):
@@ -46,9 +46,9 @@ def refuse_wrapper(model: nn.Module) -> None:
 
 
 def refuse_call(model: nn.Module) -> None:
-    """UnsupportedModelError where `generate` would change the model's input, as PEFT does to add virtual tokens.
+    """Raise UnsupportedModelError where `generate` would change the model's input, as PEFT does for virtual tokens.
 
-    PEFT hands a callable the base model; what it adds then sits in the base model's `prepare_inputs_for_generation`.
+    PEFT passes the base model to a callable, with `prepare_inputs_for_generation` replaced.
     """
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     prepare = model.__dict__.get("prepare_inputs_for_generation")
@@ -59,16 +59,16 @@ def refuse_call(model: nn.Module) -> None:
         raise UnsupportedModelError(_virtual_tokens("generate() without custom_generate"))
     if config is None:
         raise UnsupportedModelError(
-            f"the model's prepare_inputs_for_generation was replaced by {_name(prepare)}, which is not asked here; "
-            "put the model's own back, or decode without custom_generate"
+            f"the model's prepare_inputs_for_generation was replaced by {_name(prepare)}, which is not called here; "
+            "restore the model's own, or decode without custom_generate"
         )
 
 
 def drop_hooks_of_call(model: nn.Module) -> None:
-    """Take back the hooks that PEFT gave a call (adapter_names, aLoRA): where the call raises, PEFT leaves them."""
+    """Remove the hooks that PEFT adds for one call (adapter_names, aLoRA) and leaves behind when the call raises."""
     for module in model.modules():
         for key, hook in _hooks_of_peft(module):
-            if isinstance(hook, partial):  # it holds arguments of a call; other hooks are the adapter's own
+            if isinstance(hook, partial):  # it holds arguments of a call; other hooks belong to the adapter
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -78,17 +78,16 @@ def _hooks_of_peft(module: nn.Module) -> list[tuple[int, Any]]:
 
 
 def refuse_unsplittable(model: nn.Module) -> None:
-    """UnsupportedModelError with the reason where modules lack their weights, or views would not run their `forward`.
+    """Raise UnsupportedModelError where weights are absent, or views would not run a module's replaced `forward`.
 
-    Views take the place of the modules on the way to the layers. Below those, a replaced `forward` runs as it is, as
-    that of a tensor-parallel layer does, and the self-check tells whether it can be split. One that `torch.compile`
-    made of the module's own is served everywhere.
+    Views replace the modules that contain the list of layers. Inside the layers, a replaced `forward` runs as usual
+    (as in tensor-parallel layers), and the self-check decides. A `forward` compiled by `torch.compile` is supported.
     """
     for name, module in model.named_modules():
         where = name or "the model"
         _refuse_absent_weights(where, module)
         for _, hook in _hooks_of_peft(module):
-            raise UnsupportedModelError(_by_call(f"a PEFT adapter that is told of each call by {_name(hook)}"))
+            raise UnsupportedModelError(_by_call(f"a PEFT adapter with the hook {_name(hook)}"))
     rebuilt = ("", *_paths_of_views(model))
     for name, module, forward in _replaced(model):
         if hasattr(module, "_hf_hook"):
@@ -102,12 +101,12 @@ def refuse_unsplittable(model: nn.Module) -> None:
 
 
 def replaced_forward(model: nn.Module) -> str | None:
-    """Of a model that does not pass its self-check: why, if a part of it runs something else than its class."""
+    """The error message for a module whose `forward` was replaced; None where there is none."""
     return next((_of_replaced(name, forward) for name, _, forward in _replaced(model)), None)
 
 
 def _replaced(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Modules whose `forward` is not their class's, nor made of that by torch.compile."""
+    """Modules whose `forward` is neither that of their class nor compiled from it."""
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if forward is not None and not hasattr(module, "_orig_mod") and not is_compiled_own(module):
@@ -122,7 +121,7 @@ def _of_replaced(name: str, forward: Any) -> str:
 
 
 def is_compiled_own(module: nn.Module) -> bool:
-    """Whether the module's `forward` is its class's, through torch.compile."""
+    """Whether the module's `forward` is that of its class, compiled by torch.compile."""
     forward: Any = module.__dict__.get("forward")
     if not hasattr(forward, "_torchdynamo_orig_callable"):
         return False
@@ -132,7 +131,7 @@ def is_compiled_own(module: nn.Module) -> bool:
 
 
 def _paths_of_views(model: nn.Module) -> list[str]:
-    """Modules on the way to the layers: views take their place, and would run the replaced forward of the whole."""
+    """The names of the modules that contain a list of layers; views replace these modules."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     return [name.rsplit(".", at)[0] for name in lists for at in range(1, name.count(".") + 1)]
 
@@ -143,7 +142,7 @@ def _refuse_absent_weights(where: str, module: nn.Module) -> None:
     tensors = (*module._parameters.values(), *module._buffers.values())
     if is_offloaded or any(tensor is not None and tensor.is_meta for tensor in tensors):
         raise UnsupportedModelError(
-            f"weights of {where} are not there between calls (offloaded by accelerate, or on the meta device), so "
+            f"weights of {where} are not in memory between calls (offloaded by accelerate, or on the meta device), so "
             "layers cannot be run in parts; load the whole model onto one device, without offloading or device_map, or "
             + INSTEAD
         )
@@ -151,7 +150,7 @@ def _refuse_absent_weights(where: str, module: nn.Module) -> None:
 
 def _virtual_tokens(instead: str) -> str:
     return (
-        "a PEFT adapter of virtual tokens (prompt, prefix or p-tuning) lies outside the model's layers, so it "
+        "a PEFT adapter of virtual tokens (prompt, prefix or p-tuning) is outside the model's layers, so the model "
         f"cannot be split; decode it with {instead}"
     )
 
@@ -164,7 +163,7 @@ def _by_call(what: str) -> str:
 
 
 def _name(function: Any) -> str:
-    """Where a function comes from, without the arguments that a partial holds."""
+    """Module and name of a function, without the arguments of a partial."""
     while isinstance(function, partial):
         function = function.func
     named = getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,6 +1,6 @@
-"""`Group`: rows of a packed call that one attention call serves, and what their queries read and see.
+"""`Group`: the rows of a packed call that share one `sdpa` call, and the keys that their queries read.
 
-Short rows share a call, padded to the longest; a long one goes alone.
+Short rows share a call, padded to the longest of them; every long row has its own.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch import Tensor
 
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 
-SHORT = 32  # rows with at most this many new tokens share one padded call; longer ones (prefill) go alone
+SHORT = 32  # rows with at most so many new tokens share one padded call
 
 
 @dataclass(slots=True)
 class Group:
-    """Rows that one attention call serves; R rows (or idle pages between them), n queries each after padding."""
+    """The rows of one attention call: R rows (or idle pages between them) with n queries each after padding."""
 
     positions: Tensor  # [R, n] position of each query; padding repeats a real one
     limit: int  # keys [0, limit) are read
     pages: slice | Tensor  # consecutive pages, one per row; or [R, pages per row]
-    take: Tensor | None  # [R * n] index of each query in the packed call; None: the call's own order
-    give: tuple[Tensor, Tensor] | None  # (index in the packed call, index in R * n) of the real queries
-    single: bool  # one row and one query: nothing to mask but a lower bound
-    branches: Branches | None = None  # where some rows are trees
+    gather: Tensor | None  # [R * n] index of each query in the packed call; None: the queries are all tokens in order
+    scatter: tuple[Tensor, Tensor] | None  # (index in the packed call, index in R * n) of the real queries
+    single: bool  # one query: no mask is needed without a window or chunk
+    branches: Branches | None = None  # set where some rows are trees
 
 
 class Branches(NamedTuple):
-    """What the queries of a group see where positions do not tell."""
+    """The visible keys of a group with trees."""
 
     seen: Tensor  # bool [R, n, limit]
-    positions: Tensor  # int64 [R, limit], of the keys
+    positions: Tensor  # positions of the keys, int64 [R, limit]
 
 
 def plan_groups(rows: PackedRows) -> list[Group]:
-    """Which rows share a call: all the short ones, padded to the longest; each long one alone."""
+    """The groups of a packed call: one of all short rows, and one per long row."""
     starts, first = [], 0
     for span in rows.spans:
         starts.append(first)
@@ -65,7 +65,7 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
     limit = max(rows.spans[i].start + rows.spans[i].length for i in members)
     low, high = min(spans), max(spans)
     one_page = all(len(rows.spans[i].pages) == 1 for i in members)
-    if one_page and high - low < 2 * len(members):  # neighbours, perhaps with an idle page between: no gather
+    if one_page and high - low < 2 * len(members):  # a slice of pages, perhaps with idle ones, needs no copy
         order: list[int | None] = [spans.get(page) for page in range(low, high + 1)]
         pages: slice | Tensor = slice(low, high + 1)
     else:
@@ -73,10 +73,10 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
         pages = _page_index(rows.cache, [rows.spans[i].pages for i in members], limit, rows.device)
     take: list[int] = []
     positions: list[list[int]] = []
-    real: list[int] = []  # where the queries stand in the packed call
-    padded: list[int] = []  # and in this group
+    real: list[int] = []  # indices of the queries in the packed call
+    padded: list[int] = []  # their indices in this group
     for line, i in enumerate(order):
-        if i is None:  # an idle page: its query looks at its first slot and is thrown away
+        if i is None:  # an idle page: its queries attend to its first slot, and their results are dropped
             take += [0] * width
             positions.append([0] * width)
             continue
@@ -88,19 +88,19 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
         padded += range(line * width, line * width + span.length)
     as_is = take == list(range(rows.num_tokens))
     index = None if as_is else torch.tensor(take, device=rows.device)
-    give = None if as_is else (torch.tensor(real, device=rows.device), torch.tensor(padded, device=rows.device))
+    scatter = None if as_is else (torch.tensor(real, device=rows.device), torch.tensor(padded, device=rows.device))
     branches = None
     if any(rows.spans[i].tree is not None for i in members):
         of_order = [None if i is None else rows.spans[i] for i in order]
         branches = _branches(of_order, width, limit, rows.device)
-    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, give, False, branches)
+    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, scatter, False, branches)
 
 
 def _branches(spans: Sequence[Span | None], width: int, limit: int, device: torch.device) -> Branches:
-    """Of rows some of which are trees; None is an idle page. Padded queries see what the row's last one sees."""
+    """The visible keys of rows some of which are trees; None is an idle page. Padding repeats a row's last query."""
     keys = np.tile(np.arange(limit), (len(spans), 1))
     seen = np.zeros((len(spans), width, limit), np.bool_)
-    seen[:, :, 0] = True  # an idle page's query needs something to look at
+    seen[:, :, 0] = True  # queries of an idle page need one visible key
     for line, span in enumerate(spans):
         if span is None:
             continue

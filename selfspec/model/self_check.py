@@ -1,4 +1,4 @@
-"""Does the split model agree with the whole one? Asked once at load, before anybody trusts a token."""
+"""The self-check at load: the split model must give the logits of the whole model."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from selfspec.model.views import make_twin
 
 _log = logging.getLogger("selfspec")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
-# Two rows: tokens in all, tokens prefilled before the draft begins. The first is long enough for a call of its own.
+# Of two rows: all tokens, and tokens of the prefill. The first is long enough for its own attention call.
 LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
-FAR = 1e3  # nats below a position's likeliest token: only masks put a logit there
+MASK_DISTANCE = 1e3  # nats below the largest logit, from which on a logit counts as masked
 
 
 @torch.inference_mode()
 def split_error(stack: Stack) -> float:
-    """Logit difference between split and whole, in units of the whole model's logit spread: the largest.
+    """The largest logit difference between the split and the whole model, in standard deviations of the logits.
 
-    In half precision the median position's: rounding can send a token of a mixture of experts to another expert, while
-    a wrong split disturbs every position.
+    In half precision it is the largest median over positions: rounding may route single tokens to other experts, while
+    a wrong split changes all positions.
 
-    Two ragged rows are prefilled in one packed call, drafted token by token through the early layers, and verified in
-    one ragged call of the later ones; at two exit layers, in the loaded dtype.
+    Two ragged rows run through prefill in one packed call, drafting by the early layers token by token, and
+    verification by the later layers in one ragged call; at two exit layers, in the loaded dtype.
     """
     whole = make_twin(stack.model)
     vocab = int(whole.config.vocab_size)
@@ -45,29 +45,28 @@ def split_error(stack: Stack) -> float:
     errors = []
     for hidden in [_split_states(stack, prompts, e) for e in exits]:
         errors.append(difference(stack.logits(hidden), tail))
-        # A head that depends on how many tokens share a call would make a row's tokens depend on its neighbours.
+        # The head's result for a token must not depend on the number of tokens in the call.
         errors[-1][0] = torch.maximum(errors[-1][0], difference(stack.logits(hidden[:1]), tail[:1])[0])
     worst = torch.stack(errors)
     return float(worst.max() if stack.dtype.itemsize >= 4 else worst.median(-1).values.max())
 
 
 def difference(got: Tensor, wanted: Tensor) -> Tensor:
-    """The largest difference between logits at each of N positions, fp32 `[N]`, in units of the wanted ones' spread.
+    """The largest logit difference at each of N positions, fp32 `[N]`, in standard deviations of `wanted`.
 
-    A token that is masked in both is left out of difference and spread, since a mask's size says nothing of a model's
-    logits; one that is masked in `wanted` alone is infinitely wrong.
+    Tokens that are masked in both do not count. A token that is masked in `wanted` only has an infinite difference.
 
     Args:
         got: fp32 `[N, vocab]`, as `wanted`.
     """
-    real = wanted > wanted.amax(-1, keepdim=True) - FAR
-    is_masked = got < got.amax(-1, keepdim=True) - FAR / 2  # half: a logit at the bound may be rounded to either side
+    real = wanted > wanted.amax(-1, keepdim=True) - MASK_DISTANCE
+    is_masked = got < got.amax(-1, keepdim=True) - MASK_DISTANCE / 2  # half, as a tolerance for rounding
     apart = torch.where(real, (got - wanted).abs(), torch.where(is_masked, 0.0, torch.inf))
     return apart.amax(-1) / wanted[real].std().clamp_min(1e-6)
 
 
 def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
-    """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, prefilled, drafted and verified."""
+    """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, by prefill, draft and verification."""
     cache = stack.new_cache(len(prompts), max(LENGTHS))
     pages = [[row] for row in range(len(prompts))]
 
@@ -90,11 +89,13 @@ def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tenso
 
 
 def self_check(stack: Stack) -> float:
-    """The split error, or UnsupportedModelError with the reason when it is beyond what rounding explains.
+    """Check a stack, and return its split error.
 
-    A compiled body that does not pass is dropped in favour of the views, which are then checked themselves; so is an
-    attention backend in favour of `sdpa`, with a warning. Heads over a part of the vocabulary are left out where they
-    differ from the model's own, see `check_part_heads`.
+    A compiled body that does not pass is replaced by the views, and an attention backend by `sdpa`, with a warning;
+    the replacement is then checked. Heads over a part of the vocabulary are checked by `check_part_heads`.
+
+    Raises:
+        UnsupportedModelError: the split error is larger than rounding explains, or the split model raises.
     """
     error = _split_error_or_refusal(stack)
     check_part_heads(stack)
@@ -103,10 +104,10 @@ def self_check(stack: Stack) -> float:
 
 @torch.inference_mode()
 def check_part_heads(stack: Stack) -> None:
-    """Leave out heads over a part of the vocabulary that do not give the model's own logits.
+    """Disable heads over a part of the vocabulary that do not give the model's own logits.
 
-    They replace the vocabulary product inside the model's forward. A forward that treats logits by their token id, as
-    one that masks some ids does, then treats others, or fails.
+    They replace the vocabulary product inside the model's forward. They fail where this forward handles logits by token
+    id, for example to mask some of them.
     """
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(PREFIX[0], hidden_size_of(stack), generator=rng).to(stack.device, stack.hidden_dtype)
@@ -129,11 +130,11 @@ def check_part_heads(stack: Stack) -> None:
         logits = stack.logits_of(hidden, 1, tokens)
         return logits is None or is_equal(tokens.expand(len(hidden), -1), logits)
 
-    stack.leave_out_heads(short=not _holds(short_is_equal), draft=not _holds(draft_is_equal))
+    stack.leave_out_heads(short=not _passes(short_is_equal), draft=not _passes(draft_is_equal))
 
 
-def _holds(test: Callable[[], bool]) -> bool:
-    """Whether a test passes; not where the model's forward raises, on logits of a shape it does not expect."""
+def _passes(test: Callable[[], bool]) -> bool:
+    """The result of a test; False where it raises, as a forward may on logits of an unexpected shape."""
     try:
         return test()
     except Exception:
@@ -143,7 +144,7 @@ def _holds(test: Callable[[], bool]) -> bool:
 def _split_error_or_refusal(stack: Stack) -> float:
     kind = getattr(stack.config, "model_type", "model")
     if stack.num_layers < 2:
-        raise UnsupportedModelError(f"{kind}: a model of {stack.num_layers} layer has no layer to leave early at")
+        raise UnsupportedModelError(f"{kind}: a model must have at least 2 layers, got {stack.num_layers}")
     allowed = TOLERANCE.get(stack.dtype, 0.2)
     if stack.compiled is not None:
         try:
@@ -154,7 +155,7 @@ def _split_error_or_refusal(stack: Stack) -> float:
             return error
         stack.compiled = None
     try:
-        error = _error_by_any_backend(stack, allowed)
+        error = _error_with_fallback(stack, allowed)
     except Exception as problem:
         raise UnsupportedModelError(
             replaced_forward(stack.model)
@@ -171,8 +172,8 @@ def _split_error_or_refusal(stack: Stack) -> float:
     return error
 
 
-def _error_by_any_backend(stack: Stack, allowed: float) -> float:
-    """The split error with the stack's attention backend; where that is too large, with `sdpa` in its place."""
+def _error_with_fallback(stack: Stack, allowed: float) -> float:
+    """The split error with the stack's attention backend, or, where it is too large, with `sdpa`."""
     if stack.backend.name == "sdpa":
         return split_error(stack)
     try:

@@ -1,8 +1,8 @@
-"""A model's head over some tokens of its vocabulary: a shortlist, chosen per position, or any other part.
+"""A model's head over a part of its vocabulary, for example over a shortlist of tokens per position.
 
-To know whether a layer would have picked the target's token, the whole vocabulary is not needed: where the layer is
-wrong, its own pick is nearly always among the target's likeliest tokens, and a fixed sample of the others tells how
-much probability lies elsewhere. That is tens of tokens where a vocabulary has tens of thousands.
+A shadow pick need not be over the whole vocabulary. A layer's pick is nearly always among the target's most probable
+tokens, and a fixed sample of the other tokens estimates their share of the probability. These are tens of tokens
+instead of tens of thousands.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from selfspec.model.llama_weights import Linear
 from selfspec.model.quantized import is_dense
 
-NUM_TOP = 32  # of the target's likeliest tokens
-NUM_OTHERS = 64
+NUM_TOP = 32  # the target's most probable tokens
+NUM_OTHERS = 64  # size of the sample
 
 
 def sample_of(vocab_size: int, device: torch.device) -> Tensor:
@@ -30,30 +30,30 @@ def sample_of(vocab_size: int, device: torch.device) -> Tensor:
 
 
 class PartHead(nn.Module):
-    """Stands where the vocabulary product stood in a view of the model's head; each call brings its own product."""
+    """Replaces the vocabulary product in a view of the model's head; every call supplies its product."""
 
     def __init__(self, head: Any, linear: nn.Linear, name: str) -> None:
         super().__init__()
-        self._linear = [linear]  # in a list: its weights are the model's, and stay so when they are edited
-        self._call = threading.local()  # the product of the call in progress
+        self._linear = [linear]  # in a list, so that it is not a submodule: it belongs to the model
+        self._call = threading.local()  # the product of the current call
         self._view = copy.copy(head)
         self._view.__dict__["_modules"] = {**head._modules, name: self}
 
     @classmethod
     def of(cls, head: Any, linear: Any) -> Self | None:
-        """None where the vocabulary product is no plain `nn.Linear` of the head itself."""
+        """The head over a part of `linear`; None where this is no plain `nn.Linear` and direct child of `head`."""
         names = [name for name, module in head._modules.items() if module is linear]
         is_plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
         return cls(head, linear, names[0]) if is_plain else None
 
     @property
     def linear(self) -> Linear:
-        """The weights of the vocabulary product, as they are now."""
+        """The current weights of the vocabulary product."""
         linear = self._linear[0]
         return Linear(linear.weight, linear._parameters["bias"])
 
     def through(self, hidden: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits `[N, tokens]` in fp32 by the model's own head, with `product` in the place of its vocabulary's.
+        """Logits `[N, tokens]` in fp32 by the model's own head, with `product` as its vocabulary product.
 
         Args:
             hidden: `[N, hidden_size]`, after the final norm.
@@ -70,7 +70,7 @@ class PartHead(nn.Module):
 
 
 class ShortHead(PartHead):
-    """The head over `top`, tokens of each position, and then over `others`, the fixed sample."""
+    """The head over given tokens per position, followed by `others`, the fixed sample."""
 
     def __init__(self, head: Any, linear: nn.Linear, name: str) -> None:
         super().__init__(head, linear, name)

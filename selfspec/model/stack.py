@@ -1,4 +1,4 @@
-"""`Stack`: any run of a model's layers over packed rows, and the model's own head after any of them."""
+"""`Stack`: any range of a model's layers over packed rows, and the model's head after any layer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ with hushed():
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
 
 Value = TypeVar("Value")
-Taps = dict[int, Tensor | None]  # number of layers run -> hidden states there, filled in by the call
+Taps = dict[int, Tensor | None]  # number of layers -> hidden states after so many, set by the call
 
 
 class Body(Protocol):
-    """Layers and head that something faster than the views runs; `Stack` says what its methods do."""
+    """A faster implementation of layers and head than the views. The methods do what those of `Stack` do."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -42,11 +42,11 @@ class Body(Protocol):
 
 
 class Stack:
-    """A causal LM opened up at its layers. The model it is made from is never touched; its weights are shared.
+    """A causal LM whose layers can run in parts. It shares the weights of the model, which does not change.
 
     Args:
         attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto": the
-            fastest of those that this machine has, by a short measurement on CUDA, `sdpa` on CPU.
+            fastest available one by a short measurement on CUDA, `sdpa` on CPU.
 
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
@@ -57,7 +57,7 @@ class Stack:
         self.model: Any = unwrap(model)
         self.family = family_of(self.model)
         self.ranks = ranks_of(self.model)
-        """The processes that the model is spread over; None: this one alone."""
+        """The processes of a tensor-parallel model; None: there is one process."""
         self._twin: Any = make_twin(self.model)
         self._twin.set_attn_implementation(NAME)
         self._base: Any = base_of(self._twin, self.family)
@@ -66,11 +66,11 @@ class Stack:
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
         self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
-        """What the compiled engine needs; None where it does not serve the model."""
+        """Weights for the compiled engine; None where it does not support the model."""
         self.compiled: Body | None = None
-        """What runs the layers in the views' place, see `selfspec.executors.cpu.install`; None: the views run all."""
-        self._looking = threading.local()  # the taps of the call in progress: a target may serve several threads
-        self._look_in()
+        """The implementation that replaces the views, see `selfspec.executors.cpu.install`; None: the views run."""
+        self._call = threading.local()  # the taps of the current call, per thread
+        self._register_tap_hooks()
         embedding = self._twin.get_input_embeddings().weight
         sized = self.ranks is None  # spread over ranks, a weight may show this rank's part
         self.vocab_size = int(embedding.shape[0] if sized else self.config.get_text_config().vocab_size)
@@ -80,50 +80,50 @@ class Stack:
         self.backend = (
             fastest.choose(self.device, self.dtype, self.config) if auto else backends.named(attention, self.device)
         )
-        """Who computes attention."""
+        """The attention backend."""
         self.runner: Any = None
-        """A `selfspec.executors.cuda.runner.Runner`, which runs layers and whole rounds from recordings; or None."""
+        """A `selfspec.executors.cuda.runner.Runner`, which replays CUDA graphs of layers and rounds; or None."""
         linear = self._twin.get_output_embeddings() if self.ranks is None else None
         self._short = ShortHead.of(self._head, linear)
         self.others = sample_of(0, self.device) if self._short is None else self._short.others
         """A fixed sample of the vocabulary, int64; see `short_logits`."""
         self._draft_head = DraftHead.of(self._head, linear)
         self.frequencies = Frequencies(self.vocab_size)
-        """Which tokens were seen how often; drafts over a part of the vocabulary are over the most frequent."""
+        """Token frequencies, which choose the tokens of draft vocabularies."""
         self.exit_heads: ExitHeads | None = None
-        """What early hidden states go through before the norm and head; the last layer's never do."""
+        """Adapters of early hidden states before norm and head; None: there are none."""
 
     @property
     def has_draft_heads(self) -> bool:
-        """Whether `draft_logits` are of fewer tokens; a runner's recorded rounds draft over all of them."""
+        """Whether drafts may be over a part of the vocabulary; rounds in CUDA graphs are over all of it."""
         return self._draft_head is not None and self.runner is None
 
     @property
     def has_copies(self) -> bool:
-        """Whether drafts may be written by copies of the layers in 4 bits, see `CompiledBody.rounded`."""
+        """Whether 4-bit copies of the layers can draft, see `CompiledBody.rounded`."""
         return self.compiled is not None and self.exit_heads is None
 
     @property
     def engine(self) -> str:
-        """What runs the layers: "views" or "compiled"; see `selfspec.executors.cpu.install`."""
+        """The implementation that runs the layers: "views" or "compiled"."""
         return "views" if self.compiled is None else "compiled"
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values: the model's own, but float32 wherever layers are compiled."""
+        """The dtype of hidden states, keys and values: the model's, but float32 with compiled layers."""
         return self.dtype if self.compiled is None else torch.float32
 
     def refresh(self, deeply: bool = False) -> None:
-        """Follow weights that were edited in place; `deeply`: also where that was done through `.data`."""
+        """Update derived weights after in-place edits; `deeply`: also after edits through `.data`."""
         if self.compiled is not None:
             self.compiled.refresh(deeply)
 
     @property
     def context_limit(self) -> int:
-        """Most tokens a row may hold: what the positions allow without rescaling rotary frequencies.
+        """The maximum length of a row in tokens.
 
-        Frequencies that depend on the longest row of a call (`dynamic`, `longrope`) would make a row's output depend on
-        its neighbours, so such models are held to the length they were first trained at.
+        Rotary frequencies that depend on the longest row of a call (`dynamic`, `longrope`) would make a row's output
+        depend on other rows. Such models are limited to their original length, at which frequencies are constant.
         """
         limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -134,7 +134,7 @@ class Stack:
         return limit
 
     def agreed(self, value: Value) -> Value:
-        """The same value on every rank of a model that is spread over processes: rank 0's."""
+        """Rank 0's value on every rank of a tensor-parallel model; else `value`."""
         return value if self.ranks is None else self.ranks.agreed(value)
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
@@ -143,8 +143,8 @@ class Stack:
         Args:
             given: token ids `[N]` (int64) when start is 0, else the hidden states `[N, hidden_size]` after layer
                 `start`.
-            taps: layers to look in at: each key between start and stop gets the hidden states `[N, hidden_size]` after
-                that many layers, before the final norm.
+            taps: each key between start and stop is set to the hidden states `[N, hidden_size]` after so many layers,
+                before the final norm.
 
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
@@ -156,19 +156,19 @@ class Stack:
         return self.run_here(rows, start, stop, given, taps)
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
-        """A cache for this stack's rows."""
+        """Make a KV cache for this stack."""
         if self.runner is None:
             return PagedCache(num_pages, page_size, self.num_layers)
         made: PagedCache = self.runner.new_cache(num_pages, page_size)
         return made
 
     def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """What `run` does, launched operation by operation."""
+        """Do what `run` does without CUDA graphs."""
         if rows.attend is None:
             rows.attend = self.backend.attend
         if self.compiled is not None:
             return self.compiled.run(rows, start, stop, given, taps)
-        self._looking.taps = taps
+        self._call.taps = taps
         view = self._views.get((start, stop))
         if view is None:
             assert 0 <= start < stop <= self.num_layers, f"no layers [{start}, {stop}) among {self.num_layers}"
@@ -178,14 +178,14 @@ class Stack:
         try:
             return view(**call, packed=rows).last_hidden_state[0]
         finally:
-            self._looking.taps = None
+            self._call.taps = None
 
-    def _look_in(self) -> None:
-        """Have every layer of the twin hand over its output where `taps` ask for it."""
+    def _register_tap_hooks(self) -> None:
+        """Register hooks on the twin's layers that store their outputs in the taps of the current call."""
 
         def after(depth: int) -> Any:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                taps = getattr(self._looking, "taps", None)
+                taps = getattr(self._call, "taps", None)
                 if taps is not None and depth in taps:
                     hidden = output[0] if isinstance(output, tuple) else output
                     taps[depth] = hidden[0]  # [1, N, hidden_size]
@@ -196,10 +196,10 @@ class Stack:
             layer.register_forward_hook(after(index + 1))
 
     def logits(self, hidden: Tensor, exit_layer: int | None = None) -> Tensor:
-        """Logits `[N, vocab]` in fp32 from hidden states `[N, hidden_size]`, through the whole model's own head.
+        """Logits `[N, vocab]` in fp32 from hidden states `[N, hidden_size]`, through the model's own head.
 
         Args:
-            exit_layer: the number of layers the hidden states have been through, when they still lack the final norm.
+            exit_layer: number of layers before these hidden states, if the final norm is not applied yet.
         """
         early = exit_layer is not None and exit_layer < self.num_layers
         heads = self.exit_heads  # read once: another thread may set it
@@ -210,8 +210,8 @@ class Stack:
     def draft_logits(self, hidden: Tensor, exit_layer: int, size: int) -> tuple[Tensor, Tensor | None]:
         """Logits in fp32 over the `size` most frequent tokens, `[N, size]`, and these tokens, int64 `[size]`.
 
-        Only for drafts: tokens left out are never drafted. Where the model's head is no plain linear layer, the logits
-        are those of the whole vocabulary, and the tokens None.
+        For drafts only. Where the model's head is no plain linear layer, the logits are over the whole vocabulary, and
+        the tokens are None.
 
         Args:
             hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
@@ -222,7 +222,7 @@ class Stack:
         return self._subset_logits(head, hidden, exit_layer, subset), subset.tokens
 
     def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
-        """What `draft_logits` gives for these tokens (int64 `[size]`, ascending); None where it has no such head."""
+        """The logits of `draft_logits` for given tokens (int64 `[size]`, ascending); None without such a head."""
         head = self._draft_head
         return None if head is None else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens))
 
@@ -235,12 +235,12 @@ class Stack:
         return head.logits(self._normed(hidden), subset)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
-        """Do without the heads of `short_logits` and `draft_logits`: the whole vocabulary's serves in their place."""
+        """Disable the heads of `short_logits` and `draft_logits`; the whole vocabulary is used instead."""
         self._short = None if short else self._short
         self._draft_head = None if draft else self._draft_head
 
     def draft_subset(self, size: int | None) -> Subset | None:
-        """The `size` most frequent tokens and the head's rows for them; None: drafts are over the whole vocabulary."""
+        """The `size` most frequent tokens with the head's rows for them; None: drafts are over the whole vocabulary."""
         if size is None or self._draft_head is None or size >= self.vocab_size:
             return None
         return self._draft_head.subset(size, self.frequencies)
@@ -253,7 +253,7 @@ class Stack:
         return self.head_logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
-        """Logits `[N, vocab]` in fp32 through the model's own head, and its norm where `hidden` lacks that."""
+        """Logits `[N, vocab]` in fp32 through the model's own head; `lacks_norm`: apply the final norm first."""
         if self.compiled is not None:
             return self.compiled.logits(hidden, normed=not lacks_norm)
         if lacks_norm:
@@ -261,15 +261,15 @@ class Stack:
         return self._head(inputs_embeds=hidden[None]).logits[0].float()
 
     def short_logits(self, hidden: Tensor, top: Tensor, layers: Sequence[int]) -> Tensor | None:
-        """Logits `[K, N, T + len(others)]` in fp32 of a few tokens only, from several layers at the same positions.
+        """Logits `[K, N, T + len(others)]` in fp32 of a few tokens per position, for several layers.
 
         Args:
             hidden: `[K, N, hidden_size]`, before the final norm.
-            top: int64 `[N, T]`, the tokens wanted at each position; those of `others` follow.
-            layers: the K exit layers, none of them the last.
+            top: int64 `[N, T]`, tokens per position. The tokens of `others` follow them in the result.
+            layers: the K exit layers, without the last layer.
 
         Returns:
-            None where the model's head is not a plain linear layer.
+            None where the model's head is no plain linear layer.
         """
         if self._short is None:
             return None

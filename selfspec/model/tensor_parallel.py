@@ -1,8 +1,8 @@
-"""One model over several processes: tensor parallelism by transformers, and what all of them must agree upon.
+"""Tensor parallelism by transformers: one model over several processes, and values that must be equal in all of them.
 
-Every process ("rank") runs the same rounds on its share of each weight, so all of them must take the same decisions.
-Tokens agree by themselves: logits are gathered, and picks are a function of them. What depends on clocks and files does
-not, so it is rank 0's that counts (`Ranks.agreed`).
+Every process ("rank") runs the same rounds on its part of each weight, so all ranks must make the same decisions.
+Tokens are equal, since logits are gathered and picks are a function of them. Values that depend on clocks or files may
+differ; for these, rank 0's value is used (`Ranks.agreed`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The processes that a model is spread over."""
+    """The processes of a tensor-parallel model."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -27,23 +27,23 @@ class Ranks:
         self._source = dist.get_global_rank(group, 0)
 
     def agreed(self, value: Value) -> Value:
-        """Rank 0's value, on every rank; all of them must ask, in the same order. Any object that can be pickled."""
+        """Broadcast rank 0's value, which must be picklable. All ranks must call this in the same order."""
         box = [value if self.leads else None]
         dist.broadcast_object_list(box, src=self._source, group=self._group)
         return box[0]  # type: ignore[return-value]
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes over which a model's weights are spread; None: it lies in one.
+    """The processes of a tensor-parallel model; None where the model is in one process.
 
     Raises:
-        UnsupportedModelError: it is spread in another way than by tensor parallelism.
+        UnsupportedModelError: the model is distributed in another way.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     from torch.distributed.tensor import DTensor  # takes a while to import
 
-    # Weights are DTensors in newer versions of transformers; in older ones each rank's own part, with hooks around it.
+    # Newer versions of transformers use DTensors; older ones use local tensors with hooks.
     count, mesh = getattr(model, "_tp_size", None) or 1, getattr(model, "_device_mesh", None)
     meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if count == 1 and not meshes:
@@ -52,8 +52,8 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     if count == 1 or len(meshes) > 1 or not set(names) <= {"tp"}:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise UnsupportedModelError(
-            f"{kind}: its weights are spread over processes by {', '.join(names) or 'other means'}, and only tensor "
-            "parallelism is supported; load it with distributed_config=DistributedConfig(tp_size=N) alone"
+            f"{kind}: weights must be distributed by tensor parallelism only, got {', '.join(names) or 'other means'}; "
+            "load the model with distributed_config=DistributedConfig(tp_size=N) alone"
         )
     mesh = meshes.pop() if meshes else mesh
     return Ranks(mesh.get_group())  # type: ignore[union-attr]

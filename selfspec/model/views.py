@@ -1,6 +1,6 @@
-"""A twin of the model around the same weights, and views of it that run some of its layers.
+"""A twin of the model that shares its weights, and views of the twin that run some of its layers.
 
-Nothing here copies a family's forward: a view is the family's own base model with fewer layers in its list.
+No forward of a family is copied: a view is the family's own base model with a shorter list of layers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from selfspec.model.refusals import is_compiled_own, refuse_unsplittable, refuse
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where a family keeps its parts; the defaults are what nearly every transformers family uses."""
+    """The names of a family's parts. The defaults hold for nearly all families of transformers."""
 
     base: str = "model"  # path from the causal LM to the module that owns the layers
     layers: str = "layers"
     norm: str = "norm"
-    only_first: tuple[str, ...] = ()  # modules that add something to the embeddings, wanted once: in the first view
-    unit_after_first: tuple[str, ...] = ()  # factors on the embeddings, to be 1 in later views
+    only_first: tuple[str, ...] = ()  # modules that add to the embeddings; they must run in the first view only
+    unit_after_first: tuple[str, ...] = ()  # factors on the embeddings; they must be 1 in later views
 
 
 FAMILIES = {
@@ -41,9 +41,9 @@ STATELESS_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 
 
 class _Zero(nn.Module):
-    """Stands where a learned position embedding stood: later views receive hidden states that already hold it.
+    """Replaces a learned position embedding in later views, whose input already contains it.
 
-    Its zero lies on the model's device: a copy from the host could not be recorded.
+    Its zero is on the model's device, since a copy from the host cannot be part of a CUDA graph.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -56,7 +56,7 @@ class _Zero(nn.Module):
 
 @dataclass
 class _BaseOutput(ModelOutput):
-    """What a base model returns, as far as any family's head asks: other fields are None."""
+    """The output of a base model for any family's head: all fields but the hidden states are None."""
 
     last_hidden_state: Tensor | None = None
 
@@ -66,8 +66,8 @@ class _BaseOutput(ModelOutput):
         return None
 
 
-class _Given(nn.Module):
-    """Takes the base model's place in front of the head, and returns the hidden states it is given."""
+class _HiddenStates(nn.Module):
+    """Replaces the base model in front of the head, and returns the given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ class _Given(nn.Module):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The causal LM itself, without a PEFT wrapper (its adapters stay in place) or torch.compile's.
+    """The causal LM without wrappers of PEFT (its adapters stay active) and torch.compile.
 
     Raises:
-        UnsupportedModelError: it does what a twin could not, see `selfspec.model.refusals`.
+        UnsupportedModelError: a twin could not reproduce the model, see `selfspec.model.refusals`.
     """
     model = getattr(model, "_orig_mod", model)
     refuse_wrapper(model)
@@ -91,9 +91,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def make_twin(model: nn.Module) -> Any:
-    """A second body around the same weights: own modules and config, shared parameters and buffers, in eval mode.
+    """A copy of the model's modules and config that shares its parameters and buffers, in eval mode.
 
-    What torch.compile made of a module or of its own forward runs the model's modules; the twin runs its own.
+    Modules and forwards that torch.compile made are replaced by the originals, since they refer to the model's modules.
     """
     shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     compiled = [name for name, module in model.named_modules() if is_compiled_own(module)]
@@ -108,14 +108,14 @@ def make_twin(model: nn.Module) -> Any:
 
 
 def copied_state(model: nn.Module) -> list[Any]:
-    """What a twin copies instead of sharing, in a form to compare: once it has changed, a new twin is due.
+    """A comparable description of everything that a twin copies. After a change of it, a new twin is needed.
 
-    Weights that are edited in place are shared and need nothing; replaced ones, moves to another device or dtype,
-    hooks, a replaced `forward` and PEFT's switches (which adapter, on or off, merged or not) do.
+    In-place edits of weights need no new twin. Replaced weights, another device or dtype, hooks, a replaced `forward`
+    and PEFT's switches (active adapter, disabled, merged) do.
     """
     state: list[Any] = []
     seen, waiting = set[int](), [model]
-    while waiting:  # in a third of the time that `modules`, `parameters` and `buffers` take
+    while waiting:  # three times as fast as `modules`, `parameters` and `buffers`
         module = waiting.pop()
         if id(module) in seen:
             continue
@@ -134,7 +134,11 @@ def copied_state(model: nn.Module) -> list[Any]:
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family's table entry, or the default; raises UnsupportedModelError when views cannot split the layers."""
+    """The entry of the model's family, or the default.
+
+    Raises:
+        UnsupportedModelError: views cannot split the layers.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     family = FAMILIES.get(kind, Family())
     config = model.config
@@ -167,14 +171,17 @@ def base_of(model: nn.Module, family: Family) -> Any:
 
 
 def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> Any:
-    """The base model with layers [start, stop): takes tokens if start is 0, else hidden states; normed at the end."""
+    """The base model with layers [start, stop) only. It takes tokens if start is 0, else hidden states.
+
+    The final norm is part of the view that includes the last layer.
+    """
     part = copy.copy(base)
     part.__dict__["_modules"] = dict(base._modules)
     config: Any = copy.copy(base.config)
     layers = list(getattr(base, family.layers))
     setattr(part, family.layers, nn.ModuleList(layers[start:stop]))
     config.num_hidden_layers = stop - start
-    config.pad_token_id = None  # else GPT-2 looks for it among the tokens, to warn, and waits for the answer
+    config.pad_token_id = None  # else GPT-2 searches the tokens for it, to warn, which synchronises the device
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[start:stop]
     part.config = config
@@ -189,7 +196,7 @@ def layer_view(base: nn.Module, family: Family, start: int, stop: int) -> Any:
 
 
 def head_view(model: nn.Module, family: Family) -> Any:
-    """The whole model with its base replaced: its own head, scaling and soft-capping, over given hidden states."""
+    """The model without its base: its head, scaling and soft-capping over given hidden states."""
     head = part = copy.copy(model)
     part.__dict__["_modules"] = dict(model._modules)
     *path, last = family.base.split(".")
@@ -198,5 +205,5 @@ def head_view(model: nn.Module, family: Family) -> Any:
         inner.__dict__["_modules"] = dict(inner._modules)
         part._modules[name] = inner
         part = inner
-    part._modules[last] = _Given()
+    part._modules[last] = _HiddenStates()
     return head

@@ -11,6 +11,9 @@ from transformers import (
     EtaLogitsWarper,
     GenerationConfig,
     LogitNormalization,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TypicalLogitsWarper,
@@ -18,6 +21,8 @@ from transformers import (
 )
 
 from selfspec.decoding.engine import Engine
+from selfspec.decoding.request import make_requests
+from selfspec.executors.pick import Sampling
 from selfspec.hf import SelfSpeculative
 from tests.helpers import Schedule, generate, make_prompts
 from tests.models import EOS, build
@@ -86,6 +91,64 @@ def test_settings_that_process_logits_are_applied_as_generate_applies_them(model
     for round_ in engine.run():
         done |= {row.request_id: row.completion.tokens for row in round_.rows if row.completion is not None}
     assert [done[i] for i in range(len(prompts))] == expected
+
+
+BOTH = {"repetition_penalty", "no_repeat_ngram_size"}
+NATIVE = {  # settings and processors of the caller, and what of them `Sampling` does in the processors' place
+    "both": (
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        [],
+        BOTH,
+    ),
+    "before others": (
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [5]},
+        [],
+        BOTH,
+    ),
+    "after one that comes before them": ({"repetition_penalty": 1.3, "sequence_bias": [[[9], 4.0]]}, [], set()),
+    "one in between": (
+        {"no_repeat_ngram_size": 2},
+        [RepetitionPenaltyLogitsProcessor(1.3)],  # which generate puts after the config's
+        {"no_repeat_ngram_size"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_penalties_are_no_processors_where_that_keeps_generates_order(model, name):
+    values, own, native = NATIVE[name]
+    [prompt] = make_prompts((12,), seed=1)
+    set_all(model, values)
+    target = Target(model)
+    options = {"max_new_tokens": 20, "presence_penalty": 0.0, "logits_processor": own}
+    [request] = target.stored.complete(make_requests([prompt], None, options), options, target)
+    off = Sampling()
+    for one in ("repetition_penalty", "no_repeat_ngram_size"):
+        taken = getattr(request.sampling, one)
+        assert taken == (values[one] if one in native else getattr(off, one))
+    kinds = {type(process) for process in request.logits_processor}
+    assert (RepetitionPenaltyLogitsProcessor in kinds) == (
+        name in ("after one that comes before them", "one in between")
+    )
+    expected = generated(model, prompt, max_new_tokens=20, logits_processor=LogitsProcessorList(own))
+    assert target.generate([prompt], **options)[0].tokens == expected
+
+
+def test_a_calls_own_penalties_win_and_keep_their_place_in_generates_order(model):
+    [prompt] = make_prompts((12,), seed=1)
+    set_all(model, {"repetition_penalty": 1.5, "sequence_bias": [[[n], 2.5] for n in range(3, 30)]})
+    target, asked = Target(model), {"max_new_tokens": 20}
+    for penalty in (1.0, 0.8, 2):
+        expected = generated(model, prompt, repetition_penalty=float(penalty), **asked)
+        assert target.generate([prompt], repetition_penalty=penalty, **asked)[0].tokens == expected
+    set_all(model, {"repetition_penalty": 1.0, "sequence_bias": None, "min_new_tokens": 9, "eos_token_id": ENDS})
+    expected = generated(model, prompt, no_repeat_ngram_size=2, **asked)
+    assert target.generate([prompt], no_repeat_ngram_size=2, **asked)[0].tokens == expected
+    strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
+    [done] = target.generate([prompt], **strong, **asked)
+    same = {"logits_processor": MinNewTokensLengthLogitsProcessor(12, 9, ENDS), "generation_config": False}
+    [alone] = target.generate([prompt], **strong, **same, **asked)
+    assert done.tokens == alone.tokens != generated(model, prompt, **asked)
 
 
 def test_settings_that_change_no_token_are_neither_applied_nor_refused(model):

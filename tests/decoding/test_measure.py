@@ -100,7 +100,7 @@ def test_a_tiny_context_is_enough(family, limit):
 
 def test_two_layers_are_enough_and_one_is_refused():
     assert_sound(measure(Target(build("llama", num_hidden_layers=2)).stack, repeats=1), 2)
-    with pytest.raises(ValueError, match="1 layer"):
+    with pytest.raises(ValueError, match="at least 2 layers"):
         measure(Target(build("llama", num_hidden_layers=1), check=False).stack)
 
 
@@ -200,7 +200,7 @@ def test_figures_that_do_not_fit_together_are_measured_once_more(monkeypatch, to
     doubts = iter([True])
     monkeypatch.setattr(module, "doubtful", lambda costs: next(doubts))
     measure(tiny("llama").stack, repeats=1, within=None)
-    again = "these figures do not fit together; measuring again"
+    again = "these figures are inconsistent; measuring again"
     assert told() == ["repeat 1 of at most 1", again, *(f"repeat {i} of at most 3" for i in (1, 2, 3))]
 
 

@@ -50,17 +50,16 @@ def check_greedy(family="llama", audit=False, longest=4, seeds=3):
 # ---------------------------------------------------------------------------------------------------- processors
 
 
-def bonus_from_raw_logits(rows, lengths, fed, logits, trees=None, honest=eager.process_packed):
-    out, at = honest(rows, lengths, fed, logits).clone(), -1
-    for drafted in lengths:
-        at += drafted + 1
-        out[at] = logits[at]
+def bonus_from_raw_logits(rows, owners, paths, fed, logits, honest=eager.process_packed):
+    out = honest(rows, owners, paths, fed, logits).clone()
+    for row in set(owners):
+        last = max(at for at, owner in enumerate(owners) if owner == row)
+        out[last] = logits[last]
     return out
 
 
-def prefix_of_the_round_everywhere(rows, lengths, fed, logits, trees=None):
-    owners = [row for row, drafted in zip(rows, lengths, strict=True) for _ in range(drafted + 1)]
-    return torch.stack([process(row, [], one) for row, one in zip(owners, logits, strict=True)])
+def prefix_of_the_round_everywhere(rows, owners, paths, fed, logits):
+    return torch.stack([process(rows[i], [], one) for i, one in zip(owners, logits, strict=True)])
 
 
 @pytest.mark.parametrize("mutation", [bonus_from_raw_logits, prefix_of_the_round_everywhere])

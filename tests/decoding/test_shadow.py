@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 
 import numpy as np
@@ -11,30 +12,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.executors.cpu.shadow import ALONE, can_look
+from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling, pick, pick_surely
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import in_one_call, over_shortlist, shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.shortlist import NUM_TOP
+from tests.decoding.test_penalties import by_hand
 from tests.helpers import Adversary, decode, make_prompts
 from tests.models import build, tiny
 from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 WAYS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.0, top_k=20, seed=4), Sampling(1.3, top_p=0.8, seed=5)]
+PENALIZED = [
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
+    Sampling(0.9, seed=6, presence_penalty=-0.7, no_repeat_ngram_size=2),
+]
+NAMES = ["greedy", "temperature", "top-k", "top-p", "penalties", "sampled with penalties"]
 
 
 @torch.inference_mode()
-def picks_of_every_layer(target, content, sampling):
+def picks_of_every_layer(target, prompt, output, sampling):
     """layer -> (picks, how sure each is) for the positions 1, 2, ... of a finished text."""
-    layers = range(1, target.stack.num_layers)
+    content, layers = [*prompt, *output], range(1, target.stack.num_layers)
+
+    def penalized(logits):
+        held = [(prompt[:at], output[: max(0, at - len(prompt))]) for at in range(1, len(content) + 1)]
+        return torch.stack([by_hand(one, *own, sampling) for one, own in zip(logits, held, strict=True)])
+
     taps, count = dict.fromkeys(layers), len(content)
     rows = PackedRows(PagedCache(1, count), [Span([0], 0, count)])
     last = target.stack.run(rows, 0, target.stack.num_layers, torch.tensor(content), taps)
     positions = torch.arange(1, count + 1)
-    own = pick(target.stack.logits(last), [sampling] * count, positions)
+    own = pick(penalized(target.stack.logits(last)), [sampling] * count, positions)
     made = {}
     for layer in layers:
-        picks, sure = pick_surely(target.stack.logits(taps[layer], layer), [sampling] * count, positions)
+        picks, sure = pick_surely(penalized(target.stack.logits(taps[layer], layer)), [sampling] * count, positions)
         made[layer] = picks == own, sure
     return made
 
@@ -49,12 +63,12 @@ def looks(policy):
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("way", WAYS, ids=["greedy", "temperature", "top-k", "top-p"])
+@pytest.mark.parametrize("way", WAYS + PENALIZED, ids=NAMES)
 def test_shadows_are_what_each_layer_would_have_picked(family, exact, way):
     target, prompts, policy = tiny(family), make_prompts(RAGGED, seed=1), Adversary(7, 4, exact, most_rounds=1)
-    options = {name: getattr(way, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    options = asdict(way)
     done = decode(target, prompts, policy, max_new_tokens=24, **options)
-    truth = [picks_of_every_layer(target, [*p, *c.tokens], way) for p, c in zip(prompts, done, strict=True)]
+    truth = [picks_of_every_layer(target, p, c.tokens, way) for p, c in zip(prompts, done, strict=True)]
     assert len(policy.shadows) > 5 and policy.seeds
     seen = right = close = 0
     for request_id, first, shadow, was_exact in looks(policy):
@@ -87,6 +101,16 @@ def compiled(name):
     return Target(model, engine="compiled").stack
 
 
+def some_penalty(ways, vocab, source):
+    """Of any tokens; None where no way has a repetition penalty."""
+    repetition = torch.tensor([[way.repetition_penalty] for way in ways], dtype=torch.float32)
+    seen, bias = (torch.rand(len(ways), vocab, generator=source, dtype=torch.float32) for _ in range(2))
+    # Of a vocabulary smaller than the shortlist, torch counts banned tokens among the likely ones.
+    banned = (bias > 0.9) & (repetition != 1) & (vocab > 2 * NUM_TOP)
+    bias = bias.masked_fill(repetition == 1, 0).masked_fill(banned, float("-inf"))
+    return Penalty(repetition, seen < 0.3, bias) if bool((repetition != 1).any()) else None
+
+
 def looked(stack, num_layers, ways, seed, spoil=None):
     """What a compiled call and torch's operations say of the same layers: (hits, sure) of each."""
     source = torch.Generator().manual_seed(seed)
@@ -94,10 +118,12 @@ def looked(stack, num_layers, ways, seed, spoil=None):
     hidden = torch.randn(len(ways), num_layers, last.shape[1], generator=source, dtype=torch.float32).transpose(0, 1)
     hidden = hidden + 2 * last  # which often picks as the last does
     logits, positions, picker = stack.logits(last), range(7, 7 + len(ways)), Picker(stack)
+    penalty = some_penalty(ways, logits.shape[1], source)
+    logits = logits if penalty is None else penalty.applied(logits)
     judged = picker(logits, ways, positions).tokens
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
-    given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged
+    given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged, penalty
     assert can_look(stack.compiled)
     return in_one_call(stack, stack.compiled, *given[1:]), over_shortlist(stack, picker, *given[1:])
 
@@ -105,7 +131,11 @@ def looked(stack, num_layers, ways, seed, spoil=None):
 @given(
     name=st.sampled_from(["small", "biased", "large"]),
     num_layers=st.integers(1, 20),
-    ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=9),
+    ways=st.lists(
+        st.sampled_from([*WAYS, Sampling(repetition_penalty=1.3), Sampling(0.8, seed=3, repetition_penalty=0.7)]),
+        min_size=1,
+        max_size=9,
+    ),
     alone=st.sampled_from([0, ALONE]),
     seed=st.integers(0, 99),
 )

@@ -205,10 +205,10 @@ def test_a_truncated_file_is_refused(good):
     whole = good.read_bytes()
     for size in range(0, len(whole), 37):
         good.write_bytes(whole[:size])
-        with pytest.raises(DatastoreError, match=r"ends within its header|bytes where \d+ belong|is no datastore"):
+        with pytest.raises(DatastoreError, match=r"ends within its header|must have \d+ bytes|is no datastore"):
             Datastore.open(good)
     good.write_bytes(whole + b"\0")
-    with pytest.raises(DatastoreError, match="bytes where"):
+    with pytest.raises(DatastoreError, match="bytes, got"):
         Datastore.open(good)
 
 
@@ -238,7 +238,7 @@ def test_ids_beyond_the_vocabulary_of_a_damaged_body_are_never_drafted(good):
 
 
 def test_what_is_no_datastore_or_a_newer_one_is_refused_in_a_sentence(good, tmp_path):
-    with pytest.raises(FileNotFoundError, match="selfspec datastore build"):
+    with pytest.raises(FileNotFoundError, match="selfspec corpus build"):
         Datastore.open(tmp_path / "none")
     with pytest.raises(DatastoreError, match="is a folder"):
         Datastore.open(tmp_path)

@@ -110,7 +110,7 @@ def test_rows_on_neighbouring_pages_are_read_without_a_gather():
     assert group.pages == slice(3, 7)
     assert group.limit == 10
     [alone] = grouped([([3], 4, 2)])
-    assert (alone.pages, alone.take, alone.give, alone.single) == (slice(3, 4), None, None, False)
+    assert (alone.pages, alone.gather, alone.scatter, alone.single) == (slice(3, 4), None, None, False)
     [apart] = grouped([([0], 4, 1), ([9], 9, 1)])
     assert apart.pages.tolist() == [[0], [9]]
     [several] = grouped([([0, 5], 4, 1), ([9], 2, 1)], page_size=4)

@@ -117,11 +117,11 @@ def _refuse(self, name):
 def test_experts_that_cannot_be_settled_are_refused(monkeypatch):
     model = build("mixtral")
     monkeypatch.setattr(type(model), "set_experts_implementation", _refuse)
-    with pytest.raises(UnsupportedModelError, match="mixtral: its experts are given as many tokens as choose them"):
+    with pytest.raises(UnsupportedModelError, match="mixtral: its experts run over as many tokens as are routed"):
         ExactStack(Stack(model))
 
 
 def test_a_device_on_which_it_is_not_exact_is_refused(monkeypatch):
     monkeypatch.setattr(exact, "difference", lambda stack: "logits")
-    with pytest.raises(UnsupportedModelError, match="llama: in exact mode its logits still depend on what else"):
+    with pytest.raises(UnsupportedModelError, match="llama: in exact mode its logits still depend on the other tokens"):
         Target(build("llama"), engine="views").generate([[3, 4]], exact=True)

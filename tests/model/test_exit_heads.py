@@ -97,7 +97,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     def full(*paths):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         some_heads(seed=2).save(tmp_path)
     assert (tmp_path / FILE).read_bytes() == before and os.listdir(tmp_path) == [FILE]

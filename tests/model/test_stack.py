@@ -216,7 +216,7 @@ def test_a_sliding_window_shorter_than_the_prompt_matters():
             r"^qwen3_next: its layers keep linear_attention, which cannot be rolled back .*; decode it with",
         ),
         ("mamba", {"state_size": 4}, r"^mamba: .*; decode it with transformers' own generate\(\)$"),
-        ("llama", {"num_hidden_layers": 1}, "^llama: a model of 1 layer has no layer to leave early at$"),
+        ("llama", {"num_hidden_layers": 1}, "^llama: a model must have at least 2 layers, got 1$"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_by_name_in_one_sentence(family, options, sentence):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.packed import Packed
-from selfspec.executors.cpu.told import Logprobs, Told
+from selfspec.executors.cpu.pick_data import LogprobBuffers, PickData
 from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.kernels import compiled_call as c
 from selfspec.model.kv_cache import Span
@@ -127,7 +127,7 @@ class Buffers:
         self._hidden = body.embedding.new_empty(count, most, body.embedding.shape[1])
         self._pages: tuple[list[Sequence[int]], Any] = [], None
         self._how: tuple[bytes, Any] = b"", None
-        self._told: Told | None = None
+        self._pick_data: PickData | None = None
         self._stops: Stops | None = None
         self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
@@ -209,13 +209,13 @@ class Buffers:
             judging.taps = ctypes.addressof(self._taps) if seen.layers else None
             judging.logits = seen.logits.data_ptr()
 
-    def mind(self, told: Told | None) -> Logprobs | None:
-        """What rows with penalties hold; where log-probabilities will stand, if any are asked for."""
-        self._told = told  # what the program points to
+    def set_picks(self, data: PickData | None) -> LogprobBuffers | None:
+        """What rows with penalties hold; returns where log-probabilities will stand, if any are asked for."""
+        self._pick_data = data  # what the program points to
         none = (None, None, None)
         program, judging = self._program, self.judging
-        program.texts, program.text_ends, program.num_prompts = none if told is None else told.texts()
-        logprobs = None if told is None else told.logprobs(self.most, self.size[2])
+        program.texts, program.text_ends, program.num_prompts = none if data is None else data.texts()
+        logprobs = None if data is None else data.logprobs(self.most, self.size[2])
         judging.num_likely = None
         if logprobs is not None:
             logprobs.show(judging)
@@ -244,7 +244,7 @@ class Buffers:
         program.lengths, program.gains, program.needs = map(ctypes.addressof, self._table[1])
         program.num_needs = len(table[2])
 
-    def done(self, drafter: Drafter | None, logprobs: Logprobs | None = None) -> list[Done]:
+    def done(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[Done]:
         """What came of every round."""
         num_rounds, count = self._program.done, self.count
         own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure

@@ -12,8 +12,8 @@ from selfspec.drafting.compiled_prompt_lookup import CompiledLookup
 from selfspec.executors.after_round import with_shadows
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Beside, Done, Drafter, Further, Judged, Seen, Stops
+from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.cpu.rounds import CompiledRounds, most_rounds
-from selfspec.executors.cpu.told import Told
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, told_of
@@ -99,8 +99,8 @@ class CpuExecutor(Executor):
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
-        told = Told.of(rows, self.stack.vocab_size)
-        done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen, told)
+        data = PickData.of(rows, self.stack.vocab_size)
+        done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen, data)
         around = seconds.now() - begin - sum([sum(one.steps) + sum(one.taken) for one in done])
         for one in done:
             _add_stages(seconds, one, around)

@@ -58,7 +58,7 @@ def look(
     hits = judged.new_empty(num_layers, num_positions, dtype=torch.bool)
     sure = hidden.new_empty(num_layers, num_positions)
     at, told = (ctypes.c_int64 * num_positions)(*positions), ctypes.create_string_buffer(how, len(how))
-    marks = () if penalty is None else (penalty.known.contiguous(), penalty.bias.contiguous())
+    marks = () if penalty is None else (penalty.seen.contiguous(), penalty.bias.contiguous())
     looking = c.Looking(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
         *(weight.data_ptr(), None if bias is None else bias.data_ptr(), body.last_norm.data_ptr(), others.data_ptr()),

@@ -14,11 +14,11 @@ static inline bool penalizes(const How& how) {
 struct History {
     int64_t vocab;
     std::vector<int64_t> tokens, distinct;  // all of them; those of the vocabulary, each once
-    std::vector<int32_t> written;           // [vocab]
-    std::vector<char> is_known;             // [vocab]
+    std::vector<int32_t> counts;            // [vocab]
+    std::vector<char> is_seen;              // [vocab]
 
     History(int64_t vocab, const int64_t* content, int64_t count, int64_t num_prompt)
-        : vocab(vocab), written(vocab), is_known(vocab) {
+        : vocab(vocab), counts(vocab), is_seen(vocab) {
         add(content, num_prompt, 0);
         add(content + num_prompt, count - num_prompt, 1);
     }
@@ -29,8 +29,8 @@ struct History {
             int64_t token = more[i];
             tokens.push_back(token);
             if (token >= vocab) continue;
-            if (!is_known[token]) is_known[token] = 1, distinct.push_back(token);
-            written[token] += times;
+            if (!is_seen[token]) is_seen[token] = 1, distinct.push_back(token);
+            counts[token] += times;
         }
     }
 };
@@ -70,9 +70,9 @@ struct Prefix {
             logit += -(how.frequency * float(times) + how.presence * float(times > 0));
             scores[place] = logit / temperature;
         };
-        for (int64_t token : row.distinct) one(token, row.written[token]);
+        for (int64_t token : row.distinct) one(token, row.counts[token]);
         for (int64_t i = 0; i < count; i++) {
-            int64_t before = drafted[i] < row.vocab ? row.written[drafted[i]] : 0;
+            int64_t before = drafted[i] < row.vocab ? row.counts[drafted[i]] : 0;
             one(drafted[i], before + std::count(drafted, drafted + count, drafted[i]));
         }
         if (!how.ngram) return;

@@ -44,7 +44,7 @@ class Run {
     int64_t exit_layer;
     std::vector<int64_t> positions, last, lengths, matches, drafts;  // of every row
     std::vector<std::optional<History>> histories;
-    std::vector<const History*> told;  // the same
+    std::vector<const History*> history_of;  // the same
     std::vector<int32_t> places;       // in the drafter's part of the vocabulary
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
@@ -86,9 +86,9 @@ class Run {
             if (penalizes(d.how[r]))
                 histories[r].emplace(vocab, p.texts + p.text_ends[r], p.text_ends[r + 1] - p.text_ends[r],
                                      p.num_prompts[r]);
-            told.push_back(histories[r] ? &*histories[r] : nullptr);
+            history_of.push_back(histories[r] ? &*histories[r] : nullptr);
         }
-        d.histories = told.data();
+        d.histories = history_of.data();
         if (!exit_layer || !d.names) return;
         places.assign(vocab, -1);
         for (int64_t i = 0; i < d.vocab; i++) places[d.names[i]] = int32_t(i);

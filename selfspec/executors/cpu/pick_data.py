@@ -1,4 +1,4 @@
-"""What compiled rounds are told of rows with penalties, and of those that ask for log-probabilities."""
+"""What compiled rounds read of rows with penalties, and what they say of tokens whose log-probabilities are asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.executors.rows import Row
 
 
-class Told:
+class PickData:
     """Of the rows of a call; it is to be kept as long as the call takes.
 
     Args:
@@ -27,10 +27,11 @@ class Told:
     ) -> None:
         self._is_penalized, self._num_likely = any(contents), list(num_likely)
         ends = [0, *accumulate(map(len, contents))]
-        self._arrays = [array("q", numbers) for numbers in ([*_flat(contents)], ends, num_prompts)]
+        tokens = [token for own in contents for token in own]
+        self._arrays = [array("q", numbers) for numbers in (tokens, ends, num_prompts)]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab_size: int) -> Told | None:
+    def of(cls, rows: Sequence[Row], vocab_size: int) -> PickData | None:
         """None where no row has penalties or asks for log-probabilities."""
         requests = [row.request for row in rows]
         penalized = [request.sampling.penalizes for request in requests]
@@ -45,16 +46,12 @@ class Told:
         """Where tokens lie, where each row's begin, and how many are its prompt; None where there are no penalties."""
         return tuple([one.buffer_info()[0] if self._is_penalized else None for one in self._arrays])
 
-    def logprobs(self, most: int, num_rounds: int) -> Logprobs | None:
+    def logprobs(self, most: int, num_rounds: int) -> LogprobBuffers | None:
         """Room for those of so many rounds that accept at most `most` drafted tokens; None where none are asked for."""
-        return Logprobs(self._num_likely, most, num_rounds) if max(self._num_likely) >= 0 else None
+        return LogprobBuffers(self._num_likely, most, num_rounds) if max(self._num_likely) >= 0 else None
 
 
-def _flat(contents: Sequence[Sequence[int]]) -> list[int]:
-    return [token for own in contents for token in own]
-
-
-class Logprobs:
+class LogprobBuffers:
     """Log-probabilities of what rounds emit."""
 
     def __init__(self, num_likely: Sequence[int], most: int, num_rounds: int) -> None:
