@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from transformers.utils import logging
 from eval.config import Common
 from selfspec import load
 from selfspec.api import WHOLE_BURST, Target
+from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs
 from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState, Shadow
 from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
+from selfspec.hub import GGUF, find, open_model
 
 Ids = Sequence[Sequence[int]]  # prompts, as token ids
 
@@ -44,11 +48,16 @@ class Endless(Target):
 
     Args:
         eos: tokens that end the output; none: only the length does.
+        costs: of a round's pieces, for batches of any size; None: the user's own table, measured where it is missing.
     """
 
-    def __init__(self, target: Target, eos: frozenset[int] = frozenset()) -> None:
+    def __init__(self, target: Target, eos: frozenset[int] = frozenset(), costs: Costs | None = None) -> None:
         vars(self).update(vars(target))
-        self.remembered, self.tokenizer, self._eos = target.remembered.copy(), None, eos
+        self.remembered, self.tokenizer = target.remembered.copy(), None
+        self._eos, self._known_costs = eos, costs
+
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
+        return super().costs(batch_size, exact) if self._known_costs is None or exact else self._known_costs
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -57,6 +66,12 @@ class Endless(Target):
     @property
     def stored(self) -> None:
         return None
+
+
+def measured_costs(target: Target, batch_sizes: Sequence[int], repeats: int, within: float) -> Costs:
+    """Costs of a round's pieces, each timed up to `repeats` times and at least once; no repeat begins after `within`
+    seconds."""
+    return measure(target.stack, batch_sizes, repeats, within=within)
 
 
 def rounds(
@@ -147,3 +162,18 @@ class FirstRoundAlone(Policy):
 
     def tell_copies(self, has_copies: bool) -> None:
         self._inner.tell_copies(has_copies)
+
+
+def open_peer(model: str, target: Target) -> tuple[Any, Any]:
+    """A second transformers model and its tokenizer, on the target's device and in its dtype."""
+    return open_model(model, dtype=str(target.stack.dtype).removeprefix("torch."), device=target.stack.device)
+
+
+def gguf_file(model: str) -> Path | None:
+    """The GGUF file that a model's name means; None where it means none."""
+    if model != "smollm2" and not model.endswith(GGUF):
+        return None
+    try:
+        return Path(find(model)[0])
+    except OSError:
+        return None
