@@ -4,8 +4,8 @@ Spec-Bench's three are computed as its `speed.py` (github.com/hemingkx/Spec-Benc
 over questions, steps are pooled. The others add up before they divide. Times of one question are summed over its turns,
 and hold its prefill unless a definition says otherwise. A figure is None where a method does not tell what it needs.
 
-Most figures are the ratio of two sums over questions, `Metric.terms`; some are that over the baseline's. Their intervals
-(95 %) come from drawing the questions again: `scipy.stats.bootstrap`, percentile.
+Most figures are the ratio of two sums over questions, `Metric.terms`; some are that over the baseline's. Their 95 %
+intervals come from drawing the questions again: `scipy.stats.bootstrap`, percentile.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from eval.config import Common
-from selfspec import load
+from selfspec import hub, load
 from selfspec.api import WHOLE_BURST, Target
 from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
@@ -21,7 +21,6 @@ from selfspec.control.rows import RoundOutcome, RowState, Shadow
 from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
-from selfspec.hub import GGUF, find, open_model
 
 Ids = Sequence[Sequence[int]]  # prompts, as token ids
 
@@ -166,14 +165,14 @@ class FirstRoundAlone(Policy):
 
 def open_peer(model: str, target: Target) -> tuple[Any, Any]:
     """A second transformers model and its tokenizer, on the target's device and in its dtype."""
-    return open_model(model, dtype=str(target.stack.dtype).removeprefix("torch."), device=target.stack.device)
+    return hub.open_model(model, dtype=str(target.stack.dtype).removeprefix("torch."), device=target.stack.device)
 
 
 def gguf_file(model: str) -> Path | None:
     """The GGUF file that a model's name means; None where it means none."""
-    if model != "smollm2" and not model.endswith(GGUF):
+    if model != "smollm2" and not model.endswith(hub.GGUF):
         return None
     try:
-        return Path(find(model)[0])
+        return Path(hub.find(model)[0])
     except OSError:
         return None

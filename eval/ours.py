@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-
 from eval.methods import MethodName, check_exit_layer
 from eval.models import Endless, FirstRoundAlone, rounds
 from eval.turns import Prompt, Steps, Turn

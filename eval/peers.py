@@ -28,9 +28,7 @@ class Transformers:
         OSError, ValueError: an assistant that cannot be opened.
     """
 
-    def __init__(
-        self, target: Endless, tokenizer: Any, method: MethodName, temperature: float, limit: float
-    ) -> None:
+    def __init__(self, target: Endless, tokenizer: Any, method: MethodName, temperature: float, limit: float) -> None:
         self.name, self.kind, self.model = method.name, method.kind, target.stack.model
         self.eos, self.temperature, self.limit = sorted(target.eos_token_ids), temperature, limit
         self.num_layers, self.device = target.stack.num_layers, target.stack.device

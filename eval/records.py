@@ -1,13 +1,13 @@
 """The run folder: what is asked is written first, then a whole line per answer. The same command goes on after a kill.
 
-    config.yaml             the keys that decide what is measured, and a fingerprint of the questions
-    environment.json        where and with what; sessions that resumed the run beside the first
-    dirty.diff              how the code differs from its commit, where it does
-    answers/METHOD.jsonl    a line per question, in Spec-Bench's format with keys of our own
-    errors.jsonl            a line per question that a method could not answer
-    rounds.jsonl            on request, a line per question of our own methods; of two for a question the later counts
-    studies/NAME.json       what a study has measured, or why it cannot
-    summary.json, report.md, report.html, figures/      of all of the above, written anew at the end of every session
+config.yaml             the keys that decide what is measured, and a fingerprint of the questions
+environment.json        where and with what; sessions that resumed the run beside the first
+dirty.diff              how the code differs from its commit, where it does
+answers/METHOD.jsonl    a line per question, in Spec-Bench's format with keys of our own
+errors.jsonl            a line per question that a method could not answer
+rounds.jsonl            on request, a line per question of our own methods; of two for a question the later counts
+studies/NAME.json       what a study has measured, or why it cannot
+summary.json, report.md, report.html, figures/      of all of the above, written anew at the end of every session
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class RunFolder:
         keys = [key for key in {**now, **there} if now.get(key) != there.get(key)]
         if keys:
             differs = "; ".join(f"{key} {there.get(key)!r}, now {now.get(key)!r}" for key in keys)
-            raise ValueError(f"{str(self.path)!r} holds a run of another configuration ({differs}); name another output")
+            raise ValueError(
+                f"{str(self.path)!r} holds a run of another configuration ({differs}); name another output"
+            )
 
     def has(self, method: str, question_id: int | str) -> bool:
         """Whether a method has answered a question, or failed to."""

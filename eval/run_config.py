@@ -26,7 +26,9 @@ LEFT_OUT = ("output", "studies", *SIZES)  # a finished run may be given more
 class RunConfig(Common):
     """One run. Every key's meaning is also the help of its flag."""
 
-    model: str = option("demo", "What to open: 'demo' (the embedded model), 'smollm2', a folder, a GGUF file, a hub id.")
+    model: str = option(
+        "demo", "What to open: 'demo' (the embedded model), 'smollm2', a folder, a GGUF file, a hub id."
+    )
     questions: str = option(
         "prompts.jsonl",
         "Question file (JSON lines); a parquet, CSV or JSON file or folder, or hf:OWNER/NAME[:CONFIG:SPLIT]; or the "
