@@ -57,7 +57,9 @@ class SelfSpecLM(HFLM):
         if not method.is_ours:
             raise ValueError(f"policy must be a method of selfspec, such as adaptive or fixed:4,4, got {policy!r}")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1 (auto is not served), got {batch_size!r}")
+            raise ValueError(
+                f"batch_size must be a whole number of at least 1 (auto is not served), got {batch_size!r}"
+            )
         is_name = isinstance(pretrained, str)
         config = Common(device=device or "", dtype=dtype) if is_name else None
         self.target = open_target(pretrained, config, tokenizer=tokenizer)
@@ -109,4 +111,3 @@ class SelfSpecLM(HFLM):
         )
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         return [postprocess_generated_text(text, [*until, end], None) for text in done]
-

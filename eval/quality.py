@@ -117,8 +117,13 @@ def _answers(samples: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    numbers = {task: {n: v for n, v in of_task.items() if isinstance(v, int | float)} for task, of_task in results.items()}
-    return {task: {n: float(v) for n, v in of_task.items() if "stderr" not in n} for task, of_task in numbers.items()}
+    numbers = {
+        task: {n: v for n, v in of_task.items() if isinstance(v, int | float)} for task, of_task in results.items()
+    }
+    return {
+        task: {n: float(v) for n, v in of_task.items() if n != "sample_len" and "stderr" not in n}
+        for task, of_task in numbers.items()
+    }
 
 
 def render(record: Mapping[str, Any]) -> str:
