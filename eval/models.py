@@ -1,0 +1,149 @@
+"""Opening models and decoding with them: the one module of eval/ that knows how the library does either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from eval.config import Common
+from selfspec import load
+from selfspec.api import WHOLE_BURST, Target
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.plan import Plan, Policy
+from selfspec.control.rows import RoundOutcome, RowState, Shadow
+from selfspec.decoding.policy_choice import policy_for
+from selfspec.decoding.request import Completion
+from selfspec.decoding.results import Round
+
+Ids = Sequence[Sequence[int]]  # prompts, as token ids
+
+
+def open_target(model: str, config: Common, **options: Any) -> Target:
+    """Open a model by name on the device, in the dtype and with the threads that a configuration asks for.
+
+    Args:
+        options: further ones of `selfspec.load`.
+
+    Raises:
+        ValueError, OSError, UnsupportedModelError: see `selfspec.load`.
+    """
+    logging.set_verbosity_error()  # transformers comments on its own assisted calls
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    return load(model, device=config.device or None, dtype=config.dtype, **options)
+
+
+class Endless(Target):
+    """An opened target whose output depends on the call alone: it takes nothing from the model's generation config.
+
+    It writes no text. It is made from a target, shares its model, views and self-check, and learns by itself.
+
+    Args:
+        eos: tokens that end the output; none: only the length does.
+    """
+
+    def __init__(self, target: Target, eos: frozenset[int] = frozenset()) -> None:
+        vars(self).update(vars(target))
+        self.remembered, self.tokenizer, self._eos = target.remembered.copy(), None, eos
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos
+
+    @property
+    def stored(self) -> None:
+        return None
+
+
+def rounds(
+    target: Endless,
+    prompts: Ids,
+    max_new_tokens: int | Sequence[int],
+    *,
+    policy: str | Policy = "plain",
+    exit_layer: int | None = None,
+    num_draft_tokens: int | None = None,
+    drafts: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    seeds: int | Sequence[int] = 0,
+    max_batch_size: int | None = None,
+    **options: Any,
+) -> Iterator[Round]:
+    """Continue prompts and yield every round; by default they are decoded together, in programs as `generate` has them.
+
+    Args:
+        max_new_tokens: of every prompt, or one number per prompt; seeds likewise.
+        max_batch_size: rows decoded together; default: all.
+        options: further ones of the library's own call, such as `exact` or `datastore`.
+    """
+    shared: dict[str, Any] = {"burst": WHOLE_BURST, "temperature": temperature, "seed": seeds, **options}
+    return target.stream(
+        prompts,
+        policy=policy,
+        exit_layer=exit_layer,
+        num_draft_tokens=num_draft_tokens,
+        drafts=drafts,
+        max_batch_size=max_batch_size or len(prompts),
+        max_new_tokens=max_new_tokens,
+        **shared,
+    )
+
+
+def decode(target: Endless, prompts: Ids, max_new_tokens: int | Sequence[int], **options: Any) -> list[Completion]:
+    """The completions of `rounds`, in the prompts' order."""
+    done = [row.completion for round_ in rounds(target, prompts, max_new_tokens, **options) for row in round_.rows]
+    return sorted((each for each in done if each is not None), key=lambda each: each.request_id)
+
+
+class FirstRoundAlone(Policy):
+    """A policy whose first program of every row is a single round, so that the time of the first token can be taken.
+
+    It may be handed to one call after another: what an adaptive policy has learned goes on, as between calls of the
+    library; others begin anew.
+
+    Args:
+        settings: `policy`, `exit_layer`, `num_draft_tokens` and `drafts`, as `rounds` takes them.
+    """
+
+    def __init__(self, target: Endless, **settings: Any) -> None:
+        self.target, self.settings = target, settings
+        self.inner: Policy | None = None
+        self.lengths: tuple[int, ...] = ()
+
+    def begin(self, prompts: Ids) -> FirstRoundAlone:
+        """This policy, ready for a call over these prompts."""
+        self.lengths = tuple(len(prompt) for prompt in prompts)
+        if isinstance(self.inner, Adaptive):
+            self.inner.forget_rows()
+        else:
+            self.inner = policy_for(self.target, **self.settings)
+        return self
+
+    def plan(self, rows: Sequence[RowState]) -> Plan:
+        plan = self._inner.plan(rows)
+        is_first = any(row.content_length == self.lengths[row.request_id] for row in rows)
+        return replace(plan, num_rounds=1) if is_first else plan
+
+    @property
+    def _inner(self) -> Policy:
+        assert self.inner is not None, "begin comes first"
+        return self.inner
+
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        self._inner.observe(plan, rounds)
+
+    def seed_layers(self, row: RowState) -> Sequence[int]:
+        return self._inner.seed_layers(row)
+
+    def seed(self, row: RowState, shadow: Shadow) -> None:
+        self._inner.seed(row, shadow)
+
+    def tell_vocabulary(self, vocabulary: Any) -> None:
+        self._inner.tell_vocabulary(vocabulary)
+
+    def tell_copies(self, has_copies: bool) -> None:
+        self._inner.tell_copies(has_copies)
