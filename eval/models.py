@@ -59,6 +59,11 @@ class Endless(Target):
         return None
 
 
+def open_model(model: torch.nn.Module) -> Endless:
+    """A transformers model that is there already, as it is."""
+    return Endless(load(model))
+
+
 def rounds(
     target: Endless,
     prompts: Ids,

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.drafts import by_lookup, draft, draft_lengths
-from eval.sources import split_policy
+from eval.methods import MethodName, parse_method
 from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
-from selfspec.control.registry import make_policy
+from selfspec.control.registry import POLICIES, make_policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore
@@ -256,6 +256,18 @@ def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: i
     return Shadow(tuple(layers), hits[index, start:stop], confidences[index, start:stop])
 
 
+def parse_policy(name: str) -> MethodName:
+    """The parts of a policy's name, such as `del`, `fixed:4,4` or `adaptive:exit+tree`.
+
+    Raises:
+        ValueError: it is no policy of selfspec.
+    """
+    method = parse_method(name)
+    if not method.is_ours:
+        raise ValueError(f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+tree, got {name!r}")
+    return method
+
+
 def make(
     name: str,
     costs: Costs,
@@ -263,12 +275,24 @@ def make(
     num_draft_tokens: int | None = None,
     prior: object = None,
 ) -> Policy:
-    """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where its drafts may come from.
+    """A fresh policy by name, for a machine of these costs.
+
+    Args:
+        exit_layer, num_draft_tokens: where the name does not say them and the policy does not choose them.
+        prior: acceptance statistics that it starts from.
 
     Raises:
         ValueError: an unknown name, or an exit layer or a draft length that the model does not have.
     """
-    policy, drafts = split_policy(name)
-    made = make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    told = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, "drafts": None} | parse_policy(name).settings
+    made = make_policy(
+        told["policy"],
+        costs.num_layers,
+        told["exit_layer"],
+        told["num_draft_tokens"],
+        lambda: costs,
+        prior,
+        told["drafts"],
+    )
     made.tell_copies(costs.copies is not None)
     return made

@@ -67,6 +67,7 @@ class Recorded(NamedTuple):
             "num_layers": self.num_layers,
             "num_prompts": len(self.traces),
             "num_tokens": sum(len(trace.tokens) for trace in self.traces),
+            "is_sampled": any(trace.is_sampled for trace in self.traces),
             "costs": self.costs.as_dict(),
             "has_prior": self.prior is not None,
         }
