@@ -15,17 +15,18 @@ worse); 2 (something asked for is not possible, in one sentence); 130 (Ctrl-C).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from eval.command import guarded
+from eval.records import FullError
+from selfspec.errors import UnsupportedModelError
 
 COMMANDS = {  # by name: the module whose `main` takes the rest of the command line and returns the exit code
     "run": "eval.run",
     "report": "eval.report",
     "compare": "eval.comparison",
     "quality": "eval.quality",
-    "replay": "eval.replay",
+    "replay": "eval.policies",
     "live": "eval.live",
     "gpu": "eval.gpu",
 }
@@ -40,7 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in COMMANDS:
         print(f"eval: command {given[0]!r} is unknown; known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return guarded(lambda: int(import_module(COMMANDS[given[0]]).main(given[1:])))
+    return _guarded(lambda: int(import_module(COMMANDS[given[0]]).main(given[1:])))
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """The command's exit code; 1 on a full disk, 2 after bad input, 130 after Ctrl-C."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, ImportError, UnsupportedModelError) as problem:
+        print(f"eval: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 1 if isinstance(problem, FullError) else 2
 
 
 if __name__ == "__main__":

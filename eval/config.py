@@ -10,11 +10,11 @@ A field made by `option` is a key of the file and a flag of the same name; its s
             check_common(self)
             check_least(self, 1, "repeats")
 
-    config = read_config(ReplayConfig, "replay.yaml", {"threads": 1})      # or, from the command line:
-    add_flags(parser, ReplayConfig); options = parser.parse_args(); config = read_config(ReplayConfig, options.config,
-                                                                                        flags_given(options, ReplayConfig))
+    add_flags(parser, ReplayConfig)
+    options = parser.parse_args()
+    config = read_config(ReplayConfig, options.config, flags_given(options, ReplayConfig))
 
-Fields are str, int, float, bool, tuple[..., ...], dict[str, str] or list[another such dataclass]; the last have no flag.
+Fields are str, int, float, bool, tuple[..., ...], dict[str, str] or list[another dataclass]; the last have no flag.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _read(path: str | Path) -> dict[Any, Any]:
 
 
 def _resolved(kind: type, values: dict[Any, Any], folder: Path) -> dict[Any, Any]:
-    """The values of a file in `folder`, its defaults too, with the files that they name as they are called from here."""
+    """The values of a file in `folder` and its defaults; the files that they name are those beside it."""
     found, kinds = dict(values), typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         value, inner = values.get(field.name, field.default), typing.get_args(kinds[field.name])

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.api import Target
+from eval.models import Target
 
 ROOT = Path(__file__).parents[1]
 
@@ -101,3 +101,21 @@ def model(target: Target, name: str) -> dict[str, Any]:
         "graphs_of_selfspec": target.stack.runner is not None,
         "engine_of_selfspec": target.stack.engine,
     }
+
+
+def difference() -> str:
+    """How the repository's files differ from its commit, as git shows it."""
+    done = subprocess.run(["git", "diff", "HEAD"], cwd=ROOT, capture_output=True, check=False)
+    return done.stdout.decode("utf-8", "replace")
+
+
+def driver(where: torch.device) -> dict[str, Any]:
+    """The accelerator's driver, where there is one."""
+    if where.type != "cuda":
+        return {}
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {"driver": None}
+    return {"driver": done.stdout.split("\n")[0].strip()}

@@ -22,13 +22,12 @@ from eval import environment, plots, task_command
 from eval.config import check, check_least, option
 from eval.live_table import render
 from eval.live_timing import STAGES, Call, Scene, Way, interleave, scene_of
-from eval.models import Endless
+from eval.models import Endless, measured_costs
 from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
 from eval.tasks import Say, Task, TaskConfig, check_tasks, open_task, save_traces
 from eval.timing import spread
-from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
@@ -91,7 +90,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     target, prompts = open_task(task, config, say)
     config.exits_of(target.stack.num_layers)
     say(f"{task.name}: measuring costs")
-    costs = measure(target.stack, config.batch_sizes, config.cost_repeats, within=None)
+    costs = measured_costs(target, config.batch_sizes, config.cost_repeats)
     scene = scene_of(Endless(target), prompts, config.tokens, costs, task.name, say)
     if folder:
         save_traces(scene.traces, folder, task.name, prior_of(target))
@@ -138,7 +137,7 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
         target = synthetic_target("tiny", device=device, exit_layer=2, acceptance=wanted, **shape)
         if costs is None:
             say("synthetic: measuring costs")
-            costs = measure(target.stack, config.synthetic_batch_sizes, config.cost_repeats, within=None)
+            costs = measured_costs(target, config.synthetic_batch_sizes, config.cost_repeats)
         prompts = random_prompts(target.stack.vocab_size, PROMPTS, PROMPT_TOKENS)
         scene = scene_of(target, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
         hits = [bool(hit) for trace in scene.traces for hit in trace.hits[target.made.exit_layer - 1]]

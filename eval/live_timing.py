@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from eval.models import Endless, Ids, rounds
+from eval.models import Endless, Ids, measured_costs, rounds
 from eval.replay import Overhead, Overheads
 from eval.tasks import trace_of
 from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
-from selfspec.calibrate.measure import measure
 from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
@@ -44,16 +43,6 @@ class Scene(NamedTuple):
     prompts: Ids
     traces: Sequence[Trace]
     costs: Costs
-    temperature: float = 0.0
-    seeds: Sequence[int] = ()  # per prompt, of sampled output; empty: 0
-
-    def only(self, index: int) -> Scene:
-        """One prompt of the scene."""
-        return self._ordered([index])
-
-    def _ordered(self, order: Sequence[int]) -> Scene:
-        prompts, traces = [self.prompts[i] for i in order], [self.traces[i] for i in order]
-        return self._replace(prompts=prompts, traces=traces, seeds=[self.seeds[i] for i in order if self.seeds])
 
     def filled(self, batch_size: int) -> Scene:
         """All prompts, from the first on again and again, until there are two full batches or more, the last one full.
@@ -61,7 +50,8 @@ class Scene(NamedTuple):
         A batch that begins half empty would be measured as if it were full.
         """
         least = max(len(self.prompts), 2 * batch_size)
-        return self._ordered([i % len(self.prompts) for i in range(least + -least % batch_size)])
+        order = [i % len(self.prompts) for i in range(least + -least % batch_size)]
+        return self._replace(prompts=[self.prompts[i] for i in order], traces=[self.traces[i] for i in order])
 
 
 def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Scene:
@@ -116,16 +106,7 @@ def call(
     options: dict[str, Any] = {"exact": True} if way.exact else {}
 
     def begin() -> Any:
-        return rounds(
-            scene.target,
-            scene.prompts,
-            room,
-            policy=policy,
-            temperature=scene.temperature,
-            seeds=scene.seeds or 0,
-            max_batch_size=batch_size,
-            **options,
-        )
+        return rounds(scene.target, scene.prompts, room, policy=policy, max_batch_size=batch_size, **options)
 
     coming, before = timed(begin, device)
     done, after = timed(lambda: list(coming), device)
@@ -181,7 +162,7 @@ def interleave(
         call(scene, way, batch_size, warmup_tokens, corrections)
     calls: dict[str, list[Call]] = {way.name: [] for way in ways}
     for repeat in range(repeats):
-        costs = measure(scene.target.stack, (batch_size,), COST_REPEATS, within=None, counts=mean)
+        costs = measured_costs(scene.target, (batch_size,), COST_REPEATS, counts=mean)
         with quiet():
             for way in rotated(ways, repeat):
                 calls[way.name].append(call(scene, way, batch_size, corrections=corrections, costs=costs))

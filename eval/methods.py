@@ -1,14 +1,14 @@
 """Names of methods: selfspec's policies, transformers' own decoders, llama.cpp, and any other engine.
 
-    plain, adaptive, fs, ...            a policy of selfspec
-    fixed:E,D                           exit layer E, D drafted tokens
-    adaptive:exit+copies                adaptive, with drafts from these sources alone
-    transformers                        `model.generate`
-    transformers:early_exit:E           with assistant_early_exit=E
-    transformers:prompt_lookup:N        with prompt_lookup_num_tokens=N
-    transformers:assistant:MODEL        with a second model that drafts
-    llama.cpp, llama.cpp:FILE           llama.cpp on the model's own GGUF file, or on FILE
-    external:NAME                       a command, see eval/external.py
+plain, adaptive, fs, ...            a policy of selfspec
+fixed:E,D                           exit layer E, D drafted tokens
+adaptive:exit+copies                adaptive, with drafts from these sources alone
+transformers                        `model.generate`
+transformers:early_exit:E           with assistant_early_exit=E
+transformers:prompt_lookup:N        with prompt_lookup_num_tokens=N
+transformers:assistant:MODEL        with a second model that drafts
+llama.cpp, llama.cpp:FILE           llama.cpp on the model's own GGUF file, or on FILE
+external:NAME                       a command, see eval/external.py
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from eval.config import Common
-from selfspec import load
+from selfspec import hub, load
 from selfspec.api import WHOLE_BURST, Target
+from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs
 from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState, Shadow
 from selfspec.decoding.policy_choice import policy_for
@@ -44,11 +47,16 @@ class Endless(Target):
 
     Args:
         eos: tokens that end the output; none: only the length does.
+        costs: of a round's pieces, for batches of any size; None: the user's own table, measured where it is missing.
     """
 
-    def __init__(self, target: Target, eos: frozenset[int] = frozenset()) -> None:
+    def __init__(self, target: Target, eos: frozenset[int] = frozenset(), costs: Costs | None = None) -> None:
         vars(self).update(vars(target))
-        self.remembered, self.tokenizer, self._eos = target.remembered.copy(), None, eos
+        self.remembered, self.tokenizer = target.remembered.copy(), None
+        self._eos, self._known_costs = eos, costs
+
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
+        return super().costs(batch_size, exact) if self._known_costs is None or exact else self._known_costs
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -62,6 +70,18 @@ class Endless(Target):
 def open_model(model: torch.nn.Module) -> Endless:
     """A transformers model that is there already, as it is."""
     return Endless(load(model))
+
+
+def measured_costs(
+    target: Target, batch_sizes: Sequence[int], repeats: int, within: float | None = None, **options: Any
+) -> Costs:
+    """Costs of a round's pieces, each timed up to `repeats` times and at least once.
+
+    Args:
+        within: seconds after which no further repeat begins; None: no limit.
+        options: further ones of `selfspec.calibrate.measure.measure`.
+    """
+    return measure(target.stack, batch_sizes, repeats, within=within, **options)
 
 
 def rounds(
@@ -152,3 +172,18 @@ class FirstRoundAlone(Policy):
 
     def tell_copies(self, has_copies: bool) -> None:
         self._inner.tell_copies(has_copies)
+
+
+def open_peer(model: str, target: Target) -> tuple[Any, Any]:
+    """A second transformers model and its tokenizer, on the target's device and in its dtype."""
+    return hub.open_model(model, dtype=str(target.stack.dtype).removeprefix("torch."), device=target.stack.device)
+
+
+def gguf_file(model: str) -> Path | None:
+    """The GGUF file that a model's name means; None where it means none."""
+    if model != "smollm2" and not model.endswith(hub.GGUF):
+        return None
+    try:
+        return Path(hub.find(model)[0])
+    except OSError:
+        return None

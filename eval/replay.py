@@ -284,7 +284,9 @@ def make(
     Raises:
         ValueError: an unknown name, or an exit layer or a draft length that the model does not have.
     """
-    told = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, "drafts": None} | parse_policy(name).settings
+    told = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, "drafts": None} | parse_policy(
+        name
+    ).settings
     made = make_policy(
         told["policy"],
         costs.num_layers,

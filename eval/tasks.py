@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from eval import environment
 from eval.config import Common, check, option
-from eval.models import Endless, Ids, decode, open_target
+from eval.models import Endless, Ids, decode, measured_costs, open_target
 from eval.questions import encode, read_questions
 from eval.recording import prior_of, record
 from eval.traces import Trace, load, save
 from selfspec.api import Target
-from selfspec.calibrate.measure import measure
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
@@ -161,7 +160,7 @@ def _made(
             traces.append(trace_of(endless, prompt, picking.num_tokens, sampling, task.name))
     if costs is None:
         say(f"{task.name}: measuring costs")
-        costs = measure(target.stack, repeats=picking.cost_repeats, within=None)
+        costs = measured_costs(target, (1,), picking.cost_repeats)
     about = environment.model(target, task.model)
     stored = target.default_exit_layer, target.default_num_draft_tokens
     return _checked(Recorded(task.name, traces, costs, *stored, about, prior_of(target)))

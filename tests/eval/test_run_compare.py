@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from eval.__main__ import main
-from eval.run.compare import COMPARED, OVER_BASELINE, compare
-from eval.run.items import choice_of
-from eval.run.metrics import METRICS, Group, figures
-from eval.run.resampling import open_run, resampled
-from eval.run.turns import Turn
+from eval.answers import choice_of
+from eval.comparison import compare, open_run
+from eval.metrics import COMPARED, METRICS, OVER_BASELINE, Group, drawn, figures
+from eval.turns import Turn
 from selfspec.decoding.stats import SpecStats
 
 SIZES = {"plain": (1,) * 8, "adaptive": (3, 1, 3, 1)}

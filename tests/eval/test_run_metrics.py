@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from eval.run.items import choice_of, groups, item_of
-from eval.run.metrics import METRICS, Group, figures
-from eval.run.ours import shared
-from eval.run.report import render, shown
-from eval.run.summary import fastest_plain, harness_share, summarise
-from eval.run.turns import Turn
+from eval.answers import choice_of, groups, item_of
+from eval.metrics import METRICS, Group, figures
+from eval.ours import shared
+
+from eval.summarise import fastest_plain, harness_share, summarise
+from eval.turns import Turn
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats

@@ -1,28 +1,110 @@
 """What changed from one run to another, paired over the questions that a method answered in both.
 
-Every figure is that of `eval.run.metrics`, for both runs over the same questions. The interval of its ratio, after over
+Every figure is that of `eval.metrics`, for both runs over the same questions. The interval of its ratio, after over
 before, comes from drawing those questions again, the same on both sides.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
-from eval.run.config import STUDY_SIZES, TABLE, known
-from eval.run.items import groups
-from eval.run.lines import Row
-from eval.run.metrics import METRICS, Group, figures
-from eval.run.resampling import OVER, SUMS, Opened, resampled
+from eval.answers import Item, Row, groups, item_of
+from eval.comparison_report import render
+from eval.config import known
+from eval.metrics import COMPARED, METRICS, OVER_BASELINE, TABLE, Group, drawn, value_of
+from eval.records import answers_path, by_question, read_lines, read_object
+from eval.run_config import SIZES
+from eval.summarise import fastest_plain
 
-OVER_BASELINE = (*OVER, "paired_ratio")
-COMPARED = tuple(name for name in METRICS if name in SUMS or name in OVER_BASELINE or name.endswith(("_p50", "_p95")))
-LESS_IS_BETTER = (*(name for name in COMPARED if METRICS[name][0] == "s"), "layer_passes_per_token")
 ROUNDING = 1e-9  # what two ways to compute the same ratio may differ by
-PASSING = ("time", "command", "load_average", "costs", "resumed", *STUDY_SIZES)  # no answer depends on these
+PASSING = ("time", "command", "load_average", "costs", "resumed", *SIZES)  # no answer depends on these
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """What changed from one run to another, question by question.
+
+    Exit codes: 0; 1 (a figure named with --fail fell by more than its share, or rose where less is better, or a method
+    has no answer to a question that it answered before; without --fail neither counts); 2 (something asked for is not
+    possible, in one sentence).
+    """
+    text = " ".join((main.__doc__ or "").split())
+    parser = argparse.ArgumentParser(prog="python -m eval compare", description=text)
+    parser.add_argument("before", metavar="RUN_A", help="run folder of before")
+    parser.add_argument("after", metavar="RUN_B", help="run folder of after")
+    parser.add_argument(
+        "--fail",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="METRIC=SHARE",
+        help="exit with 1 when METRIC of any method got worse by more than SHARE (0.05, or 5%%), or answers are lost; "
+        "speedup=0.05 is the surest, as its baseline was timed beside it",
+    )
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="methods to compare; default: all")
+    parser.add_argument("--category", default="overall", metavar="NAME", help="compare the questions of one category")
+    parser.add_argument("--baseline", metavar="NAME", help="what speedups are over; default: each run's own baseline")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of Markdown")
+    options = parser.parse_args(arguments)
+    limits = dict(_limit(text) for text in options.fail)
+    before, after = (open_run(Path(path), options.baseline) for path in (options.before, options.after))
+    found = compare(before, after, limits, options.methods, options.category)
+    print(json.dumps(found) if options.json else render(found))
+    return int(found["has_failed"])
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """A metric and the share of it that may be lost."""
+    name, _, share = text.partition("=")
+    try:
+        number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+    except ValueError:
+        number = -1.0
+    if not name or not 0 <= number <= 1:
+        raise ValueError(f"--fail takes METRIC=SHARE, the share in 0..1 such as 0.05 or 5%, got {text!r}")
+    return name, number
+
+
+class Opened(NamedTuple):
+    """A run folder's content; `items` holds the figures of `answers`."""
+
+    path: str
+    settings: Row
+    about: Row
+    is_complete: bool
+    baseline: str | None
+    answers: dict[str, dict[Any, Row]]
+    items: dict[str, dict[Any, Item]]
+
+
+def open_run(path: Path, baseline: str | None = None) -> Opened:
+    """Read a run folder, finished or not.
+
+    Args:
+        baseline: the method that speedups are over; None: the run's own.
+
+    Raises:
+        ValueError: it is no run folder.
+    """
+    try:
+        settings = yaml.safe_load((path / "config.yaml").read_text("utf-8"))
+        names = list(settings["methods"])
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError) as problem:
+        hint = "name one that `python -m eval run` has written"
+        raise ValueError(f"{str(path)!r} is no run folder ({problem}); {hint}") from problem
+    about, summary = read_object(path / "environment.json"), read_object(path / "summary.json")
+    answers = {name: by_question(read_lines(answers_path(path, name))) for name in names}
+    items = {name: {key: item_of(row) for key, row in rows.items()} for name, rows in answers.items()}
+    own = summary.get("baseline") or settings.get("baseline")
+    base = baseline or (own if own in names else fastest_plain(answers))
+    return Opened(str(path), settings, about, summary.get("complete", False), base, answers, items)
 
 
 def compare(
@@ -89,23 +171,18 @@ def _method(before: Opened, after: Opened, name: str, metrics: Sequence[str], ca
     both = _common(before, after, name)
     chosen = [item.question_id for item in groups([before.items[name][key] for key in both]).get(category, [])]
     with_base = [key for key in _common(before, after, None) if key in set(chosen)]
-    seeds = int(after.settings.get("resamples", 2000)), int(after.settings.get("seed", 0))
-    changes = {}
-    for wanted, keys in ((OVER_BASELINE, with_base), (COMPARED, chosen)):
-        sides = [_group(run, name, keys, seeds) for run in (before, after)]
-        values = [figures(side) if keys else {} for side in sides]
-        for metric in wanted:
-            if metric in metrics and metric not in changes:
-                a, b = (_number(value.get(metric)) for value in values)
-                changes[metric] = _change(metric, a, b, *sides)
     rows = before.answers[name], after.answers[name]
+    changes = {}
+    for metric in metrics:
+        keys = with_base if metric in OVER_BASELINE else chosen
+        changes[metric] = _change(metric, *(_group(run, name, keys, after.settings) for run in (before, after)))
     return {
         "method": name,
         "num_questions": len(chosen),
         "num_paired": len(with_base),
         "num_lost": len(set(rows[0]) - set(rows[1])),
         "num_other_outputs": sum(_output(rows[0][key]) != _output(rows[1][key]) for key in chosen),
-        "metrics": {metric: changes[metric] for metric in metrics},
+        "metrics": changes,
     }
 
 
@@ -122,24 +199,24 @@ def _output(row: Row) -> Any:
     return choice.get("tokens", choice["turns"])
 
 
-def _group(run: Opened, name: str, keys: Sequence[Any], seeds: tuple[int, int]) -> Group:
+def _group(run: Opened, name: str, keys: Sequence[Any], settings: Mapping[str, Any]) -> Group:
     base = run.items.get(run.baseline or "", {})
-    return Group([run.items[name][key] for key in keys], [base[key] for key in keys if key in base], *seeds)
+    own, theirs = [run.items[name][key] for key in keys], [base[key] for key in keys if key in base]
+    return Group(own, theirs, int(settings.get("resamples", 2000)), int(settings.get("seed", 0)))
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value["value"] if isinstance(value, Mapping) else value)
-
-
-def _change(metric: str, a: float | None, b: float | None, before: Group, after: Group) -> dict[str, Any]:
+def _change(metric: str, before: Group, after: Group) -> dict[str, Any]:
     """A figure's values and their ratio; `is_clear` where its interval excludes no change."""
+    a, b = (value_of(metric, group) if group.items else None for group in (before, after))
     found: dict[str, Any] = {"before": a, "after": b, "ratio": None, "low": None, "high": None, "is_clear": None}
     if a is None or b is None or not a:
         return found
     found["ratio"] = b / a
+    (first, num), (then, num_then) = drawn(metric, before), drawn(metric, after)
+    if num != num_then:  # an empty answer has no ratio
+        return found
     with np.errstate(all="ignore"):  # a resample may hold nothing to divide by
-        first, then = resampled(metric, before), resampled(metric, after)
-        spread = after.interval(lambda draws: then(draws) / first(draws), len(after.items))
+        spread = after.interval(lambda draws: np.asarray(then(draws) / first(draws)), num)
     if not all(map(isfinite, spread.values())):
         return found
     return {**found, **spread, "is_clear": not spread["low"] - ROUNDING <= 1 <= spread["high"] + ROUNDING}
@@ -155,7 +232,7 @@ def _verdict(method: Mapping[str, Any], metric: str, share: float, has_lost: boo
             raise ValueError(f"--fail {metric}: {lacking}; name other methods with --methods")
     else:
         spare = share + ROUNDING
-        has_failed = b > a * (1 + spare) if metric in LESS_IS_BETTER else b < a * (1 - spare)
+        has_failed = b > a * (1 + spare) if METRICS[metric].less_is_better else b < a * (1 - spare)
     told = {"method": name, "metric": metric, "share": share, "has_failed": has_failed, "lacking": lacking}
     return {**told, **change}
 

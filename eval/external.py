@@ -24,8 +24,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from eval.run.questions import encoded
-from eval.run.turns import Failure, Prompt, Turn
+from eval.questions import encoded
+from eval.turns import Failure, Prompt, Turn
 
 SPARE = 8  # tokens by which a text may be longer: one that ends inside a letter has some more when it is encoded again
 

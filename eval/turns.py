@@ -1,4 +1,4 @@
-"""`Prompt`, what a method is asked, and `Turn`, what it made of it; a `Method` is a callable from one to the other."""
+"""`Prompt`, what a method is asked, and `Turn`, its answer; a `Method` is a callable from one to the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """A method's answer to one prompt; None is what it does not tell."""
+    """A method's answer to one prompt. What the method does not tell is None."""
 
     tokens: list[int]  # with the end-of-text token, if there is one
     seconds: float  # of the whole call, prefill included
@@ -53,6 +53,10 @@ class Failure(Exception):
         self.kind, self.sentence, self.seconds = kind, sentence, seconds
 
 
+class Skipped(Exception):
+    """A method that cannot run here, in a sentence; the run goes on without it."""
+
+
 class Method(Protocol):
     """Answers prompts one at a time and times itself: only its own work is inside the clock."""
 
@@ -63,9 +67,10 @@ class Method(Protocol):
 
 
 class Steps:
-    """Stamps when tokens come, and refuses to go on beyond a time limit.
+    """Notes when tokens come, and refuses to go on beyond a time limit.
 
-    A stamp costs a clock's reading and two appends, see `stamp_seconds`.
+    Args:
+        limit: seconds from now.
     """
 
     def __init__(self, limit: float) -> None:
@@ -83,14 +88,6 @@ class Steps:
     @property
     def seconds(self) -> list[float]:
         return [later - earlier for earlier, later in pairwise([self.start, *self.stamps])]
-
-
-def stamp_seconds(repeats: int = 20_000) -> float:
-    """What a stamp costs on this machine: all that the harness does inside a measured time."""
-    steps = Steps(float("inf"))
-    for _ in range(repeats):
-        steps.add(1)
-    return (perf_counter() - steps.start) / repeats
 
 
 def added_up(stats: Sequence[SpecStats]) -> SpecStats:

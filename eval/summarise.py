@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eval.run.items import Item, groups, item_of
-from eval.run.lines import Row
-from eval.run.metrics import Group, figures
-from eval.run.names import PLAIN_KINDS, parse_method
-from eval.run.turns import stamp_seconds
+from eval.answers import Row, groups, item_of, worked_seconds
+from eval.methods import PLAIN_KINDS, parse_method
+from eval.metrics import Group, figures
 
 FORMAT = 1
 Answers = Mapping[str, Mapping[Any, Row]]  # method -> question id -> answer
@@ -27,7 +25,8 @@ def summarise(
 ) -> dict[str, Any]:
     """One record of plain numbers: `methods` hold `groups` (categories and `overall`), and these every metric by name.
 
-    A figure with an interval is `{value, low, high, ...}`. A run adds `check`, `environment`, `metrics` and `is_auto`.
+    A figure with an interval is `{value, low, high, ...}`. A run adds `check`, `environment`, `metrics`, `is_auto` and
+    `skipped`.
 
     Args:
         baseline: the method that speedups are over; None leaves them out.
@@ -55,7 +54,6 @@ def summarise(
         "resamples": resamples,
         "seed": seed,
         "harness_share": harness_share([*(row for rows in answers.values() for row in rows.values()), *errors]),
-        "harness_share_inside": _share_inside([row for rows in answers.values() for row in rows.values()]),
         "methods": methods,
     }
 
@@ -72,34 +70,20 @@ def fastest_plain(answers: Answers) -> str | None:
     common = set.intersection(*(set(of_method) for of_method in items.values()))
 
     def speed(method: str) -> float:
-        chosen: Sequence[Item] = [item for key, item in items[method].items() if key in common or not common]
+        chosen = [item for key, item in items[method].items() if key in common or not common]
         return sum(item.num_tokens for item in chosen) / sum(item.seconds for item in chosen)
 
     return max(items, key=speed)
 
 
 def harness_share(rows: Iterable[Row]) -> float | None:
-    """StageSeconds outside the methods' own work over the seconds of that work.
+    """Seconds outside the methods' own work over the seconds of that work; None where rows do not tell.
 
     Outside are prompts and texts, records on disk, the progress display and the collection of garbage: none of it is
-    inside a measured time. None where rows do not tell.
+    inside a measured time.
     """
     own = worked = 0.0
     for row in rows:
         own += row.get("harness_seconds", 0.0)
         worked += row["seconds"] if "kind" in row else worked_seconds(row)
     return own / worked if worked and own else None
-
-
-def _share_inside(rows: Sequence[Row]) -> float | None:
-    """The stamps of all steps, at what one costs here, over the seconds of the methods' work, which hold them."""
-    steps = sum(sum(row["choices"][0]["decoding_steps"]) for row in rows if "harness_seconds" in row)
-    return steps * stamp_seconds() / sum(map(worked_seconds, rows)) if steps else None
-
-
-def worked_seconds(answer: Row) -> float:
-    """What an answer took by the harness's clock."""
-    choice = answer["choices"][0]
-    asked = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
-    pairs = zip(choice["wall_time"], asked, strict=True)
-    return float(sum(wall if round_trip is None else round_trip for wall, round_trip in pairs))

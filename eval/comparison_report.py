@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.run.report import shown
+from eval.report import shown
+from eval.table import table
 
 MACHINE = ("cpu", "cpu_cores", "device", "gpu", "threads")  # what an absolute speed depends on most
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """What `eval.run.compare.compare` has found, as Markdown."""
+    """What `eval.comparison.compare` has found, as Markdown."""
     sides = [f"`{found[side]['path']}`, speedups over `{found[side]['baseline']}`" for side in ("before", "after")]
     differs = [f"- `{key}`: {a!r}, then {b!r}" for key, (a, b) in found["differs"].items()]
     parts = [
@@ -79,15 +80,13 @@ def _outputs(found: Mapping[str, Any]) -> str:
 
 
 def _table(methods: Sequence[Mapping[str, Any]]) -> str:
-    head = ["method", "questions", "metric", "before", "after", "after / before"]
-    lines = [head, ["---", "---:", "---", *["---:"] * 3]]
+    rows = []
     for method in methods:
         for name, change in method["metrics"].items():
-            if change["before"] is change["after"] is None:
-                continue
-            values = shown(name, change["before"]), shown(name, change["after"]), _ratio_of(change)
-            lines.append([f"`{method['method']}`", str(method["num_questions"]), name.replace("_", " "), *values])
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+            if not change["before"] is change["after"] is None:
+                values = shown(name, change["before"]), shown(name, change["after"]), _ratio_of(change)
+                rows.append([f"`{method['method']}`", str(method["num_questions"]), name.replace("_", " "), *values])
+    return table(["method", "questions", "metric", "before", "after", "after / before"], rows)
 
 
 def _ratio_of(change: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A line of an answer file as figures: Spec-Bench's own keys, and ours where they are there."""
+"""An answer as a line of a file in Spec-Bench's format with keys of our own, and such a line as figures."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eval.run.turns import Turn, added_up
+from eval.turns import Turn, added_up
 from selfspec.decoding.stats import SpecStats
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+Row = dict[str, Any]
 
 
 class Item(NamedTuple):
@@ -120,3 +121,11 @@ def groups(items: Sequence[Item]) -> dict[str, list[Item]]:
     if merged and len(merged) < len(items):
         found["mt_bench"] = merged
     return {**found, "overall": list(items)}
+
+
+def worked_seconds(answer: Row) -> float:
+    """What an answer took by the harness's clock."""
+    choice = answer["choices"][0]
+    asked = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
+    pairs = zip(choice["wall_time"], asked, strict=True)
+    return float(sum(wall if round_trip is None else round_trip for wall, round_trip in pairs))

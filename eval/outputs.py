@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eval.answers import Row
+from eval.asking import Shared, prompt_of
+from eval.methods import LLAMA_CPP, parse_method
+from eval.models import Target
 from eval.questions import Question
-from eval.run.lines import Row
-from eval.run.loop import Scene, prompt_of
-from selfspec.api import Target
 
 TIE = 8  # a gap of so many units of the number format's last place, at the size of the largest logit, is rounding
 
@@ -44,14 +45,14 @@ def first_difference(answer: Row, reference: Row) -> Difference | None:
     return None
 
 
-def compare(
+def compare_outputs(
     answers: Mapping[str, Mapping[Any, Row]],
     methods: Sequence[str],
     questions: Sequence[Question],
-    scene: Scene,
+    shared: Shared,
     target: Target | None,
 ) -> list[dict[str, Any]]:
-    """Every method's answers beside plain decoding's.
+    """Every method's answers beside plain decoding's, a record per method.
 
     Args:
         target: to ask for logit gaps; None where outputs are sampled, and the largest logit decides nothing.
@@ -64,23 +65,23 @@ def compare(
         both = [(row, plain[key]) for key, row in answers[method].items() if key in plain]
         differing = [d for row, reference in both if (d := first_difference(row, reference)) is not None]
         if target is not None:
-            differing = [_with_gap(d, asked[d.question_id], plain[d.question_id], scene, target) for d in differing]
-        ties = None if target is None else sum(bool(d.is_tie) for d in differing)
+            differing = [_with_gap(d, asked[d.question_id], plain[d.question_id], shared, target) for d in differing]
         found.append(
             {
                 "method": method,
                 "num_compared": len(both),
                 "num_different": len(differing),
-                "num_ties": ties,
+                "num_ties": None if target is None else sum(bool(d.is_tie) for d in differing),
+                "is_other_arithmetic": parse_method(method).kind == LLAMA_CPP,
                 "differences": [d._asdict() for d in differing],
             }
         )
     return found
 
 
-def _with_gap(difference: Difference, question: Question, reference: Row, scene: Scene, target: Target) -> Difference:
+def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, target: Target) -> Difference:
     choice, turn = reference["choices"][0], difference.turn
-    prompt = prompt_of(question, turn, choice["turns"][:turn], scene, 0)
+    prompt = prompt_of(question, turn, choice["turns"][:turn], shared, 0)
     ids = [*prompt.ids, *choice["tokens"][turn][: difference.position]]
     gap, largest = top_gap(target, ids)
     return difference._replace(gap=gap, is_tie=gap <= TIE * torch.finfo(target.stack.dtype).eps * largest)
