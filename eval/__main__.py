@@ -26,7 +26,7 @@ COMMANDS = {  # by name: the module whose `main` takes the rest of the command l
     "report": "eval.report",
     "compare": "eval.comparison",
     "quality": "eval.quality",
-    "replay": "eval.replay",
+    "replay": "eval.policies",
     "live": "eval.live",
     "gpu": "eval.gpu",
 }

@@ -74,10 +74,21 @@ class Endless(Target):
         return None
 
 
-def measured_costs(target: Target, batch_sizes: Sequence[int], repeats: int, within: float) -> Costs:
-    """Costs of a round's pieces, each timed up to `repeats` times and at least once; no repeat begins after `within`
-    seconds."""
-    return measure(target.stack, batch_sizes, repeats, within=within)
+def open_model(model: torch.nn.Module) -> Endless:
+    """A transformers model that is there already, as it is."""
+    return Endless(load(model))
+
+
+def measured_costs(
+    target: Target, batch_sizes: Sequence[int], repeats: int, within: float | None = None, **options: Any
+) -> Costs:
+    """Costs of a round's pieces, each timed up to `repeats` times and at least once.
+
+    Args:
+        within: seconds after which no further repeat begins; None: no limit.
+        options: further ones of `selfspec.calibrate.measure.measure`.
+    """
+    return measure(target.stack, batch_sizes, repeats, within=within, **options)
 
 
 def rounds(

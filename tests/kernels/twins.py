@@ -1,18 +1,17 @@
-"""Every kernel against its plain twin on random shapes of decoding, on a device; and how fast the device itself is."""
+"""Every kernel against its plain twin on random shapes of decoding, on a device or in Triton's interpreter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eval.gpu import samples
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import SamplingTensors
+from tests.kernels import samples
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
 NEAR = 1e-4  # picks may differ where the two best scores lie closer than this: logarithms differ in the last bit
@@ -162,52 +161,3 @@ def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# -------------------------------------------------------------------------------------------------- the device itself
-
-
-def bandwidth(
-    device: torch.device | str, gigabytes: float = 1.0, size: int = 8192, repeats: int = 10
-) -> dict[str, Any]:
-    """How fast a CUDA device copies and multiplies: what every share of its speed is a share of.
-
-    Returns:
-        `copy_bytes_per_second`, read and written bytes of a large copy; `read_bytes_per_second`, of a large sum;
-        `matmul_flops_per_second`, of a square product in bf16; each the best of the repeats.
-    """
-    place = torch.device(device)
-    count = int(gigabytes * 2**30) // 2
-    source = torch.zeros(count, dtype=torch.bfloat16, device=place)
-    target = torch.empty_like(source)
-    copy = min(_readings(lambda: target.copy_(source), repeats, place))
-    read = min(_readings(lambda: source.view(torch.int64).sum(), repeats, place))
-    a, b = torch.randn(2, size, size, device=place).to(torch.bfloat16)
-    product = min(_readings(lambda: a @ b, repeats, place))
-    return {
-        "copy_bytes_per_second": 2 * source.nbytes / copy,
-        "read_bytes_per_second": source.nbytes / read,
-        "matmul_flops_per_second": 2 * size**3 / product,
-        "copied_bytes": 2 * source.nbytes,
-        "matmul_size": size,
-        "repeats": repeats,
-    }
-
-
-def seconds_of(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Median time of a call on a CUDA device, by its own clock."""
-    return median(_readings(call, repeats, device))
-
-
-def _readings(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    with torch.cuda.device(device):
-        call()
-        made = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            made.append(start.elapsed_time(end) / 1e3)
-        return made

@@ -1,4 +1,4 @@
-"""The command that checks kernels on a device: here in the interpreter, on small shapes, and with a broken kernel."""
+"""The comparison of kernels with their twins: here in the interpreter, on small shapes, and with broken kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from eval.gpu import kernels
 from selfspec.kernels import fused_accept, fused_pick, paged_attention, reference
+from tests.kernels import twins
 
 
 def small_cases():
-    return list(kernels.check_kernels("cpu", ((4, 2, 16),), most=64))
+    return list(twins.check_kernels("cpu", ((4, 2, 16),), most=64))
 
 
 def test_every_kernel_agrees_with_its_twin():
