@@ -13,7 +13,7 @@ import yaml
 from eval.__main__ import main
 from eval.answers import choice_of
 from eval.comparison import compare, open_run
-from eval.metrics import COMPARED, METRICS, OVER_BASELINE, Group, drawn, figures
+from eval.metrics import COMPARED, METRICS, OVER_BASELINE, Group, figures
 from eval.turns import Turn
 from selfspec.decoding.stats import SpecStats
 

@@ -10,7 +10,6 @@ import pytest
 from eval.answers import choice_of, groups, item_of
 from eval.metrics import METRICS, Group, figures
 from eval.ours import shared
-
 from eval.summarise import fastest_plain, harness_share, summarise
 from eval.turns import Turn
 from selfspec.control.rows import StageSeconds
