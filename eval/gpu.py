@@ -1,10 +1,10 @@
 """How fast does a GPU decode, and how near is that to what the device can do: `python -m eval gpu --minutes 4`.
 
 Targets are synthetic: well-known shapes, random weights, a set acceptance. Every shape is measured in a process of its
-own: a lost CUDA context or a crash costs the figure it was at. The record is written after every figure, the most telling
-first: `--minutes 4` gives plain, fixed and adaptive decoding of the first shape at the first two batch sizes, beside
-transformers' `generate`. What there is no time or memory for is reported as not measured. It needs torch and transformers
-only; `--config configs/eval/gpu_small.yaml` tries the same on a CPU in a minute.
+own: a lost CUDA context or a crash costs the figure it was at. The record is written after every figure, the most
+telling first: `--minutes 4` gives plain, fixed and adaptive decoding of the first shape at the first two batch sizes,
+beside transformers' `generate`. What there is no time or memory for is reported as not measured.
+`--config configs/eval/gpu_small.yaml` tries the same on a CPU in a minute.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def main(arguments: Sequence[str]) -> int:
         ValueError, OSError: there is no such device or shape, or an option is out of range.
     """
     parser = argparse.ArgumentParser(prog="python -m eval gpu", description=__doc__)
-    parser.add_argument("--config", default=str(FOLDER / "gpu.yaml"), help="YAML file with keys named as the flags below")
-    parser.add_argument("--output", default="runs/gpu", metavar="FOLDER", help="where gpu.json goes; default: %(default)s")
+    parser.add_argument("--config", default=str(FOLDER / "gpu.yaml"), help="YAML file with keys named as the flags")
+    parser.add_argument("--output", default="runs/gpu", metavar="FOLDER", help="for gpu.json; default: %(default)s")
     add_flags(parser, GpuConfig)
     options = parser.parse_args(arguments)
     config = read_config(GpuConfig, options.config, flags_given(options, GpuConfig))

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -110,9 +111,7 @@ def rate_of(engine: Engine, warm: float, window: float) -> Rate:
 def _rate(marks: Sequence[tuple[float, int]], rounds: int, *more: Any) -> Rate:
     """Of (time, tokens so far), at the begin of the window and after every round."""
     cuts = sorted({round(i * (len(marks) - 1) / SLICES) for i in range(SLICES + 1)})
-    slices = [
-        (marks[b][1] - marks[a][1]) / (marks[b][0] - marks[a][0]) for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    slices = [(marks[b][1] - marks[a][1]) / (marks[b][0] - marks[a][0]) for a, b in pairwise(cuts)]
     seconds = marks[-1][0] - marks[0][0]
     return Rate((marks[-1][1] - marks[0][1]) / seconds, min(slices), max(slices), rounds, seconds, *more)
 

@@ -1,4 +1,4 @@
-"""One synthetic target on a device: every way to decode at every batch size and context there is time and memory for."""
+"""One synthetic target on a device: ways to decode, batch sizes and contexts, as far as time and memory allow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class GpuConfig:
 
     shapes: tuple[str, ...] = option(("llama-3-8b", "llama-3.2-1b", "llama-2-7b"), "Shapes, or config.json files.")
     minutes: float = option(9.5, "For all of it; what there is no time for is reported as not measured.")
-    batch_sizes: tuple[int, ...] = option((1, 32, 8, 128, 4, 64, 2, 16), "Rows decoded together, the most telling first.")
+    batch_sizes: tuple[int, ...] = option(
+        (1, 32, 8, 128, 4, 64, 2, 16), "Rows decoded together, the most telling first."
+    )
     peer_batch_sizes: tuple[int, ...] = option((1, 8, 32), "Those at which fixed and transformers are measured too.")
     contexts: tuple[int, ...] = option((1024, 8192), "Tokens that rows hold; all batch sizes at the first.")
     dtype: str = option("bfloat16", "Number format of the weights.")
@@ -125,7 +127,12 @@ class _Shape:
         except Exception as problem:
             check_context(problem, self.device)
             raise
-        about = {"target": target.about(), "sizes": sizes_of(target), "engine": target.engine, "device": device(self.device)}
+        about = {
+            "target": target.about(),
+            "sizes": sizes_of(target),
+            "engine": target.engine,
+            "device": device(self.device),
+        }
         self.found |= {**about, "made_in": perf_counter() - begun}
         for step in steps_of(self.config):
             if str(step) not in self.found["tried"]:
@@ -200,7 +207,9 @@ class _Shape:
             raise ValueError("only a CUDA device is asked how busy it is")
         self.found["busy"] = {}
         for method in ("plain", "fixed"):
-            given = {"exit_layer": target.made.exit_layer, "num_draft_tokens": DRAFT_TOKENS} if method == "fixed" else {}
+            given = (
+                {"exit_layer": target.made.exit_layer, "num_draft_tokens": DRAFT_TOKENS} if method == "fixed" else {}
+            )
             engine = ready_engine(target, 1, self.config.contexts[0], self.config.new_tokens, policy=method, **given)
             self.found["busy"][method] = busy_rounds(engine)
 
