@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from eval.config import Common
@@ -18,23 +19,29 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState, Shadow
+from selfspec.decoding.engine import page_size_of
 from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
+from selfspec.model.kv_cache import PackedRows, Span
 
 Ids = Sequence[Sequence[int]]  # prompts, as token ids
 
 
-def open_target(model: str, config: Common, **options: Any) -> Target:
-    """Open a model by name on the device, in the dtype and with the threads that a configuration asks for.
+def open_target(model: Any, config: Common | None = None, **options: Any) -> Target:
+    """Open a model on the device, in the dtype and with the threads that a configuration asks for.
 
     Args:
+        model: a name, or a transformers model, which is used as it is.
+        config: None for a transformers model.
         options: further ones of `selfspec.load`.
 
     Raises:
         ValueError, OSError, UnsupportedModelError: see `selfspec.load`.
     """
     logging.set_verbosity_error()  # transformers comments on its own assisted calls
+    if config is None:
+        return load(model, **options)
     if config.threads:
         torch.set_num_threads(config.threads)
     return load(model, device=config.device or None, dtype=config.dtype, **options)
@@ -122,6 +129,27 @@ def decode(target: Endless, prompts: Ids, max_new_tokens: int | Sequence[int], *
     """The completions of `rounds`, in the prompts' order."""
     done = [row.completion for round_ in rounds(target, prompts, max_new_tokens, **options) for row in round_.rows]
     return sorted((each for each in done if each is not None), key=lambda each: each.request_id)
+
+
+def complete(target: Target, prompts: Ids, max_new_tokens: int, **options: Any) -> list[str]:
+    """The texts that the target writes after prompts, as the library's own call has them: up to any of the stop strings.
+
+    Args:
+        options: of the library's own call, such as `stop`, `temperature`, `policy` and `max_batch_size`.
+    """
+    done = target.generate(prompts, max_new_tokens=max_new_tokens, generation_config=False, **options)
+    return [completion.text for completion in done]
+
+
+def all_logits(target: Target, ids: Tensor) -> Tensor:
+    """The split model's logits after every token: ids `[rows, length]` to `[rows, length, vocab]`."""
+    stack, (num_rows, length) = target.stack, ids.shape
+    page = length + -length % page_size_of(stack)
+    with torch.inference_mode():
+        cache = stack.new_cache(num_rows, page)
+        rows = PackedRows(cache, [Span([i], 0, length) for i in range(num_rows)], stack.device)
+        hidden = stack.run(rows, 0, stack.num_layers, ids.to(stack.device).flatten())
+        return stack.logits(hidden).view(num_rows, length, -1)
 
 
 class FirstRoundAlone(Policy):
