@@ -26,8 +26,8 @@ from eval.models import Endless, measured_costs
 from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
-from eval.tasks import Say, Task, TaskConfig, check_tasks, open_task, save_traces
-from eval.timing import spread
+from eval.tasks import Task, TaskConfig, check_tasks, open_task, save_traces
+from eval.timing import Say, spread
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT

@@ -8,64 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from eval import plots, task_command
 from eval.bounds import MOST_ACCEPTED, CostGrid, clairvoyant, plain_seconds, statics
-from eval.config import check, check_least, option
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.table import table
-from eval.tasks import Picking, Recorded, Say, Sources, TaskConfig, check_tasks, gather
+from eval.tasks import MEASURED, STORED, Recorded, ReplayConfig, gather
+from eval.timing import Say
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT, POLICIES
 
-MEASURED, STORED = "measured", "stored"
 STATIC, STOPPED = "best static (E, D)", "best static (E, D, stop)"
 BY_EXIT, CLAIRVOYANT = "clairvoyant without lookup", "clairvoyant"
 BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayConfig(TaskConfig):
-    """One comparison of policies by replay."""
-
-    lengths: tuple[int, ...] = option((128, 512), "Tokens per prompt, as far as a model's context holds them.")
-    temperature: float = option(0.0, "How the outputs are picked: 0 is greedy, else they are sampled.")
-    seed: int = option(0, "Seed of the first prompt's sampled output; the next prompt has the next seed.")
-    head_layers: tuple[str, ...] = option(
-        (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as it is here."
-    )
-    policies: tuple[str, ...] = option(
-        (), "Policies to compare, such as adaptive:exit+tree for some sources of drafts; empty: all there are."
-    )
-    prior: str = option(STORED, "Statistics that a policy begins with: 'stored' with its model, or 'none'.")
-    exit_layer: int = option(0, "Exit layer of policies that do not choose it; 0: stored with the model, or a quarter.")
-    num_draft_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
-    repeats: int = option(15, "How often every piece of a round is timed.")
-
-    def __post_init__(self) -> None:
-        check_tasks(self)
-        check_least(self, 0, "threads", "num_questions", "exit_layer", "num_draft_tokens", "temperature")
-        check_least(self, 1, "repeats")
-        fits = bool(self.lengths) and all(n >= 1 for n in self.lengths)
-        check(fits, "lengths", "numbers of at least 1", list(self.lengths))
-        fits = bool(self.head_layers) and all(map(_is_head, self.head_layers))
-        check(fits, "head_layers", f"numbers of at least 0, or {MEASURED!r}", list(self.head_layers))
-        check(self.prior in (STORED, "none"), "prior", f"{STORED!r} or 'none'", self.prior)
-        for name in self.policies:
-            parse_policy(name)
-
-
-def _is_head(text: str) -> bool:
-    try:
-        return text == MEASURED or (isfinite(float(text)) and float(text) >= 0)
-    except ValueError:
-        return False
 
 
 def with_head(costs: Costs, layers: float) -> Costs:
@@ -185,8 +145,9 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
         yield f"{title}\n\n{_table(['', *names, 'mean'], figures)}"
         same = list(zip(*(section["rows"] for section in sections), strict=True))
         if len(sections) > 1:
+            means = [[rows[0]["name"], *(row["mean"] for row in rows)] for rows in same]
             title = f"{length} tokens: mean over tasks by what the head costs, in layers"
-            yield f"{title}\n\n{_table(['', *heads], [[rows[0]['name'], *(row['mean'] for row in rows)] for rows in same])}"
+            yield f"{title}\n\n{_table(['', *heads], means)}"
         title = f"{length} tokens: the mean over that of the {STOPPED}, of the {BY_EXIT} and of the {CLAIRVOYANT}"
         bounds = [{row["name"]: row["mean"] for row in section["rows"]} for section in sections]
         shares = [
@@ -205,18 +166,6 @@ def _shares(mean: float, bounds: dict[str, float]) -> str:
     return ", ".join(f"{mean / bounds[name]:.3f}" for name in (STOPPED, BY_EXIT, CLAIRVOYANT))
 
 
-def measure(config: ReplayConfig, sources: Sources, say: Say, folder: Path | None) -> dict[str, Any]:
-    """The record: tasks and sections; costs.json and policies.svg go into the folder."""
-    picking = Picking(max(config.lengths), config.temperature, config.seed, config.repeats)
-    tasks = gather(config, picking, sources, say)
-    sections = compare(tasks, config, say)
-    if folder is not None:
-        costs = {task.name: task.costs.as_dict() for task in tasks}
-        (folder / "costs.json").write_text(json.dumps(costs) + "\n", "utf-8")
-        plots.plot_policies(max(sections, key=lambda s: s["length"])["rows"], folder / "policies.svg")
-    return {"benchmark": "replay", "tasks": [task.as_dict() for task in tasks], "sections": sections}
-
-
 def main(arguments: Sequence[str]) -> int:
     """The exit code.
 
@@ -228,5 +177,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--costs", metavar="FILE", help="JSON file of costs, instead of measuring them here")
     options = parser.parse_args(arguments)
     config = task_command.configured(ReplayConfig, options)
-    sources = Sources(options.traces, options.costs, options.record_traces)
-    return task_command.run(options, config, lambda say, folder: measure(config, sources, say, folder), render)
+
+    def measured(say: Say, folder: Path | None) -> dict[str, Any]:
+        tasks = gather(config, options.traces, options.costs, options.record_traces, say)
+        sections = compare(tasks, config, say)
+        if folder is not None:
+            costs = {task.name: task.costs.as_dict() for task in tasks}
+            (folder / "costs.json").write_text(json.dumps(costs) + "\n", "utf-8")
+            plots.plot_policies(max(sections, key=lambda s: s["length"])["rows"], folder / "policies.svg")
+        return {"benchmark": "replay", "tasks": [task.as_dict() for task in tasks], "sections": sections}
+
+    return task_command.run(options, config, measured, render)

@@ -284,17 +284,9 @@ def make(
     Raises:
         ValueError: an unknown name, or an exit layer or a draft length that the model does not have.
     """
-    told = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, "drafts": None} | parse_policy(
-        name
-    ).settings
-    made = make_policy(
-        told["policy"],
-        costs.num_layers,
-        told["exit_layer"],
-        told["num_draft_tokens"],
-        lambda: costs,
-        prior,
-        told["drafts"],
-    )
+    own = parse_policy(name).settings
+    exit_layer, num_draft_tokens = own.get("exit_layer", exit_layer), own.get("num_draft_tokens", num_draft_tokens)
+    drafts = own.get("drafts")
+    made = make_policy(own["policy"], costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
     made.tell_copies(costs.copies is not None)
     return made

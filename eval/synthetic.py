@@ -1,7 +1,7 @@
 """Synthetic targets: the shape of any model with random weights, whose early exit is right as often as is wanted.
 
 Speed depends on shapes, number format and acceptance, not on the text. So models whose weights are not at hand can be
-measured: a forward takes as long as the real one's, and how often an exit agrees with the whole model is set by how much
+measured: a forward takes as long as the real one's. How often an exit agrees with the whole model is set by how much
 the layers above it add to the residual stream. Every table made with such a target says "synthetic".
 """
 
@@ -68,7 +68,7 @@ def synthetic_target(
 ) -> Synthetic:
     """A target of a known shape with random weights, drawn on the device; the same one for the same seed and device.
 
-    Every weight is a bfloat16 number whatever the dtype, as published checkpoints' mostly are: engines that pack weights
+    Every weight is a bfloat16 number whatever the dtype, as in most published checkpoints: engines that pack weights
     read half as much of those.
 
     Args:
@@ -105,7 +105,7 @@ def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> l
 
 @torch.no_grad()
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A causal LM whose weights are drawn on the device: without a default initialisation or a copy of another dtype."""
+    """A causal LM whose weights are drawn on the device, in its dtype, without the default initialisation before."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator(device).manual_seed(seed)

@@ -16,7 +16,8 @@ import torch
 from eval import environment
 from eval.config import FOLDER, add_flags, flags_given, read_config
 from eval.plots import check_plots
-from eval.tasks import Say, Task, TaskConfig
+from eval.tasks import Task, TaskConfig
+from eval.timing import Say
 
 Config = TypeVar("Config", bound=TaskConfig)
 Record = dict[str, Any]

@@ -1,25 +1,28 @@
-"""Tasks: prompts that a model continues, the traces of what it writes, and what its rounds cost on this machine."""
+"""Tasks for replay: prompts, the traces of what a model writes after them, and what its rounds cost on this machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval import environment
-from eval.config import Common, check, option
+from eval.config import Common, check, check_least, option
 from eval.models import Endless, Ids, decode, measured_costs, open_target
 from eval.questions import encode, read_questions
 from eval.recording import prior_of, record
+from eval.replay import parse_policy
+from eval.timing import Say
 from eval.traces import Trace, load, save
 from selfspec.api import Target
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
 
-Say = Callable[[str], None]  # progress, for people
+MEASURED, STORED = "measured", "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,47 @@ class TaskConfig(Common):
 
 
 def check_tasks(config: TaskConfig) -> None:
+    """ValueError unless the tasks have names, each its own."""
     names = [task.name for task in config.tasks]
     check(len(set(names)) == len(names) and all(names), "tasks", "of different names", names)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig(TaskConfig):
+    """One comparison of policies by replay."""
+
+    lengths: tuple[int, ...] = option((128, 512), "Tokens per prompt, as far as a model's context holds them.")
+    temperature: float = option(0.0, "How the outputs are picked: 0 is greedy, else they are sampled.")
+    seed: int = option(0, "Seed of the first prompt's sampled output; the next prompt has the next seed.")
+    head_layers: tuple[str, ...] = option(
+        (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as it is here."
+    )
+    policies: tuple[str, ...] = option(
+        (), "Policies to compare, such as adaptive:exit+tree for some sources of drafts; empty: all there are."
+    )
+    prior: str = option(STORED, "Statistics that a policy begins with: 'stored' with its model, or 'none'.")
+    exit_layer: int = option(0, "Exit layer of policies that do not choose it; 0: stored with the model, or a quarter.")
+    num_draft_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
+    repeats: int = option(15, "How often every piece of a round is timed.")
+
+    def __post_init__(self) -> None:
+        check_tasks(self)
+        check_least(self, 0, "threads", "num_questions", "exit_layer", "num_draft_tokens", "temperature")
+        check_least(self, 1, "repeats")
+        fits = bool(self.lengths) and all(n >= 1 for n in self.lengths)
+        check(fits, "lengths", "numbers of at least 1", list(self.lengths))
+        fits = bool(self.head_layers) and all(map(_is_head, self.head_layers))
+        check(fits, "head_layers", f"numbers of at least 0, or {MEASURED!r}", list(self.head_layers))
+        check(self.prior in (STORED, "none"), "prior", f"{STORED!r} or 'none'", self.prior)
+        for name in self.policies:
+            parse_policy(name)
+
+
+def _is_head(text: str) -> bool:
+    try:
+        return text == MEASURED or (isfinite(float(text)) and float(text) >= 0)
+    except ValueError:
+        return False
 
 
 class Recorded(NamedTuple):
@@ -99,68 +141,56 @@ def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> 
     save(traces, Path(folder) / f"{task}.npz", prior)
 
 
-class Sources(NamedTuple):
-    """Where traces and costs come from, and go to."""
-
-    traces: Sequence[str] = ()  # files that `traces.save` wrote; none: the tasks' prompts are decoded
-    costs: str | None = None  # a JSON file of one model's costs, or of costs by task; None: they are measured
-    folder: str | None = None  # where to save the traces of what is decoded; None: nowhere
-
-
-class Picking(NamedTuple):
-    """How outputs that are decoded here are made, and how often costs are timed."""
-
-    num_tokens: int
-    temperature: float
-    seed: int
-    cost_repeats: int
-
-
-def gather(config: TaskConfig, picking: Picking, sources: Sources, say: Say) -> list[Recorded]:
+def gather(
+    config: ReplayConfig, traces: Sequence[str], costs: str | None, folder: str | None, say: Say
+) -> list[Recorded]:
     """Every task of the trace files, or of the configuration where there are none.
+
+    Args:
+        traces: files that `eval.traces.save` wrote; empty: the tasks' prompts are decoded.
+        costs: a JSON file of one model's costs, or of costs by task; None: they are measured.
+        folder: where to save the traces of what is decoded; None: nowhere.
 
     Raises:
         ValueError: a file cannot be read, or a task has no costs or those of another model.
     """
-    known = read_costs(sources.costs) if sources.costs else {}
+    known = read_costs(costs) if costs else {}
     recorded: dict[str, list[Trace]] = {}
     priors: dict[str, Any] = {}
-    for path in sources.traces:
-        traces, prior = load(path)
-        for trace in traces:
+    for path in traces:
+        found, prior = load(path)
+        for trace in found:
             recorded.setdefault(trace.task, []).append(trace)
             priors.setdefault(trace.task, prior)
     models = {task.name: task for task in config.tasks}
     done = []
     for name in recorded or models:
-        costs = known.get(name, known.get(""))
-        if name in recorded and costs is not None:
-            done.append(_checked(Recorded(name, recorded[name], costs, prior=priors[name])))
+        own = known.get(name, known.get(""))
+        if name in recorded and own is not None:
+            done.append(_checked(Recorded(name, recorded[name], own, prior=priors[name])))
             continue
         if name not in models:
             raise ValueError(f"the task {name!r} has no costs: give --costs FILE, or --task {name} MODEL QUESTIONS")
-        done.append(_made(models[name], config, picking, recorded.get(name), costs, say))
-        if sources.folder and name not in recorded:
-            save_traces(done[-1].traces, sources.folder, name, done[-1].prior)
+        done.append(_made(models[name], config, recorded.get(name), own, say))
+        if folder and name not in recorded:
+            save_traces(done[-1].traces, folder, name, done[-1].prior)
     if not done:
         raise ValueError("there is nothing to replay: give tasks in the configuration, or --traces FILE")
     return done
 
 
-def _made(
-    task: Task, config: TaskConfig, picking: Picking, traces: list[Trace] | None, costs: Costs | None, say: Say
-) -> Recorded:
+def _made(task: Task, config: ReplayConfig, traces: list[Trace] | None, costs: Costs | None, say: Say) -> Recorded:
     """A task whose missing traces and costs are made with its model."""
     target, prompts = open_task(task, config, say)
     if traces is None:
         traces, endless = [], Endless(target)
         for i, prompt in enumerate(prompts):
             say(f"{task.name}: prompt {i + 1} of {len(prompts)}")
-            sampling = Sampling(picking.temperature, seed=picking.seed + i)
-            traces.append(trace_of(endless, prompt, picking.num_tokens, sampling, task.name))
+            sampling = Sampling(config.temperature, seed=config.seed + i)
+            traces.append(trace_of(endless, prompt, max(config.lengths), sampling, task.name))
     if costs is None:
         say(f"{task.name}: measuring costs")
-        costs = measured_costs(target, (1,), picking.cost_repeats)
+        costs = measured_costs(target, (1,), config.repeats)
     about = environment.model(target, task.model)
     stored = target.default_exit_layer, target.default_num_draft_tokens
     return _checked(Recorded(task.name, traces, costs, *stored, about, prior_of(target)))

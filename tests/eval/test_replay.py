@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.methods import Endless
+from eval.models import Endless
 from eval.replay import make
 from selfspec import load
 from selfspec.control.adaptive import Adaptive

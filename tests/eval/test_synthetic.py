@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from eval.models import decode
 from eval.shapes import SHAPES, config_of
-from eval.targets import acceptance_of, random_prompts, synthetic_target
-from eval.weights import random_model
+from eval.synthetic import random_model, random_prompts, synthetic_target
 
 NUM_PARAMETERS = {  # as their model cards have it, in millions
     "llama-3.2-1b": 1236,
     "llama-2-7b": 6738,
     "llama-3-8b": 8030,
     "qwen3-0.6b": 596,
-    "qwen3-32b": 32762,
 }
 
 
@@ -30,17 +29,32 @@ def test_a_shape_has_the_parameters_its_model_has(shape):
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == NUM_PARAMETERS[shape]
 
 
+def accepted(target, exit_layer, tokens=64):
+    """Acceptance while decoding: the share of judged drafted tokens that the target itself picks."""
+    prompts = random_prompts(target.stack.vocab_size, 4, 20)
+    options = {"policy": "fixed", "exit_layer": exit_layer, "num_draft_tokens": 4}
+    done = decode(target, prompts, tokens, **options)
+    counts = [item for one in done for item in one.stats.acceptance_histogram_by_draft_length.items()]
+    judged = sum(min(right + 1, drafted) * n for drafted, by in counts for right, n in by.items())
+    return sum(right * n for _, by in counts for right, n in by.items()) / judged
+
+
 @settings(max_examples=5)
 @given(st.sampled_from([0.95, 0.8, 0.5, 0.2]), st.integers(1, 4), st.sampled_from(["float32", "bfloat16"]))
 def test_acceptance_is_what_was_asked_for(wanted, exit_layer, dtype):
     target = synthetic_target("tiny", dtype=getattr(torch, dtype), exit_layer=exit_layer, acceptance=wanted)
     assert target.made.acceptance == pytest.approx(wanted, abs=0.03)
-    assert acceptance_of(target, exit_layer, tokens=64) == pytest.approx(wanted, abs=0.12)
+    assert accepted(target, exit_layer) == pytest.approx(wanted, abs=0.12)
+
+
+def test_an_exit_that_is_always_right_is_one_above_which_layers_add_nothing():
+    target = synthetic_target("tiny", exit_layer=2, acceptance=1.0)
+    assert target.made.acceptance == accepted(target, 2) == 1
 
 
 def test_later_exits_are_right_at_least_as_often_and_earlier_ones_rarely():
     target = synthetic_target("tiny", exit_layer=2, acceptance=0.6)
-    rates = [acceptance_of(target, exit_layer, tokens=96) for exit_layer in (1, 2, 7)]
+    rates = [accepted(target, exit_layer, 96) for exit_layer in (1, 2, 7)]
     assert rates[0] < 0.4 < rates[1] < rates[2]
 
 
@@ -49,14 +63,14 @@ def test_later_exits_are_right_at_least_as_often_and_earlier_ones_rarely():
 def test_text_neither_stands_still_nor_goes_in_circles(seed):
     target = synthetic_target("tiny", seed=seed, exit_layer=1)
     prompts = random_prompts(target.stack.vocab_size, 2, 24, seed)
-    for done in target.generate(prompts, policy="plain", max_new_tokens=80):
+    for done in decode(target, prompts, 80):
         threes = list(zip(done.tokens, done.tokens[1:], done.tokens[2:], strict=False))
         assert len(set(threes)) > 0.95 * len(threes)
         assert len(set(done.tokens)) > 0.6 * len(done.tokens)
 
 
 def test_the_same_seed_makes_the_same_target_and_another_seed_another():
-    one, two, other = (synthetic_target("tiny", seed=seed, check=False) for seed in (3, 3, 4))
+    one, two, other = (synthetic_target("tiny", seed=seed) for seed in (3, 3, 4))
     pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert one.made == two.made
@@ -77,11 +91,11 @@ def test_every_weight_and_buffer_is_real_and_ties_hold(tied):
 
 def test_weights_of_tied_models_do_not_repeat_their_input():
     target = synthetic_target("tiny", tie_word_embeddings=True, exit_layer=1)
-    (done,) = target.generate(random_prompts(1024, 1, 24), policy="plain", max_new_tokens=60)
+    (done,) = decode(target, random_prompts(1024, 1, 24), 60)
     assert sum(a == b for a, b in zip(done.tokens, done.tokens[1:], strict=False)) < 6
 
 
-def test_a_configuration_file_is_a_shape_too_and_the_label_says_synthetic(tmp_path):
+def test_a_configuration_file_is_a_shape_too(tmp_path):
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, vocab_size=64
     )
@@ -90,7 +104,7 @@ def test_a_configuration_file_is_a_shape_too_and_the_label_says_synthetic(tmp_pa
         target = synthetic_target(shape, acceptance=None)
         assert target.stack.num_layers == 3
         assert (target.made.scale, target.made.exit_layer) == (1.0, 1)
-        assert target.made.label.startswith("synthetic ") and target.about()["synthetic"] is True
+        assert target.about()["synthetic"] is True
 
 
 def test_overrides_reach_the_configuration():
