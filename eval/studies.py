@@ -117,7 +117,7 @@ def grid(material: Material) -> Record:
 
 
 def batch(material: Material) -> Record:
-    """Batch sizes up to the first that memory does not hold. Prompts are repeated until there are two full batches."""
+    """Batch sizes up to the first that memory does not hold. Prompts are repeated until the last batch is full."""
     found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
     layer = found.get("exit_layer", max(1, material.target.stack.num_layers // 4))
     fixed = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": found.get("draft_length", 4)}
@@ -126,8 +126,8 @@ def batch(material: Material) -> Record:
     sizes: list[int] = []
     for size in BATCH_SIZES:
         material.say(f"batch: {size} rows")
-        prompts = [material.prompts[i % len(material.prompts)] for i in range(2 * max(size, len(material.prompts)))]
-        prompts = prompts[: len(prompts) // size * size]
+        count = -(-len(material.prompts) // size) * size  # whole batches
+        prompts = [material.prompts[i % len(material.prompts)] for i in range(count)]
         try:
             taken = [_in_turn(material, prompts, size, ways) for _ in range(REPEATS + 1)][1:]  # the first warms up
         except torch.OutOfMemoryError:
