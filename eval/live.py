@@ -132,7 +132,7 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
     """Adaptive and plain decoding of synthetic targets, by acceptance; and where adaptive is slowest."""
     size, costs, levels = config.synthetic_hidden_size, None, []
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shape = {"hidden_size": size, "intermediate_size": 5 * size // 2, "num_key_value_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": size, "intermediate_size": 5 * size // 2, "num_key_value_heads": 4}
     for wanted in ACCEPTANCES:
         target = synthetic_target("tiny", device=device, exit_layer=2, acceptance=wanted, **shape)
         if costs is None:
