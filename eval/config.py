@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from eval.questions import is_named
 
@@ -149,8 +149,11 @@ def read_config(kind: type[Config], path: str | Path, given: Mapping[str, Any] |
             made = OmegaConf.merge(made, {key: value})
         except (OmegaConfBaseException, TypeError) as problem:
             raise ValueError(f"{key} must be {_form(kinds[key])}, got {value!r}") from problem
-    config: Config = OmegaConf.to_object(made)  # type: ignore[assignment]
-    return config
+    try:
+        config: Any = OmegaConf.to_object(made)
+    except MissingMandatoryValue as problem:
+        raise ValueError(f"{problem.full_key} is missing; give it a value") from problem
+    return config  # type: ignore[no-any-return]
 
 
 def _form(kind: Any) -> str:

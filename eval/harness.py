@@ -65,6 +65,8 @@ class SelfSpecLM(HFLM):
         self.target = open_target(pretrained, config, tokenizer=tokenizer)
         if self.target.tokenizer is None:
             raise ValueError("the model has no tokenizer, and tasks are text; put one beside the model")
+        if self.target.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end-of-text token, which the harness asks for; set its eos_token")
         self.settings = method.settings
         super().__init__(
             pretrained=self.target.stack.model,

@@ -78,9 +78,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
     from eval.harness import SelfSpecLM
 
-    manager = TaskManager(include_path=options.include_path)
-    unknown = [name for name in options.tasks if not manager.match_tasks([name])]
-    if unknown:
+    manager = TaskManager(include_path=options.include_path, include_defaults=not options.include_path)
+    if options.include_path and _unknown(manager, options.tasks):  # reading lm_eval's own takes ten seconds
+        manager = TaskManager(include_path=options.include_path)
+    if unknown := _unknown(manager, options.tasks):
         raise ValueError(f"lm_eval has no task {', '.join(unknown)}; name a folder of further ones with --include-path")
     wanted: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "batch_size": options.batch_size}
     lm = SelfSpecLM(options.model, **wanted)
@@ -104,6 +105,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         different = sum(texts[key] != reference[key] for key in reference)
         rows.append({"policy": policy, "scores": _scores(found["results"]), "num_different": different})
     return {"model": options.model, "tasks": options.tasks, "num_requests": len(reference), "policies": rows}
+
+
+def _unknown(manager: Any, tasks: Sequence[str]) -> list[str]:
+    return [name for name in tasks if not manager.match_tasks([name])]
 
 
 def _answers(samples: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,10 +147,13 @@ def render(record: Mapping[str, Any]) -> str:
 def _harness_command(arguments: Sequence[str]) -> int:
     """lm_eval's own command line, to which the model `selfspec` is known."""
     import lm_eval.__main__ as harness
+    import torch
 
     import eval.harness  # noqa: F401  (registers the model)
 
-    own, sys.argv = sys.argv, ["lm_eval", *arguments]
+    has_device = any(each.split("=")[0] == "--device" for each in arguments)
+    device = [] if has_device else ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
+    own, sys.argv = sys.argv, ["lm_eval", *arguments, *device]
     try:
         harness.cli_evaluate()
     finally:

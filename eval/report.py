@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     paths = [Path(path) for path in options.paths]
     if len(paths) == 1 and (paths[0] / "summary.json").is_file():
-        print(_again(paths[0], options.baseline))
+        print(_again(paths[0], options.baseline), end="")
         return 0
     for path in paths:
         if not path.is_file():
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = options.baseline or paths[0].stem
     known("baseline", base, answers)
     most = max(len(rows) for rows in answers.values())
-    print(render("md", list(sections(summarise(answers, [], base, num_questions=most), None)), "", []))
+    found = summarise(answers, [], base, num_questions=most)
+    print(render("md", list(sections(found, None)), "", opening_of(found)), end="")
     return 0
 
 

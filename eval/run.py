@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session.run()
         except KeyboardInterrupt:
             code = 130
-        print(session.finish())
+        print(session.finish(), end="")
     print(f"{'stopped; go on with the same command: ' if code else ''}{config.output}", file=sys.stderr)
     return code
 

@@ -5,38 +5,21 @@ from __future__ import annotations
 import csv
 import gc
 import json
-import os
 import sys
-from pathlib import Path
+from collections import Counter
 
 import pytest
 
-from eval.run.config import load_run_config
-from eval.run.questions import fingerprint, read
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
+from eval.config import FOLDER
+from eval.questions import encode, fingerprint, prompt_text
+from eval.questions import read_questions as read
+from eval.run_config import read_run_config
+from selfspec import load
 
 
 def write(path, *rows):
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "number", "first"),
-    [
-        ("spec_bench", "spec_bench/question.jsonl", 480, (81, "writing", 2)),
-        ("humaneval", "humaneval/HumanEval.jsonl", 164, ("HumanEval/0", "HumanEval", 1)),
-        ("gsm8k", "gsm8k/test.jsonl", 1319, (1, "test", 1)),
-    ],
-)
-def test_the_named_sets_are_read_whole(name, file, number, first):
-    if not DATA.is_dir():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no question sets at {DATA}")
-    found = read(name, str(DATA / file))
-    assert len(found) == number
-    assert (found[0].question_id, found[0].category, len(found[0].turns)) == first
-    assert read(name, str(DATA / file), limit=3) == found[:3]
 
 
 def test_columns_are_mapped(tmp_path):
@@ -135,7 +118,7 @@ def test_a_data_set_is_read_as_a_file_is(suffix, is_folder, offline, tmp_path):
     assert read(source, columns=COLUMNS) == expected
     assert read(source, columns=COLUMNS, limit=2) == expected[:2]
     assert [q.question_id for q in read(source, columns={"turns": "text"})] == [1, 2, 3]
-    assert read("gsm8k", path, columns=COLUMNS) == read(path, columns=COLUMNS)
+    assert read("gsm8k", path=path, columns=COLUMNS) == read(path, columns=COLUMNS)
     gc.collect()  # what is left open is closed, and warned of, here
 
 
@@ -217,5 +200,39 @@ def test_what_cannot_be_loaded_is_told(source, offline, tmp_path):
 @pytest.mark.parametrize("name", ["gsm8k", "hf:owner/set", "hf:owner/set:main:test", "own.parquet"])
 def test_files_lie_beside_the_configuration_and_data_sets_nowhere(name, tmp_path):
     (tmp_path / "own.yaml").write_text(f"questions: {name}")
-    found = load_run_config(tmp_path / "own.yaml").questions
+    found = read_run_config(tmp_path / "own.yaml").questions
     assert found == (str(tmp_path / name) if name == "own.parquet" else name)
+
+
+def test_a_chat_template_frames_every_turn():
+    class Chat:
+        chat_template = "there is one"
+
+        def apply_chat_template(self, messages, **options):
+            assert options == {"tokenize": False, "add_generation_prompt": True}
+            return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+    assert prompt_text(Chat(), ["one", "two"][:1], []) == "user:one"
+    assert prompt_text(Chat(), ["one", "two"], ["yes"]) == "user:one|assistant:yes|user:two"
+    assert prompt_text(object(), ["one", "two"], ["yes"]) == "oneyes\n\ntwo"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load("demo")
+
+
+def test_six_categories_of_eight_different_questions():
+    questions = read(FOLDER / "questions.jsonl")
+    assert [question.question_id for question in questions] == list(range(1, 49))
+    assert list(Counter(question.category for question in questions).values()) == [8] * 6
+    assert len({question.turns for question in questions}) == 48
+    lines = (FOLDER / "questions.jsonl").read_text("utf-8").splitlines()
+    assert {tuple(json.loads(line)) for line in lines} == {("question_id", "category", "turns")}
+
+
+def test_every_question_has_a_usual_length_and_is_gone_on_with(demo):
+    prompts = encode(read(FOLDER / "questions.jsonl"), demo.tokenizer)
+    assert all(20 <= len(prompt) <= 200 for prompt in prompts)
+    outputs = demo.generate(prompts, policy="plain", max_new_tokens=8)
+    assert [output.request_id for output in outputs if len(output.tokens) < 8] == []
