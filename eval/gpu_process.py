@@ -56,7 +56,7 @@ def _work(sender: Connection, work: Callable[..., None], given: Sequence[Any]) -
     try:
         work(lambda content: sender.send(("content", content)), *given)
     except Exception as problem:
-        sender.send(("ended", told(problem)))
+        sender.send(("ended", one_line(problem)))
     else:
         sender.send(("ended", None))
 
@@ -72,10 +72,10 @@ def check_context(problem: Exception, device: torch.device) -> None:
         except RuntimeError as found:
             lost = found
     if lost is not None:
-        raise LostContextError(told(lost)) from problem
+        raise LostContextError(one_line(lost)) from problem
 
 
-def told(problem: BaseException) -> str:
+def one_line(problem: BaseException) -> str:
     """An error in one line."""
     if type(problem).__name__ == "OutOfMemoryError":  # torch's own; torch may not be imported here
         return "out of memory"

@@ -30,7 +30,7 @@ def here(work, given, end, save):
     try:
         work(save, *given)
     except Exception as problem:
-        return gpu_process.told(problem)
+        return gpu_process.one_line(problem)
 
 
 @pytest.fixture
