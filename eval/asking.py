@@ -1,9 +1,10 @@
-"""Asking: every method answers every question, question by question in rotating order, and is written down."""
+"""Every method answers every question, question by question in rotating order, and is written down."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,12 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from eval.answers import Row, choice_of
+from eval.answers import Failure, Method, Prompt, Row, Turn, choice_of, worked_seconds
 from eval.questions import Question, encoded, prompt_ids, prompt_text
 from eval.records import RunFolder
-from eval.turns import Failure, Method, Prompt, Turn
+from eval.timing import rotated
 
+SAY_EVERY = 5.0  # seconds between two lines about answers
 WHOLE_COLLECTION = 32  # questions; to look through all kept rows after each would take ever longer
 Told = Callable[[str, Row], None]  # a method and its answer or error row
 
@@ -62,8 +64,7 @@ def ask_all(
         last = perf_counter()
         for i, question in enumerate(questions):
             gc.collect() if i % WHOLE_COLLECTION == 0 else gc.collect(1)
-            at = i % len(methods)
-            for method in (*methods[at:], *methods[:at]):
+            for method in rotated(methods, i):
                 if folder.has(method.name, question.question_id):
                     continue
                 done, failure, worked = _ask(method, question, shared, i)
@@ -154,3 +155,39 @@ def _row(method: str, question: Question, done: Conversation, failure: Failure |
         }
     what = {"kind": failure.kind, "method": method, **about, "turn": len(done.turns), "sentence": failure.sentence}
     return {**what, "seconds": failure.seconds + sum(turn.seconds for turn in done.turns), "tstamp": time.time()}
+
+
+class Progress:
+    """Says on standard error how far the run is, now and then, between calls: nothing of it runs beside what is timed.
+
+    Args:
+        done: questions by method that an earlier session has answered, or failed to.
+    """
+
+    def __init__(self, methods: Sequence[str], num_questions: int, done: dict[str, int]) -> None:
+        self.num_calls, self.num_done = num_questions * len(methods), sum(done.values())
+        self.num_fresh = 0  # answers of this session
+        self.tokens, self.seconds = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0.0)
+        self.start = self.paced_from = self.last = perf_counter()
+
+    def say(self, text: str) -> None:
+        print(f"[{perf_counter() - self.start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def begin(self) -> None:
+        """The pace, and with it the time still to go, counts from here."""
+        self.paced_from = perf_counter()
+
+    def __call__(self, method: str, row: Row) -> None:
+        self.num_done, self.num_fresh = self.num_done + 1, self.num_fresh + 1
+        if "kind" in row:
+            self.say(f"{method}, question {row['question_id']}: {row['kind']}: {row['sentence']}")
+        else:
+            self.tokens[method] += sum(row["choices"][0]["new_tokens"])
+            self.seconds[method] += worked_seconds(row)
+        now = perf_counter()
+        if now - self.last >= SAY_EVERY or self.num_done == self.num_calls:
+            self.last = now
+            left = (now - self.paced_from) / self.num_fresh * (self.num_calls - self.num_done)
+            pairs = [(name, seconds) for name, seconds in self.seconds.items() if seconds]
+            speeds = ", ".join(f"{name} {self.tokens[name] / seconds:.0f}" for name, seconds in pairs)
+            self.say(f"{self.num_done} of {self.num_calls} answers, {left:.0f} s left; tokens/s: {speeds or '-'}")

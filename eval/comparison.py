@@ -22,7 +22,7 @@ from eval.config import known
 from eval.metrics import COMPARED, METRICS, OVER_BASELINE, TABLE, Group, drawn, value_of
 from eval.records import answers_path, by_question, read_lines, read_object
 from eval.run_config import SIZES
-from eval.summarise import fastest_plain
+from eval.summary import fastest_plain
 
 ROUNDING = 1e-9  # what two ways to compute the same ratio may differ by
 PASSING = ("time", "command", "load_average", "costs", "resumed", *SIZES)  # no answer depends on these

@@ -24,8 +24,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from eval.answers import Failure, Prompt, Turn
 from eval.questions import encoded
-from eval.turns import Failure, Prompt, Turn
 
 SPARE = 8  # tokens by which a text may be longer: one that ends inside a letter has some more when it is encoded again
 
@@ -46,9 +46,8 @@ class External:
         command: str,
         tokenizer: Any,
         log: Path,
-        *,
-        temperature: float = 0.0,
         eos: frozenset[int] = frozenset(),
+        temperature: float = 0.0,
         limit: float = 300.0,
     ) -> None:
         self.name, self.command, self.tokenizer = name, shlex.split(command), tokenizer

@@ -80,7 +80,7 @@ class SelfSpecLM(HFLM):
         return all_logits(self.target, inps)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text of every request, up to its first stop string; requests of the same settings are decoded together."""
+        """The text of every request, up to its first stop string; those of the same settings are decoded together."""
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(i)

@@ -16,9 +16,9 @@ from urllib.parse import urlparse
 
 import torch
 
+from eval.answers import Failure, Prompt, Skipped, Steps, Turn
 from eval.methods import LLAMA_CPP, MethodName
 from eval.models import gguf_file
-from eval.turns import Failure, Prompt, Skipped, Steps, Turn
 
 
 class LlamaCpp:

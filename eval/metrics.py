@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.answers import Item
-from eval.turns import added_up
 from selfspec.decoding.stats import SpecStats
 
 INTERVAL = 0.95
@@ -194,7 +193,7 @@ class Group:
 
     def stats(self) -> SpecStats | None:
         known = [item.stats for item in self.items if item.stats is not None]
-        return added_up(known) if len(known) == len(self.items) else None
+        return sum(known, SpecStats()) if len(known) == len(self.items) else None
 
 
 def drawn(name: str, group: Group) -> tuple[Callable[[Draws], NDArray[np.float64]], int]:

@@ -132,7 +132,7 @@ def decode(target: Endless, prompts: Ids, max_new_tokens: int | Sequence[int], *
 
 
 def complete(target: Target, prompts: Ids, max_new_tokens: int, **options: Any) -> list[str]:
-    """The texts that the target writes after prompts, as the library's own call has them: up to any of the stop strings.
+    """The texts that the target writes after prompts, up to the first of any stop strings.
 
     Args:
         options: of the library's own call, such as `stop`, `temperature`, `policy` and `max_batch_size`.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
+from eval.answers import Prompt, Steps, Turn
 from eval.methods import MethodName, check_exit_layer
 from eval.models import Endless, FirstRoundAlone, rounds
-from eval.turns import Prompt, Steps, Turn
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 

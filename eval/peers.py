@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from eval.answers import Prompt, Steps, Turn
 from eval.methods import MethodName, check_exit_layer
 from eval.models import Endless, open_peer
-from eval.turns import Prompt, Steps, Turn
 
 
 class Transformers:

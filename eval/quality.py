@@ -1,8 +1,8 @@
 """Scores of lm-evaluation-harness tasks, decoded by selfspec: quality beside speed.
 
-Every policy answers every request; the first one is what the others' answers are compared with. A table goes to standard
-output, with one JSON document as its last line; progress goes to standard error. Exit codes: 0 (all policies wrote the
-same texts), 1 (some differ), 2 (something asked for is not possible).
+Every policy answers every request, and all are compared with the first. A table goes to standard output, with one JSON
+document as its last line; progress goes to standard error. Exit codes: 0 (all policies wrote the same texts), 1 (some
+differ), 2 (something asked for is not possible).
 
     python -m eval quality --tasks gsm8k --model smollm2 --limit 50
     python -m eval quality --tasks own --include-path my_tasks --policies plain adaptive fixed:4,4
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if find_spec("lm_eval") is None:
         raise ValueError(NO_HARNESS)
-    if "selfspec" in given and given[given.index("selfspec") - 1] == "--model" or "--model=selfspec" in given:
+    if ("selfspec" in given and given[given.index("selfspec") - 1] == "--model") or "--model=selfspec" in given:
         return _harness_command(given)
     options = _parse(given)
     for name in options.policies:

@@ -22,7 +22,7 @@ from eval import figures, studies
 from eval.config import known
 from eval.metrics import METRICS, TABLE
 from eval.records import answers_path, by_question, read_lines, read_object, write_file
-from eval.summarise import summarise
+from eval.summary import summarise
 from eval.table import table
 
 SPEC_BENCH = ("mean_accepted_tokens", *(name for name in METRICS if name.startswith("spec_bench")))

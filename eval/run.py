@@ -15,10 +15,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval import environment
+from eval.answers import Method, Skipped
+from eval.asking import Progress, Shared, ask_all, warm_up
 from eval.config import add_flags, flags_given
+from eval.external import External
+from eval.llama_cpp import LlamaCpp
+from eval.methods import LLAMA_CPP, file_name, parse_method
+from eval.models import Endless, measured_costs, open_target
+from eval.ours import Ours
+from eval.peers import Transformers
+from eval.questions import encoded, fingerprint, read_questions
+from eval.records import RunFolder, read_object, write_file
+from eval.report import publish
 from eval.run_config import AUTO, RUN, RunConfig, as_record, read_run_config
+from eval.studies import make_studies
+from eval.summary import compare_outputs, fastest_plain, summarise
+from selfspec.control.costs import Costs
+from selfspec.control.registry import NEEDS_COSTS
 
-COST_SECONDS = 10.0  # no further measurement of costs begins after these
+COST_SECONDS = 10.0  # no further repeat of a measurement of costs begins after these
+TEMPLATE_TOKENS = 64  # at most, that a chat template adds to a turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,24 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Session:
-    """A run folder with everything that is asked and everyone who answers.
+    """One session at a run folder: everything that is asked, and everyone who answers.
 
     Raises:
         ValueError: a question file, model or folder that cannot be used, or a method that this model does not allow.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        from eval.questions import fingerprint, read_questions
-        from eval.records import RunFolder
-
-        self.config = config
+        self.config, path = config, Path(config.output)
         self.asked = read_questions(
             config.questions, config.num_questions, path=config.questions_path, columns=config.columns
         )
         record = {**as_record(config), "questions_sha256": fingerprint(self.asked)}
-        self.folder = RunFolder(Path(config.output), record, config.methods)
-        self.methods: list[Any] = []
+        self.folder = RunFolder(path, record, config.methods)
+        self.methods: list[Method] = []
         self.skipped: dict[str, str] = {}  # methods that cannot run here, and why
+        errors = [name for name, _ in self.folder.errors]
+        done = {name: len(self.folder.answers[name]) + errors.count(name) for name in config.methods}
+        self.progress = Progress(config.methods, len(self.asked), done)
+        self.is_asked = all(number >= len(self.asked) for number in done.values())
         try:
             self._open()
         except BaseException:
@@ -69,110 +87,67 @@ class Session:
             raise
 
     def _open(self) -> None:
-        from eval.asking import Shared
-        from eval.models import open_target
-        from eval.progress import Progress
-
-        config, errors = self.config, [name for name, _ in self.folder.errors]
-        done = {name: len(self.folder.answers[name]) + errors.count(name) for name in config.methods}
-        self.progress = Progress(config.methods, len(self.asked), done)
-        self.is_asked = all(number >= len(self.asked) for number in done.values())
+        config = self.config
         self.progress.say(f"opening {config.model}")
         self.target = open_target(config.model, config)
         if self.target.tokenizer is None:
             raise ValueError("the model has no tokenizer, and questions are text; put one beside the model")
-        self.eos = frozenset[int]() if config.ignore_eos else self.target.eos_token_ids
         limit = self.target.stack.context_limit
         self.shared = Shared(self.target.tokenizer, limit, config.max_new_tokens, config.seed)
-        self.environment = self._environment()
-        if not self.is_asked:
-            self._make_methods()
-            self._write_environment()
-
-    def _make_methods(self) -> None:
-        from eval.turns import Skipped
-
+        now = environment.environment(self.target, config.model)
+        self.environment = read_object(self.folder.path / "environment.json") or now
+        if self.is_asked:
+            return
+        if self.environment is not now:
+            self.environment["resumed"] = [*self.environment.get("resumed", []), now]
+        elif now["dirty"]:
+            write_file(self.folder.path / "dirty.diff", environment.difference())
         costs = self._costs()
-        for name in self.config.methods:
+        if costs is not None:
+            now["costs"] = costs.as_dict()  # what this session's policies decide by
+        write_file(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
+        for name in config.methods:
             try:
                 self.methods.append(self._made(name, costs))
             except Skipped as problem:
                 self.skipped[name] = str(problem)
                 self.progress.say(f"skipped: {problem}")
 
-    def _made(self, name: str, costs: Any) -> Any:
-        from eval.external import External
-        from eval.llama_cpp import LlamaCpp
-        from eval.methods import LLAMA_CPP, file_name, parse_method
-        from eval.models import Endless
-        from eval.ours import Ours
-        from eval.peers import Transformers
-
-        config, method = self.config, parse_method(name)
-        if method.kind == "external":
-            command, log = config.externals[method.option], self.folder.path / f"{file_name(name)}.log"
-            limits: dict[str, Any] = {"temperature": config.temperature, "eos": self.eos, "limit": config.time_limit}
-            return External(name, command, self.target.tokenizer, log, **limits)
-        if method.kind == LLAMA_CPP:
-            context = min(self.shared.context_limit, self._longest_prompt() + config.max_new_tokens)
-            return LlamaCpp(config.model, method, context, self.eos, config.temperature, config.time_limit)
-        own = Endless(self.target, self.eos, costs)
-        own.prior = None  # a run depends on itself alone
-        if method.is_ours:
-            return Ours(own, method, config.temperature, config.time_limit, config.keep_rounds)
-        return Transformers(own, self.target.tokenizer, method, config.temperature, config.time_limit)
-
-    def _longest_prompt(self) -> int:
-        """Tokens of the longest conversation, answers included but for the last."""
-        from eval.questions import encoded
-
-        tokens = [
-            sum(len(encoded(self.shared.tokenizer, turn)) + self.config.max_new_tokens + 64 for turn in question.turns)
-            for question in self.asked
-        ]
-        return max(tokens)
-
-    def _costs(self) -> Any:
-        """The costs that this session's policies decide by, or None where none of them asks for any."""
-        from eval.methods import parse_method
-        from eval.models import measured_costs
-        from selfspec.control.registry import NEEDS_COSTS
-
+    def _costs(self) -> Costs | None:
+        """Measured for this run or taken from the user's cache; None where no method asks for any."""
         repeats = self.config.cost_repeats
         if not any(parse_method(name).kind in NEEDS_COSTS for name in self.config.methods):
             return None
         if repeats:
             self.progress.say(f"measuring costs of a round's pieces, up to {COST_SECONDS:g} s")
-            costs = measured_costs(self.target, (1,), repeats, COST_SECONDS)
-        else:
-            self.progress.say("costs: taken from the user's cache, or measured for a few seconds where it has none")
-            costs = self.target.costs(1)
-        self.environment.get("resumed", [self.environment])[-1]["costs"] = costs.as_dict()
-        return costs
+            return measured_costs(self.target, (1,), repeats, COST_SECONDS)
+        self.progress.say("costs: taken from the user's cache, or measured for a few seconds where it has none")
+        return self.target.costs(1)
 
-    def _environment(self) -> dict[str, Any]:
-        """The first session's, with those that resumed it."""
-        from eval.environment import difference, driver, environment
-        from eval.records import read_object, write_file
+    def _made(self, name: str, costs: Costs | None) -> Method:
+        """A method of the run, over the model that all share."""
+        config, method, tokenizer = self.config, parse_method(name), self.target.tokenizer
+        eos = frozenset[int]() if config.ignore_eos else self.target.eos_token_ids
+        limits = config.temperature, config.time_limit
+        if method.kind == "external":
+            command, log = config.externals[method.option], self.folder.path / f"{file_name(name)}.log"
+            return External(name, command, tokenizer, log, eos, *limits)
+        if method.kind == LLAMA_CPP:
+            return LlamaCpp(config.model, method, self._longest_context(), eos, *limits)
+        own = Endless(self.target, eos, costs)
+        own.prior = None  # a run depends on itself alone
+        if method.is_ours:
+            return Ours(own, method, *limits, keep_rounds=config.keep_rounds)
+        return Transformers(own, tokenizer, method, *limits)
 
-        first = read_object(self.folder.path / "environment.json")
-        now = {**environment(self.target, self.config.model), **driver(self.target.stack.device)}
-        if first:
-            return {**first, "resumed": [*first.get("resumed", []), now]}
-        if now["dirty"]:
-            write_file(self.folder.path / "dirty.diff", difference())
-        return now
-
-    def _write_environment(self) -> None:
-        from eval.records import write_file
-
-        write_file(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
+    def _longest_context(self) -> int:
+        """Most tokens that a question takes with its answers."""
+        more = self.config.max_new_tokens + TEMPLATE_TOKENS
+        tokens = (sum(len(encoded(self.shared.tokenizer, t)) + more for t in question.turns) for question in self.asked)
+        return min(self.shared.context_limit, max(tokens))
 
     def run(self) -> None:
         """Ask what is not answered yet, then make the studies that are not there yet."""
-        from eval.asking import ask_all, warm_up
-        from eval.studies import make_studies
-
         if not self.is_asked:
             self.progress.say("warming up")
             warm_up(self.methods, self.asked[0], self.shared, self.config.warmups)
@@ -182,15 +157,10 @@ class Session:
 
     def finish(self) -> str:
         """Write summary and report of what has been answered so far; the report's text."""
-        from eval.methods import parse_method
-        from eval.outputs import compare_outputs
-        from eval.report import publish
-        from eval.summarise import fastest_plain, summarise
-
-        config, is_auto = self.config, self.config.baseline == AUTO
+        config, is_auto, is_greedy = self.config, self.config.baseline == AUTO, self.config.temperature == 0
         names = [name for name in config.methods if name not in self.skipped]
-        rows = {name: self.folder.answers[name] for name in names}
         order = [question.question_id for question in self.asked]
+        rows = {name: self.folder.answers[name] for name in names}
         answers = {name: {key: of[key] for key in order if key in of} for name, of in rows.items()}
         found = summarise(
             answers,
@@ -200,12 +170,12 @@ class Session:
             resamples=config.resamples,
             seed=config.seed,
         )
-        is_greedy = config.temperature == 0  # sampled output of others has the same distribution, but other numbers
-        compared = [name for name in names if is_greedy or parse_method(name).is_ours]
-        target = self.target if is_greedy else None
-        found["check"] = compare_outputs(answers, compared, self.asked, self.shared, target) if config.check else None
-        found |= {"is_auto": is_auto, "metrics": list(config.metrics), "environment": self.environment}
-        return publish(self.folder.path, {**found, "skipped": self.skipped})
+        if config.check:  # sampled output of others has the same distribution, but other numbers
+            compared = [name for name in names if is_greedy or parse_method(name).is_ours]
+            target = self.target if is_greedy else None
+            found["check"] = compare_outputs(answers, compared, self.asked, self.shared, target)
+        more: dict[str, Any] = {"is_auto": is_auto, "metrics": list(config.metrics), "skipped": self.skipped}
+        return publish(self.folder.path, {"check": None, **found, **more, "environment": self.environment})
 
     def close(self) -> None:
         for method in self.methods:

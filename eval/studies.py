@@ -17,19 +17,25 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
+from eval.answers import Failure, Prompt
 from eval.asking import Shared, prompt_of
+from eval.bounds import runs
 from eval.models import Endless, Target, rounds
+from eval.policies import MEASURED, ReplayConfig, compare
 from eval.questions import Question
 from eval.records import FullError, read_object, write_file
 from eval.run_config import SIZES, RunConfig
-from eval.turns import Failure, Prompt
+from eval.tasks import Recorded, trace_of
+from eval.timing import Say
+from eval.traces import Trace
+from selfspec.executors.pick import Sampling
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 REPEATS = 3  # of a batch
 MOST = 8  # drafted tokens whose acceptance is shown
-Say = Callable[[str], None]
 Record = dict[str, Any]
 
 
@@ -48,11 +54,8 @@ class Material:
     say: Say
 
     @cached_property
-    def traces(self) -> list[Any]:
+    def traces(self) -> list[Trace]:
         """A trace per prompt, of up to max_new_tokens, which ends as the run's answers do."""
-        from eval.tasks import trace_of  # heavy
-        from selfspec.executors.pick import Sampling
-
         found = []
         for i, prompt in enumerate(self.prompts):
             self.say(f"studies: recording question {i + 1} of {len(self.prompts)}")
@@ -80,8 +83,6 @@ class Material:
 def acceptance(material: Material) -> Record:
     """Of the output positions with i tokens left, `joint[i - 1]`: the share from which the next i drafted tokens all
     are the output's; None where there is no such position."""
-    from eval.bounds import runs
-
     exits = []
     for layer in range(1, material.target.stack.num_layers):
         lengths = [runs(trace.hits[layer - 1]) for trace in material.traces]
@@ -116,9 +117,7 @@ def grid(material: Material) -> Record:
 
 
 def batch(material: Material) -> Record:
-    """Batch sizes up to the first that memory does not hold. Prompts are repeated until there are two full batches."""
-    import torch
-
+    """Batch sizes up to the first that memory does not hold. Prompts are repeated until the last batch is full."""
     found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
     layer = found.get("exit_layer", max(1, material.target.stack.num_layers // 4))
     fixed = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": found.get("draft_length", 4)}
@@ -127,8 +126,8 @@ def batch(material: Material) -> Record:
     sizes: list[int] = []
     for size in BATCH_SIZES:
         material.say(f"batch: {size} rows")
-        prompts = [material.prompts[i % len(material.prompts)] for i in range(2 * max(size, len(material.prompts)))]
-        prompts = prompts[: len(prompts) // size * size]
+        count = -(-len(material.prompts) // size) * size  # whole batches
+        prompts = [material.prompts[i % len(material.prompts)] for i in range(count)]
         try:
             taken = [_in_turn(material, prompts, size, ways) for _ in range(REPEATS + 1)][1:]  # the first warms up
         except torch.OutOfMemoryError:
@@ -147,9 +146,6 @@ def _in_turn(material: Material, prompts: Sequence[Prompt], size: int, ways: dic
 
 def policies(material: Material) -> Record:
     """Every question from a fresh start; speedups over plain decoding of all of them together."""
-    from eval.policies import MEASURED, ReplayConfig, compare
-    from eval.tasks import Recorded
-
     target, length = material.target, max(len(trace.tokens) for trace in material.traces)
     material.say(f"policies: replaying {len(material.traces)} questions")
     defaults = target.default_exit_layer, target.default_num_draft_tokens

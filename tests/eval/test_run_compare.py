@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from eval.__main__ import main
-from eval.answers import choice_of
+from eval.answers import Turn, choice_of
 from eval.comparison import compare, open_run
 from eval.metrics import COMPARED, METRICS, Group, drawn, figures
-from eval.turns import Turn
 from selfspec.decoding.stats import SpecStats
 
 SIZES = {"plain": (1,) * 8, "adaptive": (3, 1, 3, 1)}
@@ -131,7 +130,9 @@ def test_without_limits_there_is_a_table_and_nothing_fails(save, go):
     assert code == 0 and "## Limits" not in out
     line = next(line for line in out.splitlines() if "| `adaptive` |" in line and "| speedup " in line)
     assert "| **0.6" in line
-    assert "1.000 (1.000..1.000)" in next(line for line in out.splitlines() if "| `plain` " in line and "speedup" in line)
+    assert "1.000 (1.000..1.000)" in next(
+        line for line in out.splitlines() if "| `plain` " in line and "speedup" in line
+    )
     assert "machine, versions and settings are the same" in out and "token for token" in out
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from eval.answers import Failure, Prompt
 from eval.external import SPARE, External
-from eval.turns import Failure, Prompt
 
 # Answers every question with the next of its arguments, a text of one line or more.
 ENGINE = """

@@ -7,11 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from eval.answers import choice_of, groups, item_of
+from eval.answers import Turn, choice_of, groups, item_of
 from eval.metrics import METRICS, Group, figures
 from eval.ours import shared
-from eval.summarise import fastest_plain, harness_share, summarise
-from eval.turns import Turn
+from eval.summary import fastest_plain, harness_share
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats

@@ -8,11 +8,11 @@ import pytest
 
 from eval import figures
 from eval.__main__ import main
+from eval.answers import Failure, Prompt, Skipped
 from eval.llama_cpp import LlamaCpp
 from eval.methods import FORMS, parse_method
 from eval.models import Endless, gguf_file, open_target
 from eval.peers import Transformers
-from eval.turns import Failure, Prompt, Skipped
 from tests.gguf_files import source_model, write_gguf
 from tests.models import tiny
 

@@ -8,11 +8,11 @@ import resource
 import pytest
 import yaml
 
+from eval.answers import Failure, Turn
 from eval.asking import Shared, ask_all, warm_up
 from eval.methods import file_name
 from eval.questions import Question
 from eval.records import FullError, RunFolder, append_line, by_question, read_lines, write_file
-from eval.turns import Failure, Turn
 
 METHODS = ("plain", "fixed:2,3")
 QUESTIONS = [Question(i, "kind", ("ab",)) for i in range(3)]

@@ -11,11 +11,10 @@ import yaml
 
 from eval import figures
 from eval.__main__ import main
-from eval.answers import choice_of
+from eval.answers import Turn, choice_of
 from eval.report import opening_of, publish, render, sections, shown
-from eval.summarise import summarise
+from eval.summary import summarise
 from eval.table import table
-from eval.turns import Turn
 
 METHODS = {"plain": 0.1, "fixed:2,3": 0.06, "adaptive": 0.04}
 
@@ -152,7 +151,13 @@ def old(tmp_path):
     folder = tmp_path / "old"
     (folder / "answers").mkdir(parents=True)
     (folder / "studies").mkdir()
-    config = {"methods": list(METHODS), "model": "demo", "cost_repeats": 15, "questions_sha256": "x", "baseline": "auto"}
+    config = {
+        "methods": list(METHODS),
+        "model": "demo",
+        "cost_repeats": 15,
+        "questions_sha256": "x",
+        "baseline": "auto",
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     summary = {**made(check=[checked("adaptive")]), "harness_share_inside": 0.1}
     del summary["skipped"]
