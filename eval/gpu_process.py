@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Save = Callable[[dict[str, Any]], None]
 GRACE = 30.0  # seconds after its end for which work may finish the figure it is at
@@ -38,7 +39,7 @@ def run_apart(work: Callable[..., None], given: Sequence[Any], end: float, save:
         while receiver.poll(max(0.0, end + GRACE - perf_counter())):
             kind, what = receiver.recv()
             if kind == "ended":
-                return what  # type: ignore[no-any-return]
+                return what
             save(what)
         return f"it took {GRACE:.0f} s longer than it had, and was ended"
     except (EOFError, OSError):  # the process has ended, perhaps in the middle of sending
@@ -55,26 +56,28 @@ def _work(sender: Connection, work: Callable[..., None], given: Sequence[Any]) -
     try:
         work(lambda content: sender.send(("content", content)), *given)
     except Exception as problem:
-        sender.send(("ended", told(problem)))
+        sender.send(("ended", one_line(problem)))
     else:
         sender.send(("ended", None))
 
 
 def check_context(problem: Exception, device: torch.device) -> None:
     """Raise LostContextError if, after this error, the device cannot be used any more."""
-    lost = problem if isinstance(problem, torch.AcceleratorError) else None
+    import torch
+
+    lost: Exception | None = problem if isinstance(problem, torch.AcceleratorError) else None
     if lost is None and device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as found:
             lost = found
     if lost is not None:
-        raise LostContextError(told(lost)) from problem
+        raise LostContextError(one_line(lost)) from problem
 
 
-def told(problem: BaseException) -> str:
+def one_line(problem: BaseException) -> str:
     """An error in one line."""
-    if isinstance(problem, torch.OutOfMemoryError):
+    if type(problem).__name__ == "OutOfMemoryError":  # torch's own; torch may not be imported here
         return "out of memory"
     text = " ".join(str(problem).split())[:300]
     return text if isinstance(problem, LostContextError) else f"{type(problem).__name__}: {text}"

@@ -141,10 +141,9 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
         raise ValueError("transformers' early exit decodes one row only")
     model, where = target.stack.model, target.stack.device
     given = torch.tensor(random_prompts(target.stack.vocab_size, batch, context, seed=3), device=where)
-    options: dict[str, Any] = {
-        "hf static": {"cache_implementation": "static"},
-        "hf early exit": {"assistant_early_exit": target.made.exit_layer},
-    }.get(kind, {})
+    options: dict[str, Any] = {"cache_implementation": "static"} if kind == "hf static" else {}
+    if kind == "hf early exit":
+        options = {"assistant_early_exit": target.made.exit_layer}
     watch = _Watch(where, PEERS[kind], window)
     with quiet(), neutral_generation_config(model) as config:
         if kind == "hf early exit":
@@ -182,7 +181,7 @@ def busy_rounds(engine: Engine, rounds: int = 12) -> dict[str, float]:
 
     What the wall clock has beyond the busy seconds is the host's.
     """
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(3):

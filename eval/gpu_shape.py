@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from eval.config import check, check_least, option
 from eval.environment import device
-from eval.gpu_process import Save, check_context, told
+from eval.gpu_process import Save, check_context, one_line
 from eval.gpu_rates import PEERS, busy_rounds, device_speed, forward_seconds, peer_rate, rate_of, ready_engine
 from eval.synthetic import Synthetic, synthetic_target
 
@@ -167,7 +167,7 @@ class _Shape:
                 {"forwards": self.forwards, "busy": self.busy}[step](target)
         except Exception as problem:
             check_context(problem, self.device)
-            self.skip(str(step), told(problem))
+            self.skip(str(step), one_line(problem))
         self.save(self.found)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

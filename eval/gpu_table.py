@@ -56,7 +56,9 @@ def _of_plain(name: str, shape: Shape) -> Iterator[Figure]:
     context, sizes = _first_context(shape), shape["sizes"]
     plain, busy = _cell(shape, "plain", 1, context), shape.get("busy", {})
     read = sizes["read_bytes"] + context * sizes["kv_bytes_per_token"]
-    share = plain and plain["tokens_per_second"] * read / shape["speed"]["copy_bytes_per_second"]
+    share = None
+    if plain:
+        share = plain["tokens_per_second"] * read / shape["speed"]["copy_bytes_per_second"]
     title = f"plain, batch 1, context {context}: share of the copy bandwidth"
     yield Figure(title, share, SHARES.get(name), why="plain decoding was not measured")
     for method in ("plain", "fixed"):
@@ -127,8 +129,8 @@ def render(content: dict[str, Any]) -> str:
 
 def _parts(content: dict[str, Any]) -> Iterator[str]:
     env = content["environment"]
-    first = next((s["device"] for s in content["shapes"].values() if "device" in s), {})
-    yield f"{first.get('gpu', env['cpu'])}, torch {env['torch']}, transformers {env['transformers']}"
+    names = [shape["device"].get("gpu", env["cpu"]) for shape in content["shapes"].values() if "device" in shape]
+    yield f"{names[0] if names else env['cpu']}, torch {env['torch']}, transformers {env['transformers']}"
     for name, shape in content["shapes"].items():
         if "target" in shape:
             yield from _tables(name, shape)

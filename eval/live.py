@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from eval import environment, plots, task_command
 from eval.config import check, check_least, option
 from eval.live_table import render
-from eval.live_timing import STAGES, Call, Scene, Way, interleave, scene_of
+from eval.live_timing import STAGES, Call, Method, Workload, interleave, workload_of
 from eval.models import Endless, measured_costs
 from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
@@ -91,40 +91,41 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     config.exits_of(target.stack.num_layers)
     say(f"{task.name}: measuring costs")
     costs = measured_costs(target, config.batch_sizes, config.cost_repeats)
-    scene = scene_of(Endless(target), prompts, config.tokens, costs, task.name, say)
+    workload = workload_of(Endless(target), prompts, config.tokens, costs, task.name, say)
     if folder:
-        save_traces(scene.traces, folder, task.name, prior_of(target))
+        save_traces(workload.traces, folder, task.name, prior_of(target))
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
         "model": environment.model(target, task.model) | environment.device(target.stack.device),
         "prompts": {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)},
-        "num_tokens": sum(len(trace.tokens) for trace in scene.traces),
+        "num_tokens": sum(len(trace.tokens) for trace in workload.traces),
         "costs": costs.as_dict(),
-        "batches": [time_batch(scene, size, config, task.name, say) for size in config.batch_sizes],
+        "batches": [time_batch(workload, size, config, task.name, say) for size in config.batch_sizes],
     }
 
 
-def time_batch(scene: Scene, batch_size: int, config: LiveConfig, name: str, say: Say) -> dict[str, Any]:
+def time_batch(workload: Workload, batch_size: int, config: LiveConfig, name: str, say: Say) -> dict[str, Any]:
     """Plain, adaptive, the fixed settings that are best in replay and all others asked for, at one batch size."""
     say(f"{name}, batch size {batch_size}: choosing fixed settings by replay")
-    scene = scene.filled(batch_size)
+    workload = workload.filled(batch_size)
     others = [policy for policy in dict.fromkeys(config.policies) if policy not in (PLAIN, ADAPTIVE)]
-    ways = [way_of(scene, policy) for policy in (PLAIN, ADAPTIVE)]
-    exact = [way._replace(name=f"{way.name}, exact", kind=OTHER, exact=True) for way in ways if config.exact]
-    ways += [*best_in_replay(scene, batch_size, config), *exact, *(way_of(scene, policy) for policy in others)]
-    say(f"{name}, batch size {batch_size}: {', '.join(way.name for way in ways)}")
-    methods = compare(scene, ways, batch_size, config, say)
-    own = next(method for method in methods if method["kind"] == ADAPTIVE)
-    best_fixed = max((m for m in methods if m["kind"] == FIXED), key=lambda method: method["live"]["median"])
+    methods = [method_of(workload, policy) for policy in (PLAIN, ADAPTIVE)]
+    exact = [m._replace(name=f"{m.name}, exact", kind=OTHER, exact=True) for m in methods if config.exact]
+    methods += best_in_replay(workload, batch_size, config) + exact
+    methods += [method_of(workload, policy) for policy in others]
+    say(f"{name}, batch size {batch_size}: {', '.join(method.name for method in methods)}")
+    records = compare(workload, methods, batch_size, config, say)
+    own = next(record for record in records if record["kind"] == ADAPTIVE)
+    best_fixed = max((r for r in records if r["kind"] == FIXED), key=lambda record: record["live"]["median"])
     by_repeat = zip(own["live_by_repeat"], best_fixed["live_by_repeat"], strict=True)
     return {
         "batch_size": batch_size,
-        "num_prompts": len(scene.prompts),
+        "num_prompts": len(workload.prompts),
         "adaptive": ADAPTIVE,
         "best_fixed": best_fixed["method"],
         "adaptive_over_best_fixed": spread(a / b for a, b in by_repeat)._asdict(),
-        "methods": methods,
+        "methods": records,
     }
 
 
@@ -132,20 +133,20 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
     """Adaptive and plain decoding of synthetic targets, by acceptance; and where adaptive is slowest."""
     size, costs, levels = config.synthetic_hidden_size, None, []
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shape = {"hidden_size": size, "intermediate_size": 5 * size // 2, "num_key_value_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": size, "intermediate_size": 5 * size // 2, "num_key_value_heads": 4}
     for wanted in ACCEPTANCES:
         target = synthetic_target("tiny", device=device, exit_layer=2, acceptance=wanted, **shape)
         if costs is None:
             say("synthetic: measuring costs")
             costs = measured_costs(target, config.synthetic_batch_sizes, config.cost_repeats)
         prompts = random_prompts(target.stack.vocab_size, PROMPTS, PROMPT_TOKENS)
-        scene = scene_of(target, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
-        hits = [bool(hit) for trace in scene.traces for hit in trace.hits[target.made.exit_layer - 1]]
+        workload = workload_of(target, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
+        hits = [bool(hit) for trace in workload.traces for hit in trace.hits[target.made.exit_layer - 1]]
         batches = []
         for rows in config.synthetic_batch_sizes:
-            filled = scene.filled(rows)
-            ways = [way_of(filled, policy) for policy in (PLAIN, ADAPTIVE)]
-            batches.append({"batch_size": rows, "methods": compare(filled, ways, rows, config, say)})
+            filled = workload.filled(rows)
+            methods = [method_of(filled, policy) for policy in (PLAIN, ADAPTIVE)]
+            batches.append({"batch_size": rows, "methods": compare(filled, methods, rows, config, say)})
         levels.append({**target.about(), "wanted": wanted, "acceptance": fmean(hits), "batches": batches})
     found = [
         {"acceptance": level["acceptance"], "batch_size": batch["batch_size"], **batch["methods"][1]}
@@ -155,81 +156,87 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
     return {"levels": levels, "lowest": min(found, key=lambda each: each["live"]["median"])}
 
 
-def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConfig, say: Say) -> list[dict[str, Any]]:
-    """Records of some ways, the first of which is plain decoding, timed in turn and replayed."""
-    calls = interleave(scene, ways, batch_size, config.repeats, config.warmup_tokens, say)
-    replayed = {way.name: [_replay(scene, way, one, batch_size) for one in calls[way.name]] for way in ways}
-    first = ways[0].name
-    return [_record(way, calls[way.name], calls[first], replayed[way.name], replayed[first], scene) for way in ways]
+class Timed(NamedTuple):
+    """A method's calls, one per repeat, and a replay of each."""
+
+    method: Method
+    calls: Sequence[Call]
+    replays: Sequence[Replayed]
 
 
-def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
+def compare(
+    workload: Workload, methods: Sequence[Method], batch_size: int, config: LiveConfig, say: Say
+) -> list[dict[str, Any]]:
+    """Records of some methods, the first of which is plain decoding, timed in turn and replayed."""
+    calls = interleave(workload, methods, batch_size, config.repeats, config.warmup_tokens, say)
+    timed = []
+    for method in methods:
+        live = calls[method.name]
+        timed.append(Timed(method, live, [_replay(workload, method, one, batch_size) for one in live]))
+    texts = [list(trace.tokens) for trace in workload.traces]
+    return [_record(one, timed[0], texts) for one in timed]
+
+
+def _replay(workload: Workload, method: Method, live: Call, batch_size: int) -> Replayed:
     """By a policy that knew as much as the live one when it began, at the costs measured before that call."""
-    policy, costs = way.make(), live.costs or scene.costs
+    policy, costs = method.make(), live.costs or workload.costs
     if isinstance(policy, Adaptive) and live.correction is not None:
         policy.tell_correction(live.correction)
-    return replay(scene.traces, policy, costs, batch_size, overheads=live.overheads)
+    return replay(workload.traces, policy, costs, batch_size, overheads=live.overheads)
 
 
-def way_of(scene: Scene, policy: str) -> Way:
+def method_of(workload: Workload, policy: str) -> Method:
     """A policy by name, which starts from what is stored with the model: its statistics, or exit and draft length."""
     told: tuple[int | None, int | None] = (None, None)
     if parse_policy(policy).kind not in CHOOSES_EXIT:
-        told = scene.target.default_exit_layer, scene.target.default_num_draft_tokens
+        told = workload.target.default_exit_layer, workload.target.default_num_draft_tokens
     kind = policy if policy in (PLAIN, ADAPTIVE) else OTHER
-    prior = prior_of(scene.target)
-    return Way(policy, kind, lambda: make(policy, scene.costs, *told, prior), {})
+    prior = prior_of(workload.target)
+    return Method(policy, kind, lambda: make(policy, workload.costs, *told, prior), {})
 
 
-def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Way:
+def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Method:
     settings = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
     name = f"fixed:{exit_layer},{num_draft_tokens}"
-    return Way(name, FIXED, lambda: make(name, costs), settings)
+    return Method(name, FIXED, lambda: make(name, costs), settings)
 
 
-def best_in_replay(scene: Scene, batch_size: int, config: LiveConfig) -> list[Way]:
+def best_in_replay(workload: Workload, batch_size: int, config: LiveConfig) -> list[Method]:
     """The fixed settings of the grid that replay finds fastest, the fastest first."""
-    exits = config.exits_of(scene.costs.num_layers)
-    grid = [fixed(scene.costs, e, d) for e, d in product(exits, config.draft_lengths)]
-    seconds = {way.name: replay(scene.traces, way.make(), scene.costs, batch_size).round_seconds for way in grid}
-    return sorted(grid, key=lambda way: seconds[way.name])[: config.finalists]
+    exits = config.exits_of(workload.costs.num_layers)
+    grid = [fixed(workload.costs, e, d) for e, d in product(exits, config.draft_lengths)]
+    done = {one.name: replay(workload.traces, one.make(), workload.costs, batch_size) for one in grid}
+    return sorted(grid, key=lambda one: done[one.name].round_seconds)[: config.finalists]
 
 
-def _record(
-    way: Way,
-    calls: Sequence[Call],
-    plain: Sequence[Call],
-    replays: Sequence[Replayed],
-    plain_replays: Sequence[Replayed],
-    scene: Scene,
-) -> dict[str, Any]:
-    """A way's live speedup over plain decoding in the same repeats, and its replay's over plain decoding's replay."""
-    live = [b.decoding / a.decoding for a, b in zip(calls, plain, strict=True)]
+def _record(own: Timed, plain: Timed, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Live speedups over plain decoding in the same repeats, and those of the replays over plain decoding's."""
+    method, calls, replays = own
+    live = [b.decoding / a.decoding for a, b in zip(calls, plain.calls, strict=True)]
     seconds = spread(each.decoding for each in calls)
-    predicted = [b.round_seconds / a.round_seconds for a, b in zip(replays, plain_replays, strict=True)]
+    predicted = [b.round_seconds / a.round_seconds for a, b in zip(replays, plain.replays, strict=True)]
     done = sorted(replays, key=lambda each: len(each.rounds))[len(replays) // 2]
-    wanted = [list(trace.tokens) for trace in scene.traces]
     return {
-        "method": way.name,
-        "kind": way.kind,
-        "settings": dict(way.settings),
+        "method": method.name,
+        "kind": method.kind,
+        "settings": dict(method.settings),
         "predicted": spread(predicted).median,
         "live": spread(live)._asdict(),
         "live_by_repeat": live,
         "live_over_predicted": spread(a / b for a, b in zip(live, predicted, strict=True)).median,
-        "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain, strict=True))._asdict(),
+        "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain.calls, strict=True))._asdict(),
         "seconds": seconds._asdict(),
         "predicted_seconds": spread(each.round_seconds for each in replays).median,
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
         "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),
-        "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(wanted)),
-        **_inside(calls),
+        "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(texts)),
+        **_round_figures(calls),
     }
 
 
-def _inside(calls: Sequence[Call]) -> dict[str, Any]:
-    """Where the time of a way's rounds went, and what it planned, over all its calls together."""
+def _round_figures(calls: Sequence[Call]) -> dict[str, Any]:
+    """Where the time of a method's rounds went, and what it planned, over all its calls together."""
     stages = {stage: sum(each.seconds[stage] for each in calls) for stage in STAGES}
     rounds, rows = sum(each.rounds for each in calls), sum(each.drafting_rows for each in calls)
     exits = sum((each.exits for each in calls), Counter[int | None]())

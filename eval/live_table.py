@@ -42,19 +42,19 @@ def _adaptive(batches: Sequence[dict[str, Any]]) -> str:
     for batch in batches:
         own, plain = _method(batch, batch["adaptive"]), _method(batch, "plain")
         speeds = [f"{each['tokens_per_second']:.1f}" for each in (plain, own)]
-        over = [_sure(batch["adaptive_over_best_fixed"]), batch["best_fixed"]]
+        over = [_interval(batch["adaptive_over_best_fixed"]), batch["best_fixed"]]
         body.append([str(batch["batch_size"]), str(batch["num_prompts"]), *speeds, *_speedup(own), *over])
     columns = ["rows", "prompts", "plain tokens/s", "adaptive tokens/s", *SPEEDUPS, "over best fixed", "best fixed"]
     return table(columns, body)
 
 
-def _sure(ratio: dict[str, Any]) -> str:
-    return f"{ratio['median']:.3f} ({ratio['sure_low']:.3f}..{ratio['sure_high']:.3f})"
+def _interval(ratio: dict[str, Any]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['ci_low']:.3f}..{ratio['ci_high']:.3f})"
 
 
 def _speedup(method: dict[str, Any]) -> list[str]:
     figures = method["predicted"], method["live_over_predicted"], method["whole_call"]["median"]
-    return [_sure(method["live"]), *(f"{figure:.3f}" for figure in figures)]
+    return [_interval(method["live"]), *(f"{figure:.3f}" for figure in figures)]
 
 
 def _every(batches: Sequence[dict[str, Any]]) -> str:
@@ -103,7 +103,7 @@ def _synthetic(record: dict[str, Any]) -> Iterator[str]:
     yield f"Synthetic targets: adaptive's speedup as acceptance falls from 1 to 0.05\n\n{rows_of}"
     low = record["lowest"]
     yield (
-        f"Lowest: {_sure(low['live'])} at acceptance {low['acceptance']:.3f}, "
+        f"Lowest: {_interval(low['live'])} at acceptance {low['acceptance']:.3f}, "
         f"{low['batch_size']} rows; whole call there {low['whole_call']['median']:.3f}"
     )
 

@@ -26,8 +26,8 @@ COST_REPEATS = 3  # before every repeat: with one, a slow minute of the machine 
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
 
 
-class Way(NamedTuple):
-    """A way to decode. Every call has a policy of its own, so that none knows of another's texts; see `call`."""
+class Method(NamedTuple):
+    """A method to decode. Every call has a policy of its own, so that none knows of another's texts; see `call`."""
 
     name: str
     kind: str  # "plain", "adaptive", "fixed", or "other"
@@ -36,7 +36,7 @@ class Way(NamedTuple):
     exact: bool = False  # decoded in exact mode
 
 
-class Scene(NamedTuple):
+class Workload(NamedTuple):
     """A target and its prompts, with what plain decoding writes after each of them alone."""
 
     target: Endless
@@ -44,7 +44,7 @@ class Scene(NamedTuple):
     traces: Sequence[Trace]
     costs: Costs
 
-    def filled(self, batch_size: int) -> Scene:
+    def filled(self, batch_size: int) -> Workload:
         """All prompts, from the first on again and again, until there are two full batches or more, the last one full.
 
         A batch that begins half empty would be measured as if it were full.
@@ -54,16 +54,16 @@ class Scene(NamedTuple):
         return self._replace(prompts=[self.prompts[i] for i in order], traces=[self.traces[i] for i in order])
 
 
-def scene_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Scene:
+def workload_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Workload:
     """Decode every prompt by itself, plainly, as far as the model's context lets it, and record its trace."""
     say(f"{task}: decoding and recording {len(prompts)} prompts")
     traces = [trace_of(target, prompt, num_tokens, Sampling(), task) for prompt in prompts]
-    return Scene(target, prompts, traces, costs)
+    return Workload(target, prompts, traces, costs)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call over all prompts of a scene."""
+    """One call over all prompts of a workload."""
 
     wall: float  # seconds of the whole call
     before: float  # seconds before the first round, in which weights are checked and requests made
@@ -85,8 +85,8 @@ class Call:
 
 
 def call(
-    scene: Scene,
-    way: Way,
+    workload: Workload,
+    method: Method,
     batch_size: int,
     most: int | None = None,
     corrections: dict[str, Any] | None = None,
@@ -95,23 +95,23 @@ def call(
     """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end.
 
     Args:
-        corrections: by way, the cost correction of its latest adaptive policy: where the next one starts. Updated.
+        corrections: by method, the cost correction of its latest adaptive policy: where the next one starts. Updated.
         costs: of this machine now, to be kept with the call.
     """
-    policy, device = way.make(), scene.target.stack.device
-    correction = None if corrections is None else corrections.get(way.name)
+    policy, device = method.make(), workload.target.stack.device
+    correction = None if corrections is None else corrections.get(method.name)
     if isinstance(policy, Adaptive) and correction is not None:
         policy.tell_correction(correction)
-    room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in scene.traces]
-    options: dict[str, Any] = {"exact": True} if way.exact else {}
+    room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in workload.traces]
+    options: dict[str, Any] = {"exact": True} if method.exact else {}
 
     def begin() -> Any:
-        return rounds(scene.target, scene.prompts, room, policy=policy, max_batch_size=batch_size, **options)
+        return rounds(workload.target, workload.prompts, room, policy=policy, max_batch_size=batch_size, **options)
 
     coming, before = timed(begin, device)
     done, after = timed(lambda: list(coming), device)
     if corrections is not None and isinstance(policy, Adaptive):
-        corrections[way.name] = policy.state()["correction"]
+        corrections[method.name] = policy.state()["correction"]
     return _call(done, before, after, correction, costs)
 
 
@@ -149,22 +149,22 @@ def _overheads(planned: Sequence[Round], between: float) -> Overheads:
 
 
 def interleave(
-    scene: Scene, ways: Sequence[Way], batch_size: int, repeats: int, warmup_tokens: int, say: Say
+    workload: Workload, methods: Sequence[Method], batch_size: int, repeats: int, warmup_tokens: int, say: Say
 ) -> dict[str, list[Call]]:
-    """Every way's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed.
+    """Every method's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed.
 
     A policy starts with the cost correction of the one before it, as between calls of the library: that is knowledge of
     the machine, not of the texts. Before every repeat costs are measured anew, briefly: what a part of a round takes
     beside another changes by a tenth from one minute to the next where other programs use the memory.
     """
     corrections: dict[str, Any] = {}
-    for way in ways:
-        call(scene, way, batch_size, warmup_tokens, corrections)
-    calls: dict[str, list[Call]] = {way.name: [] for way in ways}
+    for method in methods:
+        call(workload, method, batch_size, warmup_tokens, corrections)
+    calls: dict[str, list[Call]] = {method.name: [] for method in methods}
     for repeat in range(repeats):
-        costs = measured_costs(scene.target, (batch_size,), COST_REPEATS, counts=mean)
+        costs = measured_costs(workload.target, (batch_size,), COST_REPEATS, counts=mean)
         with quiet():
-            for way in rotated(ways, repeat):
-                calls[way.name].append(call(scene, way, batch_size, corrections=corrections, costs=costs))
+            for method in rotated(methods, repeat):
+                calls[method.name].append(call(workload, method, batch_size, corrections=corrections, costs=costs))
         say(f"repeat {repeat + 1} of {repeats}")
     return calls

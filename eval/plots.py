@@ -77,7 +77,7 @@ def plot_live(tasks: Sequence[Mapping[str, Any]], path: Path) -> None:
             for name, colour, mark in ((DEFAULT_POLICY, LOUD, "o"), ("best_fixed", QUIET, "s")):
                 live = [next(m for m in b["methods"] if m["method"] == b[name])["live"] for b in task["batches"]]
                 middle = [spread["median"] for spread in live]
-                around = [[s["median"] - s["sure_low"] for s in live], [s["sure_high"] - s["median"] for s in live]]
+                around = [[s["median"] - s["ci_low"] for s in live], [s["ci_high"] - s["median"] for s in live]]
                 shape = {"color": colour, "markersize": 4, "capsize": 2, "elinewidth": 1}
                 axes.errorbar(sizes, middle, around, fmt=mark + "-", label=name.replace("_", " "), **shape)
             axes.axhline(1, color=PLAIN, linestyle="--", linewidth=1.2, label="plain")

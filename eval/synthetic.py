@@ -136,7 +136,7 @@ def _fill(weight: Tensor, config: PretrainedConfig, name: str, generator: torch.
 def _compute_buffers(module: nn.Module, config: PretrainedConfig, device: torch.device) -> None:
     """Buffers are computed, not drawn, by a fresh module of the same kind, as rotary embeddings are made."""
     try:
-        fresh = type(module)(config=config).to(device)  # type: ignore[arg-type]
+        fresh = type(module)(config=config).to(device)
     except TypeError as problem:
         raise ValueError(
             f"{config.model_type}: cannot compute the buffers of {type(module).__name__} anew; "

@@ -54,8 +54,8 @@ class Spread(NamedTuple):
     low: float
     high: float
     num_values: int
-    sure_low: float  # between these the true median lies with 95 %; of fewer than six values: their range
-    sure_high: float
+    ci_low: float  # between these the true median lies with 95 %; of fewer than six values: their range
+    ci_high: float
 
 
 def spread(values: Iterable[float]) -> Spread:

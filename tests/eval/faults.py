@@ -4,14 +4,14 @@ import os
 import signal
 import time
 
-from eval.gpu_shape import measure_shape
-
 KILLED = "llama-3.2-1b"  # a shape whose process is killed
 
 
 def kill_or_measure(save, name, *given):
     if name == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
+    from eval.gpu_shape import measure_shape  # heavy
+
     measure_shape(save, name, *given)
 
 

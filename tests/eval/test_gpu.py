@@ -30,7 +30,7 @@ def here(work, given, end, save):
     try:
         work(save, *given)
     except Exception as problem:
-        return gpu_process.told(problem)
+        return gpu_process.one_line(problem)
 
 
 @pytest.fixture
@@ -54,7 +54,10 @@ def whys_of(content, shape="tiny"):
 
 
 def test_the_whole_command_runs_on_a_cpu_and_a_process_that_dies_costs_its_shape_alone(tmp_path, monkeypatch, capsys):
+    apart = gpu.run_apart
     monkeypatch.setattr(gpu, "measure_shape", faults.kill_or_measure)
+    # The other shape is measured in this process, since each fresh one imports torch again.
+    monkeypatch.setattr(gpu, "run_apart", lambda *given: (apart if given[1][0] == faults.KILLED else here)(*given))
     assert main([*SMALL, "--shapes", faults.KILLED, "tiny", "--output", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "gpu.json").read_text())
     assert content["complete"] is True and {"torch", "transformers", "commit"} <= set(content["environment"])

@@ -10,8 +10,8 @@ import yaml
 
 from eval import live, live_timing
 from eval.__main__ import main
-from eval.live import LiveConfig, best_in_replay, compare, fixed, time_synthetic, way_of
-from eval.live_timing import STAGES, Way, call, interleave, scene_of
+from eval.live import LiveConfig, best_in_replay, compare, fixed, method_of, time_synthetic
+from eval.live_timing import STAGES, Method, call, interleave, workload_of
 from eval.models import open_model
 from eval.replay import Overhead, replay
 from eval.traces import load
@@ -46,11 +46,11 @@ def config(folder, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def scene():
+def workload():
     """A tiny target with prompts of several lengths, and made-up costs."""
     target = open_model(build("llama"))
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
-    return scene_of(target, prompts, 12, made_up_costs(4), "made up", ignore)
+    return workload_of(target, prompts, 12, made_up_costs(4), "made up", ignore)
 
 
 def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config, tmp_path, capsys):
@@ -98,53 +98,58 @@ def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config,
     assert "batch size 2" in printed.err
 
 
-def test_batches_are_filled_with_all_prompts_again_and_again(scene):
-    counts = {size: len(scene.filled(size).prompts) for size in (1, 2, 3, 4, 5)}
+def test_batches_are_filled_with_all_prompts_again_and_again(workload):
+    counts = {size: len(workload.filled(size).prompts) for size in (1, 2, 3, 4, 5)}
     assert counts == {1: 3, 2: 4, 3: 6, 4: 8, 5: 10}
-    filled = scene.filled(4)
-    assert list(filled.prompts) == [*scene.prompts, *scene.prompts, *scene.prompts[:2]]
+    filled = workload.filled(4)
+    assert list(filled.prompts) == [*workload.prompts, *workload.prompts, *workload.prompts[:2]]
     assert all(len(p) == t.prompt_length for p, t in zip(filled.prompts, filled.traces, strict=True))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(scene, batch_size, monkeypatch):
+def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(workload, batch_size, monkeypatch):
     made, make = [], live.make
     monkeypatch.setattr(live, "make", lambda *given: made.append(make(*given)) or made[-1])
     config = LiveConfig(repeats=2, warmup_tokens=3)
-    ways = [way_of(scene, "plain"), way_of(scene, "adaptive"), fixed(scene.costs, 2, 3), way_of(scene, "dsde")]
-    methods = compare(scene, ways, batch_size, config, ignore)
+    ways = [
+        method_of(workload, "plain"),
+        method_of(workload, "adaptive"),
+        fixed(workload.costs, 2, 3),
+        method_of(workload, "dsde"),
+    ]
+    methods = compare(workload, ways, batch_size, config, ignore)
     assert [method["differing_prompts"] for method in methods] == [0, 0, 0, 0]
     assert len({id(policy) for policy in made}) == len(made) == len(ways) * (1 + config.repeats + config.repeats)
     done = methods[2]
     assert done["num_rounds"] == done["predicted_rounds"]  # a fixed setting is decoded as it is replayed
-    rounds = replay(scene.traces, make("fixed", scene.costs, 2, 3), scene.costs, batch_size).rounds
+    rounds = replay(workload.traces, make("fixed", workload.costs, 2, 3), workload.costs, batch_size).rounds
     drafted = [row.num_drafted for round_ in rounds if round_.plan.exit_layer is not None for row in round_.rows]
     assert done["mean_drafted"] == sum(drafted) / len(drafted)
 
 
-def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_else_of_it(scene, monkeypatch):
+def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_else_of_it(workload, monkeypatch):
     told, tell = [], Adaptive.tell_correction
     monkeypatch.setattr(
         Adaptive, "tell_correction", lambda self, known: told.append((self, known)) or tell(self, known)
     )
-    ways = [way_of(scene, "plain"), way_of(scene, "adaptive")]
-    interleave(scene, ways, 1, 2, 4, ignore)
+    ways = [method_of(workload, "plain"), method_of(workload, "adaptive")]
+    interleave(workload, ways, 1, 2, 4, ignore)
     assert len({id(policy) for policy, _ in told}) == len(told) == 2
     assert all({"ratios", "table"} == {*known} for _, known in told)
     assert all(policy.state()["correction"]["table"] == told[0][1]["table"] for policy, _ in told)
 
 
-def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(scene, monkeypatch):
+def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(workload, monkeypatch):
     """By the table that policies decide with, drafts never pay; by the others they do, the more the later."""
     seen, price, spent = [], made_up_costs(4), {}
     monkeypatch.setattr(live_timing, "_overheads", lambda rounds, between: dict(spent))
     monkeypatch.setattr(
         live_timing, "measured_costs", lambda *given, **options: seen.append(given) or faster(price, len(seen))
     )
-    ways = [way_of(scene, "plain"), fixed(scene.costs, 1, 2)]
-    plain, drafting = compare(scene, ways, 2, LiveConfig(repeats=3, warmup_tokens=1), ignore)
+    ways = [method_of(workload, "plain"), fixed(workload.costs, 1, 2)]
+    plain, drafting = compare(workload, ways, 2, LiveConfig(repeats=3, warmup_tokens=1), ignore)
     assert len(seen) == 3 and all(given[1:] == ((2,), live_timing.COST_REPEATS) for given in seen)
-    expected = [replay(scene.traces, ways[1].make(), faster(price, n), 2) for n in (1, 2, 3)]
+    expected = [replay(workload.traces, ways[1].make(), faster(price, n), 2) for n in (1, 2, 3)]
     by = [done.plain_seconds / done.seconds for done in expected]
     assert plain["predicted"] == 1 and by == sorted(by) and by[2] > 1.05 * by[0]
     assert drafting["predicted"] == pytest.approx(by[1], 1e-6)
@@ -152,24 +157,24 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(sc
         True: Overhead(price.plain_round(2), 1.0, 0.5),
         False: Overhead(2.0, 3.0, 0.25),
     }
-    again = compare(scene, ways, 2, LiveConfig(repeats=1, warmup_tokens=1), ignore)
+    again = compare(workload, ways, 2, LiveConfig(repeats=1, warmup_tokens=1), ignore)
     for way, method in zip(ways, again, strict=True):
-        alone = replay(scene.traces, way.make(), faster(price, 4), 2)
+        alone = replay(workload.traces, way.make(), faster(price, 4), 2)
         kinds = [round_.plan.exit_layer is not None for round_ in alone.rounds]
         longer = sum(sum(spent[drafts]) - price.rest(2) for drafts in kinds)
         assert method["predicted_seconds"] == pytest.approx(alone.seconds + longer, 1e-6)
 
 
-def test_what_the_interpreter_takes_is_told_apart_by_whether_a_round_drafts(scene):
-    way = Way("mixed", "other", lambda: Schedule(1, scene.costs.num_layers), {})
-    one = call(scene, way, 2)
+def test_what_the_interpreter_takes_is_told_apart_by_whether_a_round_drafts(workload):
+    way = Method("mixed", "other", lambda: Schedule(1, workload.costs.num_layers), {})
+    one = call(workload, way, 2)
     drafts, plain = one.exits.total() - one.exits[None], one.exits[None]
     assert drafts and plain and one.overheads[True] != one.overheads[False]
     assert all(min(of) > 0 for of in one.overheads.values())
     told = sum(count * sum(one.overheads[kind]) for kind, count in ((True, drafts), (False, plain)))
     forwards = sum(one.seconds[stage] for stage in ("draft", "verify", "head", "pick", "shadow"))
     assert told == pytest.approx(one.decoding - forwards, rel=1e-6)
-    alike = call(scene, way_of(scene, "plain"), 2).overheads  # no round of which drafts
+    alike = call(workload, method_of(workload, "plain"), 2).overheads  # no round of which drafts
     assert alike[True] == alike[False] and min(alike[True]) > 0
 
 
@@ -179,36 +184,36 @@ def faster(costs, times):
     return dataclasses.replace(costs, **{name: part for name, part in parts.items() if part})
 
 
-def test_adaptive_starts_from_what_is_stored_with_the_model(scene, monkeypatch):
-    known = dict.fromkeys(("hits", "misses"), [[3.0] * NUM_BINS] * (scene.costs.num_layers - 1))
-    monkeypatch.setattr(scene.target.remembered, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
-    assert way_of(scene, "adaptive").make().tracker.lasting.sum() > 0
-    monkeypatch.setattr(scene.target.remembered, "stored_prior", {"of": "another model"})
-    assert way_of(scene, "adaptive").make().tracker.lasting.sum() == 0
+def test_adaptive_starts_from_what_is_stored_with_the_model(workload, monkeypatch):
+    known = dict.fromkeys(("hits", "misses"), [[3.0] * NUM_BINS] * (workload.costs.num_layers - 1))
+    monkeypatch.setattr(workload.target.remembered, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
+    assert method_of(workload, "adaptive").make().tracker.lasting.sum() > 0
+    monkeypatch.setattr(workload.target.remembered, "stored_prior", {"of": "another model"})
+    assert method_of(workload, "adaptive").make().tracker.lasting.sum() == 0
 
 
-def test_an_output_that_is_not_plain_decodings_is_counted(scene):
-    wrong = dataclasses.replace(scene.traces[1], tokens=(*scene.traces[1].tokens[:-1], 1))
-    other = scene._replace(traces=[scene.traces[0], wrong, scene.traces[2]])
-    (method,) = compare(other, [way_of(other, "plain")], 2, LiveConfig(repeats=1), ignore)
+def test_an_output_that_is_not_plain_decodings_is_counted(workload):
+    wrong = dataclasses.replace(workload.traces[1], tokens=(*workload.traces[1].tokens[:-1], 1))
+    other = workload._replace(traces=[workload.traces[0], wrong, workload.traces[2]])
+    (method,) = compare(other, [method_of(other, "plain")], 2, LiveConfig(repeats=1), ignore)
     assert method["differing_prompts"] == 1
 
 
-def test_the_reading_of_prompts_is_not_decoding(scene):
-    done = call(scene, way_of(scene, "plain"), 2)
+def test_the_reading_of_prompts_is_not_decoding(workload):
+    done = call(workload, method_of(workload, "plain"), 2)
     assert 0 < done.prefill < done.wall
     assert done.before > 0
     assert done.decoding == done.wall - done.before - done.prefill >= sum(done.seconds.values())
     assert [len(tokens) for tokens in done.tokens] == [12, 12, 12]
-    assert [len(tokens) for tokens in call(scene, way_of(scene, "plain"), 2, most=5).tokens] == [5, 5, 5]
+    assert [len(tokens) for tokens in call(workload, method_of(workload, "plain"), 2, most=5).tokens] == [5, 5, 5]
 
 
-def test_the_fixed_settings_are_those_that_replay_finds_fastest(scene):
+def test_the_fixed_settings_are_those_that_replay_finds_fastest(workload):
     config = LiveConfig(exit_layers=(1, 3), draft_lengths=(1, 2, 5), finalists=4)
-    ways = best_in_replay(scene, 2, config)
-    seconds = [replay(scene.traces, way.make(), scene.costs, 2).seconds for way in ways]
+    ways = best_in_replay(workload, 2, config)
+    seconds = [replay(workload.traces, way.make(), workload.costs, 2).seconds for way in ways]
     assert len(ways) == 4 and seconds == sorted(seconds)
-    assert len(best_in_replay(scene, 2, dataclasses.replace(config, finalists=99))) == 6
+    assert len(best_in_replay(workload, 2, dataclasses.replace(config, finalists=99))) == 6
 
 
 @pytest.mark.slow

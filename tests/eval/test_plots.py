@@ -22,7 +22,7 @@ def rows():
 
 def tasks():
     """What live timing finds of two tasks."""
-    spread = {"median": 1.5, "sure_low": 1.2, "sure_high": 1.6}
+    spread = {"median": 1.5, "ci_low": 1.2, "ci_high": 1.6}
     methods = [{"method": name, "live": spread} for name in ("adaptive", "fixed:1,2")]
     named = {"adaptive": "adaptive", "best_fixed": "fixed:1,2", "methods": methods}
     return [{"name": n, "batches": [{"batch_size": b, **named} for b in (1, 8)]} for n in ("code", "stories")]

@@ -20,7 +20,7 @@ def test_a_spread_is_the_median_the_range_and_an_interval_for_the_median():
 def test_the_interval_misses_the_true_median_no_more_often_than_once_in_twenty():
     draws = random.Random(0)
     caught = [spread(draws.expovariate(1) for _ in range(9)) for _ in range(500)]
-    assert 0.94 < fmean(each.sure_low <= log(2) <= each.sure_high for each in caught) < 0.985
+    assert 0.94 < fmean(each.ci_low <= log(2) <= each.ci_high for each in caught) < 0.985
 
 
 def test_the_order_of_methods_rotates():
