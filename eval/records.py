@@ -24,6 +24,7 @@ import yaml
 from eval.answers import Row
 from eval.methods import file_name
 from eval.run_config import completed
+from selfspec.files import write_whole
 
 try:
     import fcntl
@@ -87,16 +88,12 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         FullError: it could not be written; the file is what it was before.
     """
-    beside = path.with_name(path.name + ".new")
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         path.parent.mkdir(exist_ok=True)
-        beside.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
-        beside.replace(path)
+        write_whole(path, lambda file: file.write(data))
     except OSError as problem:
         raise FullError(path, problem) from problem
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)  # it is still there when the write failed
 
 
 def read_object(path: Path) -> Row:
