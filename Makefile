@@ -22,7 +22,7 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS='-k exit -x' goes to pytest,"
-	@echo "  JOBS=4 sets the number of test processes, BENCH_ARGS=--quick goes to the benchmark."
+	@echo "  JOBS=4 sets the number of test processes, BENCH_ARGS='--num-questions 48' goes to the benchmark."
 
 venv: $(STAMP) $(SMOLLM2)  ## make .venv with the tested versions of everything
 
@@ -61,7 +61,7 @@ format: $(STAMP)  ## let ruff repair what it can
 	$(VENV)/bin/ruff format .
 
 bench: $(STAMP)  ## measure plain and self-speculative decoding beside transformers' own
-	$(VENV)/bin/python -m eval bench $(BENCH_ARGS)
+	$(VENV)/bin/python -m eval run configs/eval/quick.yaml $(BENCH_ARGS)
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

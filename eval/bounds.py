@@ -1,7 +1,7 @@
-"""What could have been: the best static setting in hindsight, and the optimum of one who knows every draft's fate.
+"""Bounds for a policy: the best static setting in hindsight, and the optimum of one who knows every draft's outcome.
 
-Static settings draft by one exit layer, or by copies of the layers below it. The clairvoyant has all of them, and every
-other source of drafts.
+A static setting drafts by one exit layer, or by copies of the layers below it, all the time. The clairvoyant schedule
+may use any source of drafts in any round.
 """
 
 from __future__ import annotations
@@ -13,15 +13,69 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.round_costs import CostGrid
 from eval.traces import Bools, Trace
-from selfspec.control.costs import CONTEXT
-from selfspec.control.plan import DRAFTS
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.plan import DRAFTS, LOOKUP
+from selfspec.control.round_costs import deepest_copy
 from selfspec.drafting.prompt_lookup import Lookup, num_right
 
-THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-MOST_DRAFTED = 18
-MOST_ACCEPTED = 64  # longest draft of the clairvoyant
+THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # of static settings that stop at an unsure token
+MOST_DRAFTED = 18  # longest draft of a static setting
+MOST_ACCEPTED = 64  # longest draft of the clairvoyant schedule
+
+Ints = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+
+class CostGrid:
+    """Seconds of a round of one row by exit layer, drafted tokens (0..longest) and cached tokens, in arrays."""
+
+    def __init__(self, costs: Costs, longest: int) -> None:
+        layers, lengths = costs.num_layers, range(longest + 1)
+        exits, drafted = np.arange(1, layers)[:, None], np.arange(longest + 1)
+        self.plain = costs.plain_round(1)
+        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in lengths])
+        self.num_copied = deepest_copy(layers) if costs.copies is not None else 0  # exit layers that copies draft for
+        # Seconds by exit layer and drafted tokens: without and with a token drafted beside the others.
+        self.rounds, self.with_second = (
+            np.array([[costs.round(e, [d], CONTEXT, second) for d in lengths] for e in range(1, layers)])
+            for second in ([], [1])
+        )
+        self.copied, self.copied_with_second = (
+            np.array(
+                [
+                    [costs.round(e, [d], CONTEXT, second, copies=True) for d in lengths]
+                    for e in range(1, self.num_copied + 1)
+                ]
+            ).reshape(self.num_copied, longest + 1)
+            for second in ([], [1])
+        )
+        # What every cached token beyond CONTEXT adds: a layer's first token, and each further one of the same pass.
+        one = costs.reading(1, CONTEXT + 1)
+        further = costs.reading(1, CONTEXT + 1, 2) - one
+        verified = one + further * drafted
+        self.plain_slope, self.lookup_slope = layers * one, layers * verified
+        self.slope = one * (drafted + 1) * exits + (layers - exits) * verified
+        # Copies do not read the last drafted token, and all layers verify.
+        self.copied_slope = (one * drafted * exits + layers * verified)[: self.num_copied]
+        self.second_slope = layers * further  # of the last draft pass, and of the verification
+
+    def plain_at(self, context: float) -> float:
+        return float(self.plain + self.plain_slope * max(0.0, context - CONTEXT))
+
+    def by_lookup_at(self, context: float) -> Seconds:
+        """`[longest + 1]`: seconds of rounds that draft by lookup."""
+        return self.by_lookup + self.lookup_slope * max(0.0, context - CONTEXT)
+
+    def at(self, context: float, second: bool = False) -> Seconds:
+        """`[L - 1 + num_copied, longest + 1]`: seconds of rounds that layers draft, then of those that copies draft.
+
+        Args:
+            second: with one token drafted beside the others.
+        """
+        beyond, more = max(0.0, context - CONTEXT), self.second_slope if second else 0.0
+        layers, copies = (self.with_second, self.copied_with_second) if second else (self.rounds, self.copied)
+        return np.concatenate((layers + (self.slope + more) * beyond, copies + (self.copied_slope + more) * beyond))
 
 
 class Static(NamedTuple):
@@ -30,16 +84,16 @@ class Static(NamedTuple):
     exit_layer: int | None
     num_draft_tokens: int
     min_confidence: float
-    seconds: float
-    copies: bool = False  # in 4 bits
+    seconds: float  # for all traces together
+    copies: bool = False  # whether 4-bit copies of the layers draft
 
 
 def plain_seconds(traces: Sequence[Trace], costs: CostGrid) -> float:
     return sum(costs.plain_at(t.prompt_length + i) for t in traces for i in range(len(t.tokens)))
 
 
-def runs(hits: Bools) -> np.ndarray:
-    """Consecutive hits from each position on, along the last axis."""
+def runs(hits: Bools) -> Ints:
+    """Number of consecutive hits from each position on, along the last axis."""
     out = np.zeros(hits.shape, np.int64)
     out[..., -1] = hits[..., -1]
     for i in range(hits.shape[-1] - 2, -1, -1):
@@ -47,10 +101,37 @@ def runs(hits: Bools) -> np.ndarray:
     return out
 
 
-def drafted(trace: Trace, line: int, threshold: float, accepted: np.ndarray) -> np.ndarray:
-    """Tokens a draft without a cap writes from each position on before a confidence below `threshold` stops it."""
+def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
+    """Every static setting, with the seconds that it takes for all traces together."""
+    yield Static(None, 0, 0.0, plain_seconds(traces, costs))
+    runs_of = [runs(trace.hits) for trace in traces]
+    for e, copies in product(range(1, traces[0].num_layers), (False, True)):
+        if copies and e > costs.num_copied:
+            continue
+        # Where a trace does not tell what copies draft, they are taken to draft as the layers do.
+        told = [copies and e <= len(trace.copied) for trace in traces]
+        accepted = [
+            t.copied_right[e - 1].astype(np.int64) if by_copies else a[e - 1]
+            for t, a, by_copies in zip(traces, runs_of, told, strict=True)
+        ]
+        base, slope = (
+            (costs.copied[e - 1], costs.copied_slope[e - 1]) if copies else (costs.rounds[e - 1], costs.slope[e - 1])
+        )
+        table = base.tolist(), slope.tolist()
+        for threshold in thresholds:
+            lengths = [
+                _drafted_by_copies(t, e - 1, threshold) if by_copies else _drafted(t, e - 1, threshold, a)
+                for t, a, by_copies in zip(traces, accepted, told, strict=True)
+            ]
+            walked = list(zip(traces, accepted, lengths, strict=True))
+            for d in range(1, MOST_DRAFTED + 1):
+                yield Static(e, d, threshold, sum(_walk(t, costs, table, d, a, n) for t, a, n in walked), copies)
+
+
+def _drafted(trace: Trace, line: int, threshold: float, accepted: Ints) -> Ints:
+    """Tokens that a draft of any length writes from each position on, up to a confidence below `threshold`."""
     n = len(trace.tokens)
-    limit = np.float64(threshold)  # as decoding compares: a float32 that is the nearest to 0.9 lies below 0.9
+    limit = np.float64(threshold)  # as decoding compares: the float32 nearest to 0.9 lies below 0.9
     low = trace.confidences[line] < limit
     to_low = runs(~low)  # confident tokens from here on
     wrong_low = trace.wrong[line] < limit  # [n, steps]; NaN is not low
@@ -66,44 +147,16 @@ def drafted(trace: Trace, line: int, threshold: float, accepted: np.ndarray) -> 
     return out
 
 
-def drafted_by_copies(trace: Trace, line: int, threshold: float) -> np.ndarray:
-    """The same of copies."""
+def _drafted_by_copies(trace: Trace, line: int, threshold: float) -> Ints:
+    """The same for copies."""
     low = trace.copied[line] < np.float64(threshold)  # NaN is not low
     return np.where(low.any(1), low.argmax(1) + 1, MOST_ACCEPTED)
 
 
-def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
-    """Every static setting with the seconds it takes for all traces together."""
-    yield Static(None, 0, 0.0, plain_seconds(traces, costs))
-    num_layers = traces[0].num_layers
-    runs_of = [runs(trace.hits) for trace in traces]
-    for e, copies in product(range(1, num_layers), (False, True)):
-        if copies and e > costs.half:
-            continue
-        told = [copies and e <= len(trace.copied) for trace in traces]  # else copies are taken to draft as layers do
-        accepted = [
-            t.copied_right[e - 1] if by_copies else a[e - 1]
-            for t, a, by_copies in zip(traces, runs_of, told, strict=True)
-        ]
-        table = costs.of(e, copies)
-        for threshold in thresholds:
-            lengths = [
-                drafted_by_copies(t, e - 1, threshold) if by_copies else drafted(t, e - 1, threshold, a)
-                for t, a, by_copies in zip(traces, accepted, told, strict=True)
-            ]
-            for d in range(1, MOST_DRAFTED + 1):
-                walked = zip(traces, accepted, lengths, strict=True)
-                yield Static(e, d, threshold, sum(_walk(t, costs, table, d, a, n) for t, a, n in walked), copies)
-
-
 def _walk(
-    trace: Trace,
-    costs: CostGrid,
-    table: tuple[list[float], list[float]],
-    most: int,
-    accepted: np.ndarray,
-    lengths: np.ndarray,
+    trace: Trace, costs: CostGrid, table: tuple[list[float], list[float]], most: int, accepted: Ints, lengths: Ints
 ) -> float:
+    """Seconds of one output, drafting at most `most` tokens in every round."""
     base, slope = table
     runs_, stops = accepted.tolist(), lengths.tolist()
     at, n, seconds = 0, len(trace.tokens), 0.0
@@ -119,36 +172,20 @@ def _walk(
     return seconds
 
 
-def best_static(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Static:
-    """The setting that would have been fastest over all the traces together."""
-    return min(statics(traces, costs, thresholds), key=lambda s: s.seconds)
-
-
-def by_lookup(trace: Trace, longest: int) -> NDArray[np.int64]:
-    """Tokens that a draft by lookup of `longest` tokens would have accepted at each position; -1: it has no match."""
-    content = list(trace.prompt)
-    lookup, out = Lookup(content), np.empty(len(trace.tokens), np.int64)
-    for i, token in enumerate(trace.tokens):
-        guess = lookup.draft(longest)
-        out[i] = num_right(guess.tokens, trace.tokens[i:]) if guess.match else -1
-        content.append(token)
-    return out
-
-
 def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -> float:
     """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
 
-    A round is plain, or drafts what will be accepted, by any of `drafts`; where layers draft, copies of them may too. A
-    wrong token, drafted alone, is allowed as well: where a table makes that cheaper than a plain round, static settings
-    have it too, and the bound must hold. So is one wrong token with the right one beside it.
+    A round is plain, or drafts what will be accepted, from any source in `drafts`. A wrong token drafted alone is
+    allowed as well: where a table makes that cheaper than a plain round, static settings have it too, and the bound
+    must hold. So is one wrong token with the right one beside it.
     """
-    n, most = len(trace.tokens), costs.base.shape[1] - 1
+    n, most = len(trace.tokens), costs.rounds.shape[1] - 1
     accepted = runs(trace.hits)
     copied = trace.copied_right if len(trace.copied) else accepted
-    accepted = np.minimum(np.concatenate((accepted, copied[: costs.half])), most)  # [L - 1 + half, n]
+    accepted = np.minimum(np.concatenate((accepted, copied[: costs.num_copied])), most)  # [L - 1 + num_copied, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
-    found = by_lookup(trace, most) if "lookup" in drafts else np.full(n, -1)
-    rest = np.zeros(n + most + 2)
+    found = _by_lookup(trace, most) if "lookup" in drafts else np.full(n, -1)
+    rest = np.zeros(n + most + 2)  # seconds from each position on
     lengths = np.arange(most + 1)
     for i in range(n - 1, -1, -1):
         context = trace.prompt_length + i
@@ -167,12 +204,23 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -
     return float(rest[0])
 
 
-def _with_second(trace: Trace, costs: CostGrid, accepted: NDArray[np.int64], i: int, rest: Any) -> float:
+def _by_lookup(trace: Trace, longest: int) -> Ints:
+    """Tokens that a draft by lookup of `longest` tokens would have accepted at each position; -1: it has no match."""
+    content = list(trace.prompt)
+    lookup, out = Lookup(content), np.empty(len(trace.tokens), np.int64)
+    for i, token in enumerate(trace.tokens):
+        guess = lookup.draft(longest)
+        out[i] = num_right(guess.tokens, trace.tokens[i:]) if guess.match else -1
+        content.append(token)
+    return out
+
+
+def _with_second(trace: Trace, costs: CostGrid, accepted: Ints, i: int, rest: Any) -> float:
     """Seconds from position i on, where the first round drafts up to a wrong token, and the right one beside it."""
-    n, most, exits = len(trace.tokens), costs.base.shape[1] - 1, trace.num_layers - 1
+    n, most, exits = len(trace.tokens), costs.rounds.shape[1] - 1, trace.num_layers - 1
     lines = np.flatnonzero((accepted + 1 <= most) & (i + accepted + 3 <= n))
     lines = lines[trace.seconds[lines % exits, i + accepted[lines]]]
     if not len(lines):
         return float("inf")
     right = accepted[lines]
-    return float((costs.with_second_at(trace.prompt_length + i)[lines, right + 1] + rest[i + right + 2]).min())
+    return float((costs.at(trace.prompt_length + i, second=True)[lines, right + 1] + rest[i + right + 2]).min())

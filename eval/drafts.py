@@ -1,4 +1,4 @@
-"""What a plan's draft comes to on a trace: how long it gets before it stops, and how much of it is right."""
+"""Drafts on a trace: how long a plan's draft gets before it stops, and how much of it is right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.drafting.prompt_lookup import Guess, num_right
 
 
 def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
-    """What a draft of `length` tokens from output position `at` comes to.
+    """The outcome of a draft of `length` tokens from output position `at`.
 
     Raises:
         ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
@@ -63,14 +63,14 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
 
 
 def by_lookup(request_id: int, guess: Guess, rest: Sequence[int]) -> RowOutcome:
-    """What a draft by lookup comes to where the output goes on with `rest`."""
+    """The outcome of a draft by lookup where the output goes on with `rest`."""
     match, is_stored = (guess.match, guess.is_stored) if guess.tokens else (0, False)
     drafted, right = len(guess.tokens), num_right(guess.tokens, rest)
     return RowOutcome(request_id, drafted, right, match=match, is_stored=is_stored)
 
 
 def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome: RowOutcome) -> RowOutcome:
-    """What was drafted beside the draft, and came of it."""
+    """The outcome with the second choices that were drafted beside the draft."""
     room = len(trace.tokens) - at
     found = likely_seconds(rule, outcome.confidences, min(rule.most, room - 1 - outcome.num_drafted))
     second = bool(trace.seconds[line, at + outcome.num_accepted]) if outcome.num_accepted in found else None
@@ -78,14 +78,17 @@ def _with_second(trace: Trace, at: int, rule: SecondChoices, line: int, outcome:
 
 
 def _has_copies(trace: Trace, plan: Plan) -> bool:
-    """Whether the trace tells what the copies draft that the plan asks for; else they are taken to draft as layers."""
-    if plan.draft_bits is None or not plan.exit_layer or plan.keep_divergence:  # which layers draft
+    """Whether the plan drafts with copies and the trace tells what they draft; else they are taken to draft as layers.
+
+    A plan that keeps divergences drafts with the layers themselves.
+    """
+    if plan.draft_bits is None or not plan.exit_layer or plan.keep_divergence:
         return False
     return plan.exit_layer <= len(trace.copied)
 
 
 def _num_right(trace: Trace, line: int, at: int, length: int, copies: bool) -> int:
-    """How many of the tokens are right that a layer, or copies, draft from output position `at` on."""
+    """How many tokens are right of those that a layer, or the copies, draft from output position `at` on."""
     if copies:
         right, recorded = int(trace.copied_right[line, at]), trace.copied.shape[2]
         if right == recorded < length:
@@ -96,7 +99,7 @@ def _num_right(trace: Trace, line: int, at: int, length: int, copies: bool) -> i
 
 
 def _sure(trace: Trace, at: int, length: int, plan: Plan) -> list[float]:
-    """The confidences of what the plan's layer, or copies of those below it, draft from output position `at` on."""
+    """The confidences of what the plan's layer, or the copies, draft from output position `at` on."""
     assert plan.exit_layer is not None
     line = plan.exit_layer - 1
     if _has_copies(trace, plan):

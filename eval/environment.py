@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.legacy import LoadedTarget as Target
+from eval.models import Target
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,14 +47,17 @@ def machine() -> dict[str, Any]:
 
 def commit() -> dict[str, Any]:
     """The repository's commit, and whether files differ from it; None outside a repository."""
-    head, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    head, status = _output("git", "rev-parse", "HEAD"), _output("git", "status", "--porcelain")
     return {"commit": head, "dirty": None if status is None else bool(status)}
 
 
-def _git(*command: str) -> str | None:
+def _output(*command: str) -> str | None:
+    """What a command writes to standard output; None where it cannot be run or fails."""
     try:
-        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
 
@@ -84,7 +87,9 @@ def device(where: torch.device) -> dict[str, Any]:
         return {"device": str(where)}
     properties = torch.cuda.get_device_properties(where)
     gib = round(properties.total_memory / 2**30, 1)
-    return {"device": str(where), "gpu": properties.name, "gpu_memory_gib": gib, "cuda": torch.version.cuda}
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    about = {"gpu": properties.name, "gpu_memory_gib": gib, "driver": driver and driver.split("\n")[0]}
+    return {"device": str(where), **about, "cuda": torch.version.cuda}
 
 
 def model(target: Target, name: str) -> dict[str, Any]:
@@ -101,3 +106,8 @@ def model(target: Target, name: str) -> dict[str, Any]:
         "graphs_of_selfspec": target.stack.runner is not None,
         "engine_of_selfspec": target.stack.engine,
     }
+
+
+def difference() -> str:
+    """How the repository's files differ from its commit, as git shows it."""
+    return _output("git", "diff", "HEAD") or ""

@@ -1,9 +1,8 @@
-"""Live speed of policies beside plain decoding and beside what replay predicts, by batch size, in one process.
+"""Compare policies live, by batch size, with plain decoding and with what replay predicts: `python -m eval live`.
 
-All speedups are of decoding: live, what precedes the first round and the reading of prompts (and what a policy looks at
-in it) is taken off every call, and replay has none. Replay prices the forwards of rounds by costs that were measured
-beside every repeat, and counts what the interpreter took there in rounds that draft and in those that do not. The
-speedup of whole calls, with everything in it, is reported beside them.
+Speedups are of decoding: of a live call, what precedes the first round and the reading of prompts is subtracted; a
+replay has neither. Replay prices the forwards of rounds by costs that were measured before the call's repeat, and adds
+what the interpreter took in the call. The speedup of whole calls, with everything in it, is reported as well.
 Stages and the reading of prompts are timed by the engine's own clock, which off the CPU measures launches.
 """
 
@@ -11,30 +10,72 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from eval import environment
-from eval.bench import check_room
-from eval.config import LiveConfig, Task
-from eval.live_timing import STAGES, Call, Scene, Way, interleave, scene_of
-from eval.methods import Endless
-from eval.questions import encode, read_questions
+import torch
+
+from eval import environment, plots, task_command
+from eval.config import check, check_least, option
+from eval.live_table import render
+from eval.live_timing import STAGES, Call, Method, Workload, interleave, workload_of
+from eval.models import Endless, measured_costs
 from eval.recording import prior_of
-from eval.replay import Replayed, make, replay
-from eval.summary import spread
-from eval.timing import Say
-from eval.traces import save
-from selfspec.calibrate.measure import measure
+from eval.replay import Replayed, make, parse_policy, replay
+from eval.synthetic import random_prompts, synthetic_target
+from eval.tasks import Task, TaskConfig, check_tasks, open_task, save_traces
+from eval.timing import Say, spread
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
 from selfspec.decoding.stats import SpecStats
-from selfspec.legacy import opened as load_model
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
+ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at a quarter of their layers
+PROMPTS, PROMPT_TOKENS = 8, 24  # of the synthetic targets
+
+
+@dataclass(frozen=True, slots=True)
+class LiveConfig(TaskConfig):
+    """One comparison of live policies."""
+
+    tokens: int = option(128, "Tokens per prompt, as far as a model's context holds them; ends of text are ignored.")
+    batch_sizes: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "Rows decoded together, each a comparison of its own.")
+    exit_layers: tuple[int, ...] = option((), "Exit layers E of fixed settings; empty: every eighth up to half.")
+    draft_lengths: tuple[int, ...] = option((1, 2, 3, 4, 6, 8), "Draft lengths D to try with every exit layer.")
+    finalists: int = option(2, "Fixed settings, the best in replay, that are timed; the fastest is the best fixed one.")
+    policies: tuple[str, ...] = option((), "Further policies to time, beside plain, adaptive and fixed.")
+    exact: bool = option(False, "Also time plain and adaptive in exact mode, at one prompt's costs of the usual mode.")
+    repeats: int = option(7, "How often every method decodes all prompts.")
+    warmup_tokens: int = option(16, "Tokens per prompt that every method writes untimed at every batch size.")
+    cost_repeats: int = option(15, "How often every piece of a round is timed, for the costs.")
+    synthetic: bool = option(True, "Also time adaptive on synthetic targets whose acceptance falls from 1 to 0.05.")
+    synthetic_batch_sizes: tuple[int, ...] = option((1, 8), "Rows decoded together there.")
+    synthetic_hidden_size: int = option(256, "Their hidden size: the larger, the less the interpreter weighs.")
+
+    def __post_init__(self) -> None:
+        check_tasks(self)
+        check_least(self, 0, "threads", "num_questions")
+        check_least(self, 1, "tokens", "finalists", "repeats", "warmup_tokens", "cost_repeats")
+        size = self.synthetic_hidden_size
+        check(size >= 16 and size % 16 == 0, "synthetic_hidden_size", "a multiple of 16", size)
+        for name in ("batch_sizes", "draft_lengths", "synthetic_batch_sizes", "exit_layers"):
+            given = getattr(self, name)
+            fits = all(n >= 1 for n in given) and len(set(given)) == len(given)
+            check(fits and bool(given or name == "exit_layers"), name, "different numbers of at least 1", list(given))
+        for name in self.policies:
+            parse_policy(name)
+
+    def exits_of(self, num_layers: int) -> tuple[int, ...]:
+        """The exit layers to try on a model of `num_layers`."""
+        if not self.exit_layers:
+            return tuple(sorted({max(1, num_layers * eighths // 8) for eighths in range(1, 5)}))
+        fits = all(layer < num_layers for layer in self.exit_layers)
+        check(fits, "exit_layers", f"in 1..{num_layers - 1} for this model", list(self.exit_layers))
+        return self.exit_layers
 
 
 def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = None) -> dict[str, Any]:
@@ -46,135 +87,158 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     Raises:
         ValueError: the model or its questions cannot be opened, or the model lacks an exit layer asked for.
     """
-    say(f"{task.name}: loading {task.model}")
-    target = load_model(task.model, device=config.device or None, dtype=config.dtype)
-    prompts = encode(read_questions(task.questions, config.num_questions), target.tokenizer)
-    check_room(target, prompts, 1)
+    target, prompts = open_task(task, config, say)
     config.exits_of(target.stack.num_layers)
     say(f"{task.name}: measuring costs")
-    costs = measure(target.stack, config.batch_sizes, config.cost_repeats, within=None)
-    scene = scene_of(Endless(target), prompts, config.tokens, costs, task.name, say)
+    costs = measured_costs(target, config.batch_sizes, config.cost_repeats)
+    workload = workload_of(Endless(target), prompts, config.tokens, costs, task.name, say)
     if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        save(scene.traces, Path(folder) / f"{task.name}.npz", prior_of(target))
+        save_traces(workload.traces, folder, task.name, prior_of(target))
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
         "model": environment.model(target, task.model) | environment.device(target.stack.device),
         "prompts": {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)},
-        "num_tokens": sum(len(trace.tokens) for trace in scene.traces),
+        "num_tokens": sum(len(trace.tokens) for trace in workload.traces),
         "costs": costs.as_dict(),
-        "batches": [time_batch(scene, size, config, task.name, say) for size in config.batch_sizes],
+        "batches": [time_batch(workload, size, config, task.name, say) for size in config.batch_sizes],
     }
 
 
-def time_batch(scene: Scene, batch_size: int, config: LiveConfig, name: str, say: Say) -> dict[str, Any]:
-    """Plain, adaptive, the fixed settings that do best in replay and all others asked for, at one batch size."""
+def time_batch(workload: Workload, batch_size: int, config: LiveConfig, name: str, say: Say) -> dict[str, Any]:
+    """Plain, adaptive, the fixed settings that are best in replay and all others asked for, at one batch size."""
     say(f"{name}, batch size {batch_size}: choosing fixed settings by replay")
-    scene = scene.filled(batch_size)
+    workload = workload.filled(batch_size)
     others = [policy for policy in dict.fromkeys(config.policies) if policy not in (PLAIN, ADAPTIVE)]
-    best = best_in_replay(scene, batch_size, config)
-    ways = [way_of(scene, policy) for policy in (PLAIN, ADAPTIVE)] + best + [way_of(scene, p) for p in others]
-    say(f"{name}, batch size {batch_size}: {', '.join(way.name for way in ways)}")
-    methods = compare(scene, ways, batch_size, config, say)
-    own = next(method for method in methods if method["kind"] == ADAPTIVE)
-    timed = [method for method in methods if method["kind"] == FIXED]
-    best_fixed = max(timed, key=lambda method: method["live"]["median"])
+    methods = [method_of(workload, policy) for policy in (PLAIN, ADAPTIVE)]
+    exact = [m._replace(name=f"{m.name}, exact", kind=OTHER, exact=True) for m in methods if config.exact]
+    methods += best_in_replay(workload, batch_size, config) + exact
+    methods += [method_of(workload, policy) for policy in others]
+    say(f"{name}, batch size {batch_size}: {', '.join(method.name for method in methods)}")
+    records = compare(workload, methods, batch_size, config, say)
+    own = next(record for record in records if record["kind"] == ADAPTIVE)
+    best_fixed = max((r for r in records if r["kind"] == FIXED), key=lambda record: record["live"]["median"])
     by_repeat = zip(own["live_by_repeat"], best_fixed["live_by_repeat"], strict=True)
     return {
         "batch_size": batch_size,
-        "num_prompts": len(scene.prompts),
+        "num_prompts": len(workload.prompts),
         "adaptive": ADAPTIVE,
         "best_fixed": best_fixed["method"],
         "adaptive_over_best_fixed": spread(a / b for a, b in by_repeat)._asdict(),
-        "methods": methods,
+        "methods": records,
     }
 
 
-def compare(scene: Scene, ways: Sequence[Way], batch_size: int, config: LiveConfig, say: Say) -> list[dict[str, Any]]:
-    """Records of some ways, the first of which is plain decoding, timed in turn and replayed."""
-    calls = interleave(scene, ways, batch_size, config.repeats, config.warmup_tokens, say)
-    say("replaying")
-    replayed = {way.name: [_replay(scene, way, one, batch_size) for one in calls[way.name]] for way in ways}
-    first = ways[0].name
-    return [_record(way, calls[way.name], calls[first], replayed[way.name], replayed[first], scene) for way in ways]
+def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
+    """Adaptive and plain decoding of synthetic targets, by acceptance; and where adaptive is slowest."""
+    size, costs, levels = config.synthetic_hidden_size, None, []
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shape: dict[str, Any] = {"hidden_size": size, "intermediate_size": 5 * size // 2, "num_key_value_heads": 4}
+    for wanted in ACCEPTANCES:
+        target = synthetic_target("tiny", device=device, exit_layer=2, acceptance=wanted, **shape)
+        if costs is None:
+            say("synthetic: measuring costs")
+            costs = measured_costs(target, config.synthetic_batch_sizes, config.cost_repeats)
+        prompts = random_prompts(target.stack.vocab_size, PROMPTS, PROMPT_TOKENS)
+        workload = workload_of(target, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
+        hits = [bool(hit) for trace in workload.traces for hit in trace.hits[target.made.exit_layer - 1]]
+        batches = []
+        for rows in config.synthetic_batch_sizes:
+            filled = workload.filled(rows)
+            methods = [method_of(filled, policy) for policy in (PLAIN, ADAPTIVE)]
+            batches.append({"batch_size": rows, "methods": compare(filled, methods, rows, config, say)})
+        levels.append({**target.about(), "wanted": wanted, "acceptance": fmean(hits), "batches": batches})
+    found = [
+        {"acceptance": level["acceptance"], "batch_size": batch["batch_size"], **batch["methods"][1]}
+        for level in levels
+        for batch in level["batches"]
+    ]
+    return {"levels": levels, "lowest": min(found, key=lambda each: each["live"]["median"])}
 
 
-def _replay(scene: Scene, way: Way, live: Call, batch_size: int) -> Replayed:
-    """By a policy that knows what the live one did when it began, in the time that rounds take by the costs measured
-    beside that call, and with what the interpreter took in its rounds."""
-    policy, costs = way.make(), live.costs or scene.costs
+class Timed(NamedTuple):
+    """A method's calls, one per repeat, and a replay of each."""
+
+    method: Method
+    calls: Sequence[Call]
+    replays: Sequence[Replayed]
+
+
+def compare(
+    workload: Workload, methods: Sequence[Method], batch_size: int, config: LiveConfig, say: Say
+) -> list[dict[str, Any]]:
+    """Records of some methods, the first of which is plain decoding, timed in turn and replayed."""
+    calls = interleave(workload, methods, batch_size, config.repeats, config.warmup_tokens, say)
+    timed = []
+    for method in methods:
+        live = calls[method.name]
+        timed.append(Timed(method, live, [_replay(workload, method, one, batch_size) for one in live]))
+    texts = [list(trace.tokens) for trace in workload.traces]
+    return [_record(one, timed[0], texts) for one in timed]
+
+
+def _replay(workload: Workload, method: Method, live: Call, batch_size: int) -> Replayed:
+    """By a policy that knew as much as the live one when it began, at the costs measured before that call."""
+    policy, costs = method.make(), live.costs or workload.costs
     if isinstance(policy, Adaptive) and live.correction is not None:
         policy.set_correction(live.correction)
-    return replay(scene.traces, policy, costs, batch_size, beside=live.beside)
+    return replay(workload.traces, policy, costs, batch_size, overheads=live.overheads)
 
 
-def way_of(scene: Scene, policy: str) -> Way:
+def method_of(workload: Workload, policy: str) -> Method:
     """A policy by name, which starts from what is stored with the model: its statistics, or exit and draft length."""
     told: tuple[int | None, int | None] = (None, None)
-    if policy not in CHOOSES_EXIT:
-        told = scene.target.default_exit_layer, scene.target.default_num_draft_tokens
+    if parse_policy(policy).kind not in CHOOSES_EXIT:
+        told = workload.target.default_exit_layer, workload.target.default_num_draft_tokens
     kind = policy if policy in (PLAIN, ADAPTIVE) else OTHER
-    prior = prior_of(scene.target)
-    return Way(policy, kind, lambda: make(policy, scene.costs, *told, prior), {})
+    prior = prior_of(workload.target)
+    return Method(policy, kind, lambda: make(policy, workload.costs, *told, prior), {})
 
 
-def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Way:
+def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Method:
     settings = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    name = f"fixed (E={exit_layer}, D={num_draft_tokens})"
-    return Way(name, FIXED, lambda: make("fixed", costs, exit_layer, num_draft_tokens), settings)
+    name = f"fixed:{exit_layer},{num_draft_tokens}"
+    return Method(name, FIXED, lambda: make(name, costs), settings)
 
 
-def best_in_replay(scene: Scene, batch_size: int, config: LiveConfig) -> list[Way]:
+def best_in_replay(workload: Workload, batch_size: int, config: LiveConfig) -> list[Method]:
     """The fixed settings of the grid that replay finds fastest, the fastest first."""
-    exits = config.exits_of(scene.costs.num_layers)
-    grid = [fixed(scene.costs, e, d) for e, d in product(exits, config.draft_lengths)]
-    seconds = {way.name: _rounds(replay(scene.traces, way.make(), scene.costs, batch_size)) for way in grid}
-    return sorted(grid, key=lambda way: seconds[way.name])[: config.finalists]
+    exits = config.exits_of(workload.costs.num_layers)
+    grid = [fixed(workload.costs, e, d) for e, d in product(exits, config.draft_lengths)]
+    done = {one.name: replay(workload.traces, one.make(), workload.costs, batch_size) for one in grid}
+    return sorted(grid, key=lambda one: done[one.name].round_seconds)[: config.finalists]
 
 
-def _rounds(done: Replayed) -> float:
-    """Seconds of a replay's rounds: without looks at prompts, as the live ones."""
-    return sum(round_.seconds for round_ in done.rounds)
-
-
-def _record(
-    way: Way,
-    calls: Sequence[Call],
-    plain: Sequence[Call],
-    replays: Sequence[Replayed],
-    plain_replays: Sequence[Replayed],
-    scene: Scene,
-) -> dict[str, Any]:
-    """What a way came to live, beside plain decoding in the same repeats, and in replay beside plain decoding there."""
-    live = [b.decoding / a.decoding for a, b in zip(calls, plain, strict=True)]
+def _record(own: Timed, plain: Timed, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Live speedups over plain decoding in the same repeats, and those of the replays over plain decoding's."""
+    method, calls, replays = own
+    live = [b.decoding / a.decoding for a, b in zip(calls, plain.calls, strict=True)]
     seconds = spread(each.decoding for each in calls)
-    predicted = [_rounds(b) / _rounds(a) for a, b in zip(replays, plain_replays, strict=True)]
+    predicted = [b.round_seconds / a.round_seconds for a, b in zip(replays, plain.replays, strict=True)]
     done = sorted(replays, key=lambda each: len(each.rounds))[len(replays) // 2]
-    wanted = [list(trace.tokens) for trace in scene.traces]
     return {
-        "method": way.name,
-        "kind": way.kind,
-        "settings": dict(way.settings),
+        "method": method.name,
+        "kind": method.kind,
+        "settings": dict(method.settings),
         "predicted": spread(predicted).median,
         "live": spread(live)._asdict(),
         "live_by_repeat": live,
         "live_over_predicted": spread(a / b for a, b in zip(live, predicted, strict=True)).median,
-        "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain, strict=True))._asdict(),
+        "whole_call": spread(b.wall / a.wall for a, b in zip(calls, plain.calls, strict=True))._asdict(),
         "seconds": seconds._asdict(),
-        "predicted_seconds": spread(map(_rounds, replays)).median,
+        "predicted_seconds": spread(each.round_seconds for each in replays).median,
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
         "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),
-        "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(wanted)),
-        **_inside(calls),
+        "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(texts)),
+        **_round_figures(calls),
     }
 
 
-def _inside(calls: Sequence[Call]) -> dict[str, Any]:
-    """Where the time of a way's rounds went, and what it planned, over all its calls together."""
+def _round_figures(calls: Sequence[Call]) -> dict[str, Any]:
+    """Where the time of a method's rounds went, and what it planned, over all its calls together."""
     stages = {stage: sum(each.seconds[stage] for each in calls) for stage in STAGES}
-    rounds, rows = sum(each.rounds for each in calls), sum(each.rows for each in calls)
+    rounds, rows = sum(each.rounds for each in calls), sum(each.drafting_rows for each in calls)
     exits = sum((each.exits for each in calls), Counter[int | None]())
     drafting = Counter({layer: count for layer, count in exits.items() if layer is not None})
     stats = sum((each.stats for each in calls), SpecStats())
@@ -193,3 +257,23 @@ def _inside(calls: Sequence[Call]) -> dict[str, Any]:
 def _by_exit(exits: Counter[int | None], over: int = 1) -> dict[str, float]:
     """Rounds by planned exit layer, plain ones left out, as names of a JSON document."""
     return {str(layer): exits[layer] / over for layer in sorted(layer for layer in exits if layer is not None)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code.
+
+    Raises:
+        ValueError, OSError, UnsupportedModelError: something asked for is not possible.
+    """
+    options = task_command.parser_of("live", LiveConfig, __doc__).parse_args(arguments)
+    config = task_command.configured(LiveConfig, options)
+    check(bool(config.tasks) or config.synthetic, "tasks", "at least one where synthetic is off", [])
+
+    def measured(say: Say, folder: Path | None) -> dict[str, Any]:
+        tasks = [time_task(task, config, say, options.record_traces) for task in config.tasks]
+        synthetic = time_synthetic(config, say) if config.synthetic else None
+        if folder is not None and tasks:
+            plots.plot_live(tasks, folder / "live.svg")
+        return {"benchmark": "live", "tasks": tasks, "synthetic": synthetic}
+
+    return task_command.run(options, config, measured, render)

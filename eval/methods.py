@@ -1,181 +1,107 @@
-"""Methods: ways to continue prompts, behind one signature, so that every comparison treats them alike.
+"""Names of methods: selfspec's policies, transformers' own decoders, llama.cpp, and any other engine.
 
-A method takes prompts as token ids and returns new token ids; text is no part of it. Ends of text are ignored, so that
-every method writes exactly `max_new_tokens` and their times can be compared.
+plain, adaptive, fs, ...            a policy of selfspec
+fixed:E,D                           exit layer E, D drafted tokens
+adaptive:exit+copies                adaptive, with drafts from these sources alone
+transformers                        `model.generate`
+transformers:early_exit:E           with assistant_early_exit=E
+transformers:prompt_lookup:N        with prompt_lookup_num_tokens=N
+transformers:assistant:MODEL        with a second model that drafts
+llama.cpp, llama.cpp:FILE           llama.cpp on the model's own GGUF file, or on FILE
+external:NAME                       a command, see eval/external.py
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+import difflib
+import re
+from typing import Any, NamedTuple
 
-import torch
+from selfspec.control.plan import DRAFTS
+from selfspec.control.registry import POLICIES
 
-from selfspec.decoding.results import Round
-from selfspec.decoding.stats import SpecStats
-from selfspec.legacy import WHOLE_BURST
-from selfspec.legacy import LoadedTarget as Target
-
-Ids = Sequence[Sequence[int]]
-
-
-class Answer(NamedTuple):
-    """What a method made of one prompt."""
-
-    tokens: list[int]
-    stats: SpecStats | None  # None where the method does not say
-
-
-class Method(Protocol):
-    """Continues every prompt greedily by `max_new_tokens`; more than one prompt are decoded together."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def settings(self) -> Mapping[str, int]: ...
-    def __call__(self, prompts: Ids, max_new_tokens: int) -> list[Answer]: ...
+BESIDE = {"copies", "tree"}  # sources of drafts that only change how others draft
+PEERS = ("early_exit", "prompt_lookup", "assistant")
+LLAMA_CPP = "llama.cpp"
+PLAIN_KINDS = ("plain", "transformers")  # methods that draft nothing: a run's speedups are over the fastest of them
+FORMS = (
+    *POLICIES,
+    "fixed:E,D",
+    *(f"adaptive:{one}" for one in DRAFTS if one not in BESIDE),
+    f"adaptive:{'+'.join(DRAFTS)}",
+    "transformers",
+    "transformers:early_exit:E",
+    "transformers:prompt_lookup:N",
+    "transformers:assistant:MODEL",
+    LLAMA_CPP,
+    "llama.cpp:FILE",
+    "external:NAME",
+)
 
 
-class Endless(Target):
-    """A target that knows no end of text and takes nothing from its model's generation config.
+class MethodName(NamedTuple):
+    """A method's name and what it says.
 
-    Its model, views and self-check are those of the target it is made from.
+    Attributes:
+        kind: a policy, "transformers", one of PEERS, "llama.cpp" or "external".
+        option: what follows the last colon; empty where nothing does.
     """
 
-    def __init__(self, target: Target, with_text: bool = False) -> None:
-        vars(self).update(vars(target))
-        self.remembered = target.remembered.copy()  # what it sees is its own
-        if not with_text:
-            self.tokenizer = None
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return frozenset()
-
-    @property
-    def stored(self) -> None:
-        """Greedy and neutral, or what a method's options say: figures do not change with a model's files."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class SelfSpec:
-    """selfspec as `generate` decodes: plain decoding, or the fixed policy when `settings` name E and D."""
-
-    target: Endless
     name: str
-    family: str
-    settings: Mapping[str, int] = field(default_factory=dict)
+    kind: str
+    option: str = ""
 
-    def rounds(self, prompts: Ids, max_new_tokens: int) -> Iterator[Round]:
-        policy = "fixed" if self.settings else "plain"
-        batch = {"max_batch_size": len(prompts), "max_new_tokens": max_new_tokens, "burst": WHOLE_BURST}
-        return self.target.stream(prompts, policy=policy, **self.settings, **batch)  # type: ignore[arg-type]
+    @property
+    def is_ours(self) -> bool:
+        return self.kind in POLICIES
 
-    def __call__(self, prompts: Ids, max_new_tokens: int) -> list[Answer]:
-        rows = [row for round_ in self.rounds(prompts, max_new_tokens) for row in round_.rows]
-        done = sorted((row.completion for row in rows if row.completion is not None), key=lambda c: c.request_id)
-        return [Answer(completion.tokens, completion.stats) for completion in done]
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of one of ours: how the library is asked for it (see `eval.models.rounds`)."""
+        found: dict[str, Any] = {"policy": self.kind}
+        if self.kind == "adaptive" and self.option:
+            found["drafts"] = tuple(self.option.split("+"))
+        elif self.option:
+            found["exit_layer"], found["num_draft_tokens"] = map(int, self.option.split(","))
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class Transformers:
-    """transformers' own `generate` on the very model the target shares its weights with.
+def parse_method(name: str) -> MethodName:
+    """The parts of a method's name.
 
-    Args:
-        settings: options of `generate`; `num_assistant_tokens` goes to the model's generation config instead, since
-            assisted generation reads it only there.
+    Raises:
+        ValueError: no such method; the closest name is told.
     """
-
-    model: Any
-    name: str
-    family: str
-    settings: Mapping[str, int] = field(default_factory=dict)
-
-    def __call__(self, prompts: Ids, max_new_tokens: int) -> list[Answer]:
-        device = self.model.get_input_embeddings().weight.device
-        longest = max(len(prompt) for prompt in prompts)
-        padded = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-        options = {key: value for key, value in self.settings.items() if key != "num_assistant_tokens"}
-        with greedy_without_end(self.model, self.settings.get("num_assistant_tokens")):
-            out = self.model.generate(padded, attention_mask=seen, max_new_tokens=max_new_tokens, **options)
-        return [Answer(tokens, None) for tokens in out[:, longest:].tolist()]
-
-
-@dataclass(frozen=True, slots=True)
-class OneByOne:
-    """A method that is handed its prompts one at a time: what a batch is compared with."""
-
-    inner: Method
-    name: str
-
-    @property
-    def family(self) -> str:
-        return self.inner.family
-
-    @property
-    def settings(self) -> Mapping[str, int]:
-        return self.inner.settings
-
-    def __call__(self, prompts: Ids, max_new_tokens: int) -> list[Answer]:
-        return [answer for prompt in prompts for answer in self.inner([prompt], max_new_tokens)]
+    first, _, rest = name.partition(":")
+    second, _, option = rest.partition(":")
+    if name in (*POLICIES, "transformers", LLAMA_CPP):
+        return MethodName(name, name)
+    if first == "fixed" and re.fullmatch(r"[1-9]\d*,[1-9]\d*", rest):
+        return MethodName(name, first, rest)
+    if first == "adaptive" and _are_sources(rest.split("+")):
+        return MethodName(name, first, rest)
+    if first == "transformers" and second in PEERS and option:
+        if second == "assistant" or re.fullmatch(r"[1-9]\d*", option):
+            return MethodName(name, second, option)
+    elif first in (LLAMA_CPP, "external") and rest:
+        return MethodName(name, first, rest)
+    close = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {' '.join(FORMS)}"
+    raise ValueError(f"method {name!r} is unknown; {hint}")
 
 
-@contextmanager
-def greedy_without_end(model: Any, num_assistant_tokens: int | None = None) -> Iterator[None]:
-    """Give the model a generation config that is greedy and knows no end of text; put its own back afterwards.
-
-    transformers shortens the config's `num_hidden_layers` while it drafts by early exit and does not restore it after
-    an error; that is restored here too.
-    """
-    own, layers = model.generation_config, model.config.num_hidden_layers
-    config = type(own)(use_cache=True, do_sample=False, pad_token_id=0)
-    config.eos_token_id = None
-    if num_assistant_tokens is not None:
-        config.num_assistant_tokens = num_assistant_tokens
-    try:
-        model.generation_config = config
-        yield
-    finally:
-        model.generation_config = own
-        model.config.num_hidden_layers = layers
+def _are_sources(names: list[str]) -> bool:
+    return len(set(names)) == len(names) and {*names} <= {*DRAFTS} and not {*names} <= BESIDE
 
 
-def fixed(target: Endless, exit_layer: int, num_draft_tokens: int) -> SelfSpec:
-    name = f"fixed (E={exit_layer}, D={num_draft_tokens})"
-    return SelfSpec(target, name, "fixed", {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens})
+def check_exit_layer(method: MethodName, exit_layer: int | None, num_layers: int) -> None:
+    """ValueError unless the model has this exit layer."""
+    if exit_layer is not None and not exit_layer < num_layers:
+        raise ValueError(
+            f"method {method.name!r}: the exit layer must lie in 1..{num_layers - 1} for this model, got {exit_layer}"
+        )
 
 
-def plain(target: Endless) -> SelfSpec:
-    return SelfSpec(target, "plain", "plain")
-
-
-def generate(model: Any) -> Transformers:
-    return Transformers(model, "transformers generate", "generate")
-
-
-def early_exit(model: Any, exit_layer: int, num_assistant_tokens: int) -> Transformers:
-    """transformers' `assistant_early_exit`; 0 tokens leaves its default draft length, which ends early when unsure."""
-    settings = {"assistant_early_exit": exit_layer}
-    if num_assistant_tokens:
-        settings["num_assistant_tokens"] = num_assistant_tokens
-    length = f", {num_assistant_tokens} tokens" if num_assistant_tokens else ""
-    return Transformers(model, f"transformers early exit ({exit_layer}{length})", "early_exit", settings)
-
-
-def prompt_lookup(model: Any, num_tokens: int) -> Transformers:
-    settings = {"prompt_lookup_num_tokens": num_tokens}
-    return Transformers(model, f"transformers prompt lookup ({num_tokens})", "prompt_lookup", settings)
-
-
-def watch(target: Endless, stack: Any) -> Endless:
-    """The same target over another stack."""
-    watched = copy.copy(target)
-    watched.stack = stack
-    return watched
+def file_name(method: str) -> str:
+    """A name that any file system takes, different for different methods of a run in all but contrived cases."""
+    return re.sub(r"[^\w.,+-]+", "-", method)

@@ -8,9 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eval.compare import BOUNDS, BY_EXIT, CLAIRVOYANT, STOPPED
-from eval.knee import KNEE
-
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "selfspec",
     "svg.fonttype": "none",  # text stays text: small, and searchable
@@ -20,17 +17,18 @@ STYLE: dict[Any, Any] = {
 }
 QUIET, LOUD, PLAIN = "#9db4c8", "#d1603d", "#555555"
 DEFAULT_POLICY = "adaptive"
+LINES = {"best static (E, D, stop)": "--", "clairvoyant without lookup": "-.", "clairvoyant": ":"}  # bounds shown
 
 
 def check_plots() -> None:
-    """Better before a run than after it."""
+    """ValueError where matplotlib is missing; call it before what is to be plotted is measured."""
     if find_spec("matplotlib") is None:
         raise ValueError("plots need matplotlib; install it, or leave out --output")
 
 
 @contextmanager
 def figure(path: Path, columns: int, size: tuple[float, float], **shared: Any) -> Iterator[Sequence[Any]]:
-    """Axes in a row, written to `path` in the end."""
+    """Axes in a row, written to `path` at the end."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -42,10 +40,10 @@ def figure(path: Path, columns: int, size: tuple[float, float], **shared: Any) -
         drawn.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def plot_policies(section: Mapping[str, Any], path: Path) -> None:
+def plot_policies(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Speedup of every policy by task, as bars, beside the bounds, as lines."""
-    rows = [row for row in section["rows"] if row["kind"] == "policy" and row["start"] == section["rows"][0]["start"]]
-    bounds = {row["name"]: row for row in section["rows"] if row["name"] in BOUNDS}
+    rows = [row for row in found if row["kind"] == "policy"]
+    bounds = {row["name"]: row for row in found if row["kind"] == "bound"}
     columns = list(rows[0]["speedup"])
     columns += ["mean"] if len(columns) > 1 else []
     with figure(path, len(columns), (1.2 + 2.6 * len(columns), 1.3 + 0.24 * len(rows)), sharey=True) as panels:
@@ -54,11 +52,11 @@ def plot_policies(section: Mapping[str, Any], path: Path) -> None:
             colours = [LOUD if row["name"] == DEFAULT_POLICY else QUIET for row in rows]
             axes.barh(range(len(rows)), bars, color=colours, height=0.7)
             for i, value in enumerate(bars):
-                axes.text(0, i, f" {value:.2f}", va="center", fontsize=8)  # at the foot, where no line crosses it
-            for name, style in ((STOPPED, "--"), (BY_EXIT, "-."), (CLAIRVOYANT, ":")):
+                axes.text(0, i, f" {value:.2f}", va="center", fontsize=8)  # where no line of a bound crosses it
+            for name, style in LINES.items():
                 axes.axvline(_value(bounds[name], column), color=PLAIN, linestyle=style, linewidth=1.2, label=name)
             axes.set_title(column, loc="left")
-            axes.set_xlim(0, 1.08 * max(*bars, _value(bounds[CLAIRVOYANT], column)))
+            axes.set_xlim(0, 1.08 * max(*bars, *(_value(row, column) for row in bounds.values())))
             axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
             axes.tick_params(axis="y", length=0)
         panels[0].invert_yaxis()
@@ -71,34 +69,15 @@ def _value(row: Mapping[str, Any], column: str) -> float:
     return float(row["mean"] if column == "mean" else row["speedup"][column])
 
 
-def plot_knee(lengths: Mapping[str, Mapping[int, float]], path: Path, knee: int = KNEE) -> None:
-    """Drafted tokens per row by batch size, a line per policy."""
-    with figure(path, 1, (6.0, 3.4)) as (axes,):
-        for (name, by_batch), mark in zip(lengths.items(), "osD^v<>x*+p", strict=False):
-            loud = name == DEFAULT_POLICY
-            colour = {"color": LOUD} if loud else {}
-            axes.plot(list(by_batch), list(by_batch.values()), mark + "-", label=name, markersize=4, **colour)
-        sizes = sorted({size for by_batch in lengths.values() for size in by_batch})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.axvline(knee, color=PLAIN, linestyle=":", linewidth=1.2)
-        axes.text(knee, axes.get_ylim()[1], f" {knee} tokens per forward", fontsize=8, color=PLAIN, va="top")
-        axes.set_xlabel("rows decoded together")
-        axes.set_ylabel("drafted tokens per row and round")
-        axes.legend(frameon=False)
-
-
 def plot_live(tasks: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Live speedup by batch size, of adaptive and of the best fixed setting, a panel per task; bars: 95 % sure."""
+    """Live speedup by batch size of adaptive and of the best fixed setting, a panel per task; bars: 95 % intervals."""
     with figure(path, len(tasks), (1.2 + 4.2 * len(tasks), 3.4), sharey=True) as panels:
         for task, axes in zip(tasks, panels, strict=True):
             sizes = [batch["batch_size"] for batch in task["batches"]]
             for name, colour, mark in ((DEFAULT_POLICY, LOUD, "o"), ("best_fixed", QUIET, "s")):
                 live = [next(m for m in b["methods"] if m["method"] == b[name])["live"] for b in task["batches"]]
                 middle = [spread["median"] for spread in live]
-                around = [[s["median"] - s["sure_low"] for s in live], [s["sure_high"] - s["median"] for s in live]]
+                around = [[s["median"] - s["ci_low"] for s in live], [s["ci_high"] - s["median"] for s in live]]
                 shape = {"color": colour, "markersize": 4, "capsize": 2, "elinewidth": 1}
                 axes.errorbar(sizes, middle, around, fmt=mark + "-", label=name.replace("_", " "), **shape)
             axes.axhline(1, color=PLAIN, linestyle="--", linewidth=1.2, label="plain")

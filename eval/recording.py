@@ -1,8 +1,8 @@
-"""Recording a `Trace`: one teacher-forced pass over a finished output, and the drafts that went wrong carried on.
+"""Recording a `Trace`: one teacher-forced pass over a finished output, and drafts continued after a wrong token.
 
 A drafted token counts only while everything before it is the target's own output. So one teacher-forced pass tells, for
-each position and layer, whether a draft there would be right and how sure it would be. What a draft would go on to
-write after its first wrong token changes nothing but its length; those confidences are recorded too, layer by layer.
+each position and layer, whether a draft there would be right and how confident the layer would be. What a draft writes
+after its first wrong token only changes its length; those confidences are recorded too, layer by layer.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def record(
         return _Recorder(stack, prompt, tokens, sampling or Sampling(), wrong_steps).trace(task)
 
 
-# Hits, confidences, divergences, whether second choices hit; and hits and confidences as the shortlist sees them.
+# By layer and position: hits, confidences, divergences, whether second choices hit, and hits and confidences as the
+# shortlist sees them.
 _Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
 
-_Wrong = tuple[Floats, NDArray[np.int32]]
+_Wrong = tuple[Floats, NDArray[np.int32]]  # confidences and tokens after a wrong token
 
 
 class _Recorder:
@@ -68,7 +69,7 @@ class _Recorder:
         spare = ROWS * (2 + -(-wrong_steps // PAGE))
         self.cache = PagedCache(-(-len(self.content) // PAGE) + spare, PAGE)
         self.pages = self.cache.reserve(len(self.content)) or []
-        self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position looked at
+        self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position judged
         self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
 
     def trace(self, task: str) -> Trace:
@@ -205,6 +206,6 @@ class _Recorder:
 
 
 def prior_of(target: Target) -> Any:
-    """Statistics stored with a model that its policies can start from; None: there are none."""
+    """The acceptance statistics stored with a model that its policies can start from; None: there are none."""
     stored = target.remembered.stored_prior
     return stored if is_prior(stored, target.stack.num_layers) else None

@@ -1,8 +1,8 @@
-"""Replay: run a policy on recorded traces, with any table of costs, without a model.
+"""Replay: run a policy on recorded traces, at any table of costs, without a model.
 
-The simulator admits, reads prompts, plans and accepts as the engine does; a test holds the two equal, round by round.
-What copies of the layers draft is recorded with the rest; where it is not, they are taken to draft what the layers do,
-and second choices beside theirs are always taken to be the layers'.
+The simulator admits rows, reads prompts, plans and accepts as the engine does; a test compares the two round by round.
+Where a trace does not tell what copies of the layers draft, they are taken to draft what the layers do. Second choices
+beside the copies' drafts are always taken to be the layers'.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.drafts import by_lookup, draft, draft_lengths
-from eval.sources import split_policy
+from eval.methods import MethodName, parse_method
 from eval.traces import Bools, Floats, Trace
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
-from selfspec.control.registry import make_policy
+from selfspec.control.registry import POLICIES, make_policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.datastore import Datastore
@@ -29,8 +29,17 @@ from selfspec.executors.program import RoundDraft, next_draft
 
 PREFILL_CHUNK = 512  # the engine's default
 DEADLINE = 0.25  # seconds after which no further round of a program begins, as of `generate`
-# Seconds per round by whether it drafts: of deciding and around its forwards, as a policy is told; and between rounds.
-Beside = Mapping[bool, tuple[float, float, float]]
+
+
+class Overhead(NamedTuple):
+    """Seconds per round that the interpreter takes."""
+
+    control: float = 0.0  # for deciding
+    rest: float = 0.0  # around a round's forwards
+    between: float = 0.0  # from one round to the next; no policy is told of these
+
+
+Overheads = Mapping[bool, Overhead]  # of rounds that draft, and of rounds that do not
 
 
 class ReplayedRow(NamedTuple):
@@ -53,13 +62,18 @@ class Replayed:
     """A policy's rounds over some traces, and the seconds they would take."""
 
     rounds: list[ReplayedRound] = field(default_factory=list)
-    seconds: float = 0.0  # of all rounds, and of looking at prompts; reading prompts is left out
-    plain_seconds: float = 0.0  # what plain decoding would take for the same tokens, in the same batches
-    control: float = 0.0  # real seconds that the policy itself took; it is told of none
+    seconds: float = 0.0  # of all rounds and of shadow picks at prompts; reading prompts is left out
+    plain_seconds: float = 0.0  # that plain decoding would take for the same tokens, in the same batches
+    control: float = 0.0  # real seconds that the policy itself took here; they are in no other figure
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_emitted for round_ in self.rounds for row in round_.rows)
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds of the rounds alone."""
+        return sum(round_.seconds for round_ in self.rounds)
 
 
 @dataclass(slots=True)
@@ -93,14 +107,17 @@ def replay(
     batch_size: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
     datastore: Datastore | None = None,
-    beside: Beside = MappingProxyType({}),
+    overheads: Overheads = MappingProxyType({}),
     deadline: float = DEADLINE,
 ) -> Replayed:
     """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
 
     Args:
+        batch_size: rows decoded together; the next trace begins where one ends.
+        prefill_chunk: prompt tokens read between two programs of rounds.
+        datastore: a corpus that drafts may be taken from.
+        overheads: what the interpreter takes; where there is no entry, what the table of costs has around forwards.
         deadline: seconds after which no further round of a program begins, where its plan names none.
-        beside: what the interpreter takes; where that does not say, none and what the table has around forwards.
     """
     done = Replayed()
     waiting = deque(_Row(i, trace, datastore) for i, trace in enumerate(traces))
@@ -112,13 +129,17 @@ def replay(
         done.seconds += _prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _program(ready, len(ready) < len(rows), checked, costs, done, beside, deadline)
+            _program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
 
 def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) -> float:
-    """Read prompts; the policy is first asked about all of them and then shown what it asked for, as in the engine."""
+    """Read prompts; the policy is first asked about all of them and then shown what it asked for, as in the engine.
+
+    Returns:
+        Seconds of the shadow picks.
+    """
     looks: list[tuple[RowState, Shadow]] = []
     for row in rows:
         end = row.trace.prompt_length - 1
@@ -134,7 +155,7 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
         if layers:
             hits, sure = row.trace.prompt_hits, row.trace.prompt_confidences
             base = end - hits.shape[1]
-            seen = max(0, first - base), max(0, row.num_cached - base)  # of a trace, fewer positions may be known
+            seen = max(0, first - base), max(0, row.num_cached - base)  # a trace may know fewer positions
             if seen[0] < seen[1]:
                 looks.append((row.state, _shadow_of(hits, sure, layers, *seen)))
     seconds = 0.0
@@ -150,7 +171,7 @@ def _program(
     checked: CheckedPolicy,
     costs: Costs,
     done: Replayed,
-    beside: Beside,
+    overheads: Overheads,
     deadline: float,
 ) -> None:
     clock = StageSeconds()
@@ -160,7 +181,7 @@ def _program(
     deadline = deadline if plan.deadline is None else plan.deadline
     while len(rounds) < (1 if others_wait else plan.num_rounds):
         draft = next_draft(ready, plan)
-        rounds.append(_round(ready, draft, costs, done, beside))
+        rounds.append(_round(ready, draft, costs, done, overheads))
         is_over = draft.plan.shadow is not None or any(not row.room for row in ready)
         if is_over or done.seconds - begin >= deadline:
             break
@@ -170,14 +191,16 @@ def _program(
     done.control += clock.control
 
 
-def _round(ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replayed, beside: Beside) -> RoundOutcome:
+def _round(
+    ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replayed, overheads: Overheads
+) -> RoundOutcome:
     plan = draft.plan
     context = costs.context_of([row.state.content_length for row in ready])
     outcomes = _outcomes(ready, draft)
     took = _seconds(plan, outcomes, context, costs)
-    drafts, between = plan.exit_layer is not None, 0.0
-    if drafts in beside:
-        took.control, took.rest, between = beside[drafts]
+    overhead, between = overheads.get(plan.exit_layer is not None), 0.0
+    if overhead is not None:
+        took.control, took.rest, between = overhead
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
     done.rounds.append(ReplayedRound(plan, replayed, took.total + between))
     done.seconds += took.total + between
@@ -189,7 +212,7 @@ def _round(ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replaye
 
 
 def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> StageSeconds:
-    """What a round would take whose rows hold `context` tokens each, see `Costs.context_of`."""
+    """What a round takes whose rows hold `context` tokens each, see `Costs.context_of`."""
     beside = [o.num_beside for o in outcomes]
     drafted = [o.num_drafted for o in outcomes]
     beside, copies = beside if any(beside) else [], plan.draft_bits is not None
@@ -233,6 +256,18 @@ def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: i
     return Shadow(tuple(layers), hits[index, start:stop], confidences[index, start:stop])
 
 
+def parse_policy(name: str) -> MethodName:
+    """The parts of a policy's name, such as `del`, `fixed:4,4` or `adaptive:exit+tree`.
+
+    Raises:
+        ValueError: it is no policy of selfspec.
+    """
+    method = parse_method(name)
+    if not method.is_ours:
+        raise ValueError(f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+tree, got {name!r}")
+    return method
+
+
 def make(
     name: str,
     costs: Costs,
@@ -240,8 +275,18 @@ def make(
     num_draft_tokens: int | None = None,
     prior: object = None,
 ) -> Policy:
-    """A fresh policy by name, for a machine of these costs; `adaptive:exit+tree` names where drafts may come from."""
-    policy, drafts = split_policy(name)
-    made = make_policy(policy, costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    """A fresh policy by name, for a machine of these costs.
+
+    Args:
+        exit_layer, num_draft_tokens: where the name does not say them and the policy does not choose them.
+        prior: acceptance statistics that it starts from.
+
+    Raises:
+        ValueError: an unknown name, or an exit layer or a draft length that the model does not have.
+    """
+    own = parse_policy(name).settings
+    exit_layer, num_draft_tokens = own.get("exit_layer", exit_layer), own.get("num_draft_tokens", num_draft_tokens)
+    drafts = own.get("drafts")
+    made = make_policy(own["policy"], costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
     made.set_copies(costs.copies is not None)
     return made

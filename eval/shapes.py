@@ -23,13 +23,7 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-QWEN_3 = {
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    **_rope(1000000.0),
-}
+QWEN_3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 
 
 def _sizes(layers: int, hidden: int, inner: int, heads: int) -> dict[str, int]:
@@ -55,8 +49,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, its configu
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "llama-3-8b": ("llama", {**LLAMA_3, **_sizes(32, 4096, 14336, 32), "max_position_embeddings": 8192}),
-    "qwen3-0.6b": ("qwen3", {**QWEN_3, **_sizes(28, 1024, 3072, 16), "tie_word_embeddings": True}),
-    "qwen3-32b": ("qwen3", {**QWEN_3, **_sizes(64, 5120, 25600, 64)}),
+    "qwen3-0.6b": (
+        "qwen3",
+        {**QWEN_3, **_sizes(28, 1024, 3072, 16), **_rope(1000000.0), "tie_word_embeddings": True},
+    ),
 }
 
 

@@ -1,40 +1,19 @@
-"""Interleaved timing: what drifts while a benchmark runs (clock speed, other programs) reaches all methods alike."""
+"""Clocks for comparisons: methods take turns, so that what drifts meanwhile (clock speed, other programs) meets all."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import torch
-
-from eval.methods import Answer, Ids, Method
+from scipy.stats import quantile_test
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]  # progress, for people
-
-
-class Sample(NamedTuple):
-    """One timed call of a method."""
-
-    method: str
-    repeat: int
-    item: int  # index of the prompts it was given
-    seconds: float
-    answers: list[Answer]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
-
-
-class Timings(NamedTuple):
-    """All timed calls of a stage, and why methods that are missing from it failed."""
-
-    samples: list[Sample]
-    errors: dict[str, str]
 
 
 def synchronize(device: torch.device) -> None:
@@ -44,6 +23,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """The call's result and the seconds it took."""
     synchronize(device)
     start = perf_counter()
     result = call()
@@ -53,7 +33,7 @@ def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, flo
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No garbage collection inside: it would charge one method for another's rubbish."""
+    """No garbage collection inside: one method would pay for another's garbage."""
     gc.collect()
     gc.disable()
     try:
@@ -67,34 +47,21 @@ def rotated(methods: Sequence[Result], by: int) -> list[Result]:
     return [*methods[by:], *methods[:by]]
 
 
-def interleave(
-    methods: Sequence[Method],
-    items: Sequence[Ids],
-    max_new_tokens: int,
-    repeats: int,
-    warmup_tokens: int,
-    device: torch.device,
-    say: Say,
-) -> Timings:
-    """Time every method on every item (a batch of prompts), item by item, in an order that rotates, and all again.
+class Spread(NamedTuple):
+    """A median, the range of the values, how many there are, and an interval for the true median."""
 
-    A method of transformers that fails in its warm-up is left out, with the reason; selfspec's own may not fail.
-    """
-    errors: dict[str, str] = {}
-    for method in methods:
-        try:
-            method(items[0], min(warmup_tokens, max_new_tokens))
-        except Exception as problem:
-            if method.family in ("plain", "fixed"):
-                raise
-            errors[method.name] = f"{type(problem).__name__}: {problem}"
-    running = [method for method in methods if method.name not in errors]
-    samples = []
-    for repeat in range(repeats):
-        with quiet():
-            for i, item in enumerate(items):
-                for method in rotated(running, repeat + i):
-                    answers, seconds = timed(lambda m=method, p=item: m(p, max_new_tokens), device)  # type: ignore[misc]
-                    samples.append(Sample(method.name, repeat, i, seconds, answers))
-        say(f"repeat {repeat + 1} of {repeats}")
-    return Timings(samples, errors)
+    median: float
+    low: float
+    high: float
+    num_values: int
+    ci_low: float  # between these the true median lies with 95 %; of fewer than six values: their range
+    ci_high: float
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Of at least one value. The interval is exact whatever the values' distribution (a binomial test on ranks)."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[-1]
+    sure = quantile_test(ordered, p=0.5).confidence_interval(0.95)
+    bounds = (low, high) if sure.low != sure.low else (float(sure.low), float(sure.high))  # NaN: too few values
+    return Spread(statistics.median(ordered), low, high, len(ordered), *bounds)

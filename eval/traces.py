@@ -1,6 +1,6 @@
 """`Trace`: what every layer would have drafted along a finished output, so that any policy can be replayed on it.
 
-`eval.recording` makes them. Files hold several, and what their model is stored with: `save`, `load` and `load_prior`.
+`eval.recording` makes traces. A file holds several of them, with the acceptance statistics stored with their model.
 """
 
 from __future__ import annotations
@@ -8,23 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Of the files: since 2 they hold the prompt's tokens, since 3 second choices, since 4 what copies draft, since 5
-# whether the output was sampled.
-VERSION = 5
+VERSION = 5  # of the file format
 WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-Found = TypeVar("Found")
 _BY_TOKEN = (
     "hits",
     "confidences",
@@ -55,10 +52,10 @@ class Trace:
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
         prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
-        copied_right: int16 `[C, n]`, how many tokens are right of what copies of the first 1..C layers draft from each
-            position on; C is 0 where there are no copies, or nobody asked.
-        copied: `[C, n, steps]`, the confidences of what they draft; NaN beyond the context.
-        is_sampled: whether the output is, rather than greedy.
+        copied_right: int16 `[C, n]`, how many tokens are right of what 4-bit copies of the first 1..C layers draft from
+            each position on; C is 0 where the model has no copies.
+        copied: `[C, n, steps]`, the confidences of what the copies draft; NaN beyond the context.
+        is_sampled: whether the output was sampled rather than greedy.
     """
 
     task: str
@@ -94,43 +91,11 @@ class Trace:
         return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
 
 
-def renumbered(traces: Sequence[Trace], seed: int | None = None) -> list[Trace]:
-    """The same outputs with every token a new one, so that nothing in them repeats and nothing can be looked up.
-
-    What the layers picked is right and wrong where it was, and as sure; what was not the output's token becomes one
-    that no text holds.
-
-    Args:
-        seed: draw tokens of the vocabulary at random instead: what repeats then is chance, and foretells nothing.
-    """
-    lengths = [trace.prompt_length + len(trace.tokens) for trace in traces]
-    count = vocab_size = sum(lengths)
-    everything = np.arange(count)
-    if seed is not None:
-        vocab_size = max((trace.vocab_size for trace in traces), default=1)
-        everything = np.random.default_rng(seed).integers(0, vocab_size, count)
-    texts = np.split(everything.astype(np.int32), np.cumsum(lengths)[:-1])
-    return [_with_text(trace, text, vocab_size) for trace, text in zip(traces, texts, strict=True)]
-
-
-def _with_text(trace: Trace, text: NDArray[np.int32], vocab_size: int) -> Trace:
-    tokens = text[trace.prompt_length :]
-    stranger = np.int32(vocab_size)
-    return dataclasses.replace(
-        trace,
-        prompt=tuple(text[: trace.prompt_length].tolist()),
-        tokens=tuple(tokens.tolist()),
-        picks=np.where(trace.hits, tokens, stranger),
-        wrong_picks=np.where(trace.wrong_picks < 0, trace.wrong_picks, stranger),
-        vocab_size=vocab_size + 1,
-    )
-
-
 def save(traces: Sequence[Trace], path: str | Path, prior: Any = None) -> None:
     """Write traces into one `.npz` file, whole or not at all.
 
     Args:
-        prior: acceptance statistics that their model is stored with, plain numbers; None: there are none.
+        prior: the acceptance statistics stored with their model, plain numbers; None: there are none.
     """
     arrays: dict[str, Any] = {"version": np.array(VERSION), "count": np.array(len(traces))}
     for i, trace in enumerate(traces):
@@ -144,23 +109,19 @@ def save(traces: Sequence[Trace], path: str | Path, prior: Any = None) -> None:
     partial.replace(path)
 
 
-def load(path: str | Path) -> list[Trace]:
-    """Read what `save` wrote; ValueError when it is anything else."""
-    return _read(path, lambda arrays: [_trace(arrays, i) for i in range(int(arrays["count"]))])
+def load(path: str | Path) -> tuple[list[Trace], Any]:
+    """The traces of a file that `save` wrote, and the statistics beside them, or None.
 
-
-def load_prior(path: str | Path) -> Any:
-    """The statistics beside the traces; None where there are none. ValueError as of `load`."""
-    return _read(path, lambda arrays: json.loads(str(arrays["prior"])) if "prior" in arrays else None)
-
-
-def _read(path: str | Path, part: Callable[[Any], Found]) -> Found:
+    Raises:
+        ValueError: the file is missing, damaged, of another format, or its arrays do not fit together.
+    """
     try:
         with Path(path).open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             version = int(arrays["version"]) if "version" in arrays else 1
             if version != VERSION:
                 raise ValueError(f"its format is {version} and this reads {VERSION}; record the outputs again")
-            return part(arrays)
+            prior = json.loads(str(arrays["prior"])) if "prior" in arrays else None
+            return [_trace(arrays, i) for i in range(int(arrays["count"]))], prior
     except (OSError, KeyError, TypeError, ValueError, EOFError, BadZipFile, zlib.error) as problem:
         raise ValueError(f"cannot read the traces {str(path)!r}: {' '.join(str(problem).split())}") from problem
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.methods import Endless
+from eval.models import Endless
 from selfspec.calibrate import profile
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs

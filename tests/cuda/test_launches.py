@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.gpu.samples import layout_of
 from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from tests.cuda.standin import with_runner
 from tests.helpers import make_prompts
+from tests.kernels.samples import layout_of
 from tests.models import build
 from tests.target import Target
 

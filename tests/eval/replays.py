@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.recording import record
+from eval import tasks
 from eval.replay import replay
 from eval.traces import Trace
 from selfspec.control.cost_table import Table
@@ -173,9 +173,7 @@ class Scene:
         return self.known[temperature]
 
     def trace(self, i, temperature):
-        options = {"max_new_tokens": self.lengths[i], "temperature": temperature, "seed": i}
-        (done,) = self.target.generate([self.prompts[i]], policy="plain", **options)
-        return record(self.target.stack, self.prompts[i], done.tokens, Sampling(temperature, seed=i))
+        return tasks.trace_of(self.target, self.prompts[i], self.lengths[i], Sampling(temperature, seed=i))
 
     def live(self, policy, setting):
         """All that passes between the engine and the policy, emitted tokens by round, and the outputs."""

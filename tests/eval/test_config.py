@@ -1,78 +1,85 @@
-"""Configurations and question files: what is shipped is read, what is wrong is named."""
+"""One way to configure a command: a file's keys, then flags; what is wrong is one sentence that names the key."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+from dataclasses import dataclass
 
 import pytest
-import yaml
 
-from eval.config import DEFAULT, QUICK, BenchConfig, load_config
-from eval.questions import read_questions
+from eval.config import Common, add_flags, check_common, check_least, flags_given, option, read_config
 
 
-def test_the_default_file_holds_every_key_with_a_sentence_and_the_dataclass_defaults():
-    text = DEFAULT.read_text()
-    keys = [key.name for key in dataclasses.fields(BenchConfig)]
-    assert list(yaml.safe_load(text)) == keys
-    lines = text.splitlines()
-    assert all(lines[i - 1].startswith("# ") for i, line in enumerate(lines) if line and not line.startswith("#"))
-    shipped = load_config(DEFAULT)
-    assert dataclasses.replace(shipped, questions=BenchConfig().questions) == BenchConfig()
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    file: str = option("", "A file.", is_file=True)
 
 
-@pytest.mark.parametrize("path", [DEFAULT, QUICK])
-def test_the_shipped_questions_are_twelve_different_ones_of_many_lengths(path):
-    questions = read_questions(load_config(path).questions)
-    assert len(questions) == 12
-    assert len({question.turns for question in questions}) == 12
-    assert len({len(question.turns[0]) for question in questions}) > 8
+@dataclass(frozen=True, slots=True)
+class Whole(Common):
+    lengths: tuple[int, ...] = option((128, 512), "Tokens, 5 % of them.")
+    commands: dict[str, str] = option({}, "Commands.")
+    check: bool = option(True, "Whether to check.")
+    file: str = option("own.jsonl", "A file.", is_file=True)
+    parts: list[Part] = option([], "Parts.")
+
+    def __post_init__(self):
+        check_common(self)
+        check_least(self, 1, "num_questions")
 
 
-def test_values_that_are_given_replace_the_files():
-    assert load_config(QUICK, repeats=9, device=None).repeats == 9
+@pytest.fixture
+def write(tmp_path):
+    def written(text):
+        (tmp_path / "own.yaml").write_text(text)
+        return tmp_path / "own.yaml"
+
+    return written
 
 
-def test_exit_layers_default_to_eighths_and_must_lie_inside_the_model():
-    assert BenchConfig().exits_of(16) == (2, 4, 6, 8)
-    assert BenchConfig().exits_of(4) == (1, 2)
-    with pytest.raises(ValueError, match=r"exit_layers must be in 1\.\.3 for this model, got \[1, 4\]"):
-        BenchConfig(exit_layers=(1, 4)).exits_of(4)
+def given(*arguments):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Whole)
+    return flags_given(parser.parse_args(arguments), Whole)
+
+
+def test_flags_win_over_keys_and_keys_over_defaults(write, tmp_path):
+    path = write("num_questions: 3\nlengths: [1]\ncheck: true\nparts: [{name: a, file: b}, {name: c, file: 'hf:d/e'}]")
+    made = read_config(Whole, path, given("--lengths", "7", "8", "--no-check", "--commands", "x=y=z", "--threads", "2"))
+    assert (made.num_questions, made.lengths, made.check, made.threads) == (3, (7, 8), False, 2)
+    assert made.commands == {"x": "y=z"} and made.dtype == "float32" and given() == {}
+    assert made.file == str(tmp_path / "own.jsonl")  # beside the file that could have named it
+    assert [(part.name, part.file) for part in made.parts] == [("a", str(tmp_path / "b")), ("c", "hf:d/e")]
+    assert read_config(Whole, path, given("--file", "here.jsonl")).file == "here.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "words"),
     [
-        ("repeats: 0", "repeats must be at least 1, got 0"),
-        ("repeats: many", "repeats must be of type int, got 'many'"),
-        ("repeat: 3", "no key 'repeat'; known keys: model"),
-        ("draft_lengths: 4", "draft_lengths must be a list, got 4"),
-        ("draft_lengths: []", "draft_lengths must be at least one number"),
-        ("exit_layers: [0]", "exit_layers must be numbers of at least 1"),
-        ("batch_size: 1", "batch_size must be at least 2"),
-        ("- 1", "must be a mapping"),
+        ("num_question: 3", "configuration key 'num_question' is unknown; did you mean 'num_questions'?"),
+        ("num_questions: [1]", "num_questions must be int, got [1]"),
+        ("num_questions: 0", "num_questions must be at least 1, got 0"),
+        ("threads: -1", "threads must be at least 0, got -1"),
+        ("lengths: a", "lengths must be a list of int, got 'a'"),
+        ("lengths: [a]", "lengths must be a list of int, got ['a']"),
+        ("commands: [a]", "commands must be a mapping of names to texts"),
+        ("check: perhaps", "check must be bool, got 'perhaps'"),
+        ("parts: [{file: a}]", "parts[0].name is missing; give it a value"),
+        ("parts: [{name: a, of: b}]", "parts must be a list of mappings of name, file"),
+        ("device: null", "device must be str, got None"),
+        ("- a", "must be a mapping of keys to values"),
         ("a: [", "cannot read the configuration"),
     ],
 )
-def test_a_wrong_configuration_is_refused_by_name(tmp_path, text, message):
-    path = tmp_path / "bench.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")) as caught:
-        load_config(path)
-    assert "\n" not in str(caught.value)
+def test_a_wrong_file_is_refused_by_name(text, words, write):
+    with pytest.raises(ValueError) as caught:
+        read_config(Whole, write(text))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("{}", "line 1: a question needs a list 'turns'"),
-        ('{"turns": ["a"]}\nno', "line 2: a question needs"),
-        ('{"turns": [""]}', "must be non-empty texts"),
-    ],
-)
-def test_a_wrong_question_file_is_refused_with_its_line(tmp_path, text, message):
-    path = tmp_path / "questions.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_questions(path)
+def test_a_missing_file_and_a_wrong_pair_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot read the configuration"):
+        read_config(Whole, tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match=r"--commands takes NAME=TEXT, got 'x'"):
+        given("--commands", "x")

@@ -1,218 +1,183 @@
 """`python -m eval gpu`: the whole command on a CPU, small; its figures; and what faults and too little time cost."""
 
+from __future__ import annotations
+
 import json
-import sys
-from types import ModuleType
+from time import perf_counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval import gpu, gpu_process, gpu_shape
 from eval.__main__ import main
-from eval.gpu import bench, parts, speed
-from eval.gpu.faults import told
-from eval.gpu.figures import expected_speedup, figures
-from eval.gpu.ours import WARM_ROUNDS, Rate, forward_seconds, rate_of, ready_engine
-from eval.gpu.record import Record
-from eval.gpu.speed import ragged_lengths, sizes_of
-from eval.targets import synthetic_target
+from eval.config import FOLDER
+from eval.gpu_rates import WARM_ROUNDS, Rate, forward_seconds, rate_of, ready_engine
+from eval.gpu_shape import OURS, PEERS, ragged_lengths, sizes_of
+from eval.gpu_table import expected_speedup, figures
+from eval.models import decode
+from eval.synthetic import synthetic_target
 from tests.eval import faults
 
-KILLED = faults.KILLED
+SMALL = ["gpu", "--config", str(FOLDER / "gpu_small.yaml")]
+QUICK = [*SMALL, "--new-tokens", "48", "--warm-seconds", "0.01", "--window-seconds", "0.03"]
+ONE = [*QUICK, "--contexts", "48", "--batch-sizes", "1"]
 
 
-class Case:
-    """Of a kernel that is said to agree."""
-
-    kernel, case, error, allowed = "pick", "x", 1.0, 1.0
-
-    def as_dict(self):
-        return {"kernel": self.kernel, "agrees": True}
-
-
-CASE = Case()
+def here(work, given, end, save):
+    """What `run_apart` does, in this process, where tests can replace what it calls."""
+    try:
+        work(save, *given)
+    except Exception as problem:
+        return gpu_process.one_line(problem)
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The command's exit code, its record, and what it printed; its first shape kills the process that measures it.
+@pytest.fixture
+def record(monkeypatch, tmp_path):
+    """Runs the command in this process; returns the record."""
+    monkeypatch.setattr(gpu, "run_apart", here)
 
-    The other parts run in this process, since each fresh one imports torch again.
-    """
-    folder, printed, settings_of = tmp_path_factory.mktemp("gpu"), [], bench.settings_of
-    run_apart = bench.run_apart
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *given, **more: None if more.get("file") else printed.append(given[0]))
-        patch.setattr(bench, "settings_of", lambda options: settings_of(options)._replace(shapes=(KILLED, "tiny")))
-        patch.setattr(bench, "measure_shape", faults.kill_or_measure)
-        patch.setattr(bench, "run_apart", lambda *given: (run_apart if given[1][0] == KILLED else here)(*given))
-        code = main(["gpu", "--smoke", "--output", str(folder)])
-    return code, json.loads((folder / "gpu.json").read_text()), printed
+    def run(*given):
+        assert main([*given, "--output", str(tmp_path)]) == 0
+        return json.loads((tmp_path / "gpu.json").read_text())
+
+    return run
 
 
-def test_the_whole_command_runs_on_a_cpu(smoke):
-    code, content, printed = smoke
-    assert code == 0 and content["complete"] is True
-    assert {"torch", "transformers", "device", "commit"} <= set(content["environment"])
-    assert content["bandwidth"]["copy_bytes_per_second"] > 0
+def cells_of(content, shape="tiny"):
+    return [(cell["method"], cell["batch"], cell["context"]) for cell in content["shapes"][shape]["cells"]]
+
+
+def whys_of(content, shape="tiny"):
+    return {one["what"]: one["why"] for one in content["shapes"][shape]["not_measured"]}
+
+
+def test_the_whole_command_runs_on_a_cpu_and_a_process_that_dies_costs_its_shape_alone(tmp_path, monkeypatch, capsys):
+    apart = gpu.run_apart
+    monkeypatch.setattr(gpu, "measure_shape", faults.kill_or_measure)
+    # The other shape is measured in this process, since each fresh one imports torch again.
+    monkeypatch.setattr(gpu, "run_apart", lambda *given: (apart if given[1][0] == faults.KILLED else here)(*given))
+    assert main([*SMALL, "--shapes", faults.KILLED, "tiny", "--output", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert content["complete"] is True and {"torch", "transformers", "commit"} <= set(content["environment"])
+    assert whys_of(content, faults.KILLED) == {"making it": "the process ended with SIGKILL"}
     shape = content["shapes"]["tiny"]
-    methods = {(cell["method"], cell["batch"], cell["context"]) for cell in shape["cells"]}
+    assert shape["speed"]["copy_bytes_per_second"] > 0
     for context in (48, 96):
-        assert {(method, batch, context) for method in speed.OURS for batch in (1, 2)} <= methods
-    assert {("hf", 2, 48), ("hf early exit", 1, 48), ("hf static", 1, 48), ("hf", 1, 96)} <= methods
+        assert {(method, batch, context) for method in OURS for batch in (1, 2)} <= {*cells_of(content)}
+    assert {("hf", 2, 48), ("hf early exit", 1, 48), ("hf static", 1, 48), ("hf", 1, 96)} <= {*cells_of(content)}
     assert all(0 < cell["lowest"] <= cell["tokens_per_second"] <= cell["highest"] for cell in shape["cells"])
-    (table,) = printed
-    assert "synthetic tiny" in table and "tokens/s" in table and "not measured" in table
-
-
-def test_a_process_that_dies_costs_its_shape_alone(smoke):
-    content = smoke[1]
-    whys = {one["what"]: one["why"] for one in content["not_measured"]}
-    assert whys[KILLED] == "the process ended with SIGKILL"
-    assert content["shapes"][KILLED]["cells"] == []
-
-
-def test_acceptance_while_timed_is_what_was_set(smoke):
-    shape = smoke[1]["shapes"]["tiny"]
     rates = [cell["acceptance"] for cell in shape["cells"] if cell["method"] == "fixed"]
     assert len(rates) == 4 and sum(rates) / 4 == pytest.approx(shape["target"]["acceptance"], abs=0.12)
-
-
-def test_what_a_cpu_cannot_tell_is_reported_as_not_measured(smoke):
-    content = smoke[1]
-    skipped = {one["what"] for one in content["not_measured"]}
-    assert {"kernels", "tiny, busy", KILLED} == skipped
+    assert list(whys_of(content)) == ["busy"]  # a CPU cannot tell
     unknown = [figure["name"] for figure in content["figures"] if figure["value"] is None]
-    assert unknown[0] == f"{KILLED}: everything" and ["waits for the host" in name for name in unknown[1:]] == [True]
-    (differs,) = [f for f in content["figures"] if f["name"].startswith("tiny: exact mode, batch 4: rows")]
-    assert differs["value"] == 0
+    assert unknown[0] == f"{faults.KILLED}: everything" and all("waits for the host" in name for name in unknown[1:])
     assert all(figure["goal"] is None for figure in content["figures"])  # they are a GPU's
+    printed = capsys.readouterr().out
+    assert "synthetic tiny" in printed and "tokens/s" in printed and "not measured" in printed
 
 
 # --------------------------------------------------------------------------------------------------- time and trouble
 
 
-def here(work, given, end, on_content):
-    """What `run_apart` does, in this process, where tests can replace what it calls."""
-    try:
-        work(Record(on_content), *given)
-    except Exception as problem:
-        return told(problem)
+def test_without_time_every_cell_is_reported_as_not_measured(record):
+    content = record(*QUICK, "--warm-seconds", "1e6")
+    whys = whys_of(content)
+    assert len(whys) == 18 and all("s needed" in why and "s left" in why for why in whys.values())
+    assert [method for method, *_ in cells_of(content)] == ["hf static"]  # it has its own estimate
 
 
-def quick(monkeypatch, tmp_path, **changes):
-    """The command with some of its settings changed; returns the record."""
-    before = bench.settings_of
-    monkeypatch.setattr(bench, "run_apart", here)
-    monkeypatch.setattr(bench, "settings_of", lambda options: before(options)._replace(**{**QUICK, **changes}))
-    assert main(["gpu", "--smoke", "--output", str(tmp_path)]) == 0
-    return json.loads((tmp_path / "gpu.json").read_text())
-
-
-QUICK = {"room": 48, "warm": 0.01, "window": 0.03}
-SMALL = {"contexts": (48,), "batches": (1,), "fixed_batches": (1,)}
-
-
-def test_without_time_every_cell_is_reported_as_not_measured(monkeypatch, tmp_path, capsys):
-    content = quick(monkeypatch, tmp_path, warm=1e6)
-    whys = [one["why"] for one in content["not_measured"] if one["what"].startswith("tiny, ")]
-    assert len(whys) == 19 and all("s needed" in why and "s left" in why for why in whys)
-    assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["hf static"]  # it has its own estimate
-    assert "not measured" in capsys.readouterr().out
-
-
-def test_a_cell_is_not_begun_that_would_take_as_long_as_others_did(monkeypatch, tmp_path):
+def test_a_cell_is_not_begun_that_would_take_as_long_as_others_did(monkeypatch, record):
     def slow(*given):
         now[0] += 100
-        return rate
+        return Rate(1.0, 1.0, 1.0, 1, 1.0)
 
-    now, rate = [0.0], Rate(1.0, 1.0, 1.0, 1, 1.0)
-    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(speed, "rate_of", slow)
-    made = Record(lambda content: None)
-    settings = bench.settings_of(bench.parse_arguments(["--smoke"]))._replace(**SMALL)
-    speed.Shape("tiny", settings, 250.0, made, lambda text: None).measure()
-    assert [cell["method"] for cell in made.content["shapes"]["tiny"]["cells"]] == ["plain", "fixed", "hf static"]
-    whys = {one["what"]: one["why"] for one in made.content["not_measured"]}
-    assert whys["tiny, adaptive, batch 1, context 48"] == "about 100 s needed, 50 s left"
+    now = [0.0]
+    for module in (gpu, gpu_shape):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(gpu_shape, "rate_of", slow)
+    content = record(*ONE, "--minutes", "4.16")
+    assert [method for method, *_ in cells_of(content)] == ["plain", "fixed", "hf static"]
+    assert whys_of(content)["adaptive, batch 1, context 48"] == "about 100 s needed, 50 s left"
 
 
-def test_without_memory_cells_are_reported_as_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(speed, "free_bytes", lambda device: 2e6)
-    content = quick(monkeypatch, tmp_path, contexts=(48,), batches=(1, 64), fixed_batches=())
-    cells = [(cell["method"], cell["batch"]) for cell in content["shapes"]["tiny"]["cells"]]
-    assert ("plain", 1) in cells and ("plain", 64) not in cells
-    assert any("batch 64" in one["what"] and "GiB free" in one["why"] for one in content["not_measured"])
+def test_without_memory_cells_are_reported_as_not_measured(monkeypatch, record):
+    monkeypatch.setattr(gpu_shape, "free_bytes", lambda device: 2e6)
+    content = record(*QUICK, "--contexts", "48", "--batch-sizes", "1", "64", "--peer-batch-sizes", "2")
+    assert ("plain", 1, 48) in cells_of(content) and ("plain", 64, 48) not in cells_of(content)
+    assert "GiB free" in whys_of(content)["plain, batch 64, context 48"]
 
 
-def test_one_failure_costs_one_cell(monkeypatch, tmp_path):
+def test_one_failure_costs_one_cell(monkeypatch, record):
     def failing(target, kind, *given):
         raise torch.OutOfMemoryError("too much") if kind == "hf" else RuntimeError("no such\ncache")
 
-    monkeypatch.setattr(speed, "peer_rate", failing)
-    content = quick(monkeypatch, tmp_path, **SMALL)
-    whys = {one["what"].split(", ")[1]: one["why"] for one in content["not_measured"] if "batch" in one["what"]}
-    assert whys["hf"] == "out of memory" and whys["hf static"] == "RuntimeError: no such cache"
-    assert len(content["shapes"]["tiny"]["cells"]) == 3 and content["complete"]
+    monkeypatch.setattr(gpu_shape, "peer_rate", failing)
+    content = record(*ONE)
+    whys = whys_of(content)
+    assert whys["hf, batch 1, context 48"] == "out of memory"
+    assert whys["hf static, batch 1, context 48"] == "RuntimeError: no such cache"
+    assert [method for method, *_ in cells_of(content)] == [*OURS] and content["complete"]
 
 
-def test_a_lost_context_costs_one_cell_and_a_process(monkeypatch, tmp_path):
+def test_a_lost_context_costs_one_cell_and_a_process(monkeypatch, record):
     def losing(target, kind, *given):
         raise torch.AcceleratorError(f"CUDA error: lost by {kind}")
 
-    made = []
-    monkeypatch.setattr(speed, "peer_rate", losing)
-    monkeypatch.setattr(bench, "measure_shape", lambda *given: made.append(given[1]) or parts.measure_shape(*given))
-    content = quick(monkeypatch, tmp_path, **SMALL)
+    made, measure = [], gpu.measure_shape
+    monkeypatch.setattr(gpu_shape, "peer_rate", losing)
+    monkeypatch.setattr(gpu, "measure_shape", lambda *given: made.append(given[1]) or measure(*given))
+    content = record(*ONE)
     assert made == ["tiny"] * 4  # once more after each of the three ways to decode that transformers has
-    assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["plain", "fixed", "adaptive"]
-    whys = {one["what"].split(", ")[1]: one["why"] for one in content["not_measured"] if "batch" in one["what"]}
-    assert whys == {kind: f"AcceleratorError: CUDA error: lost by {kind}" for kind in speed.PEERS}
-    assert content["complete"] and content["bandwidth"]
+    assert [method for method, *_ in cells_of(content)] == [*OURS] and content["complete"]
+    whys = {what: why for what, why in whys_of(content).items() if "batch" in what}
+    assert whys == {f"{kind}, batch 1, context 48": f"AcceleratorError: CUDA error: lost by {kind}" for kind in PEERS}
 
 
-def test_a_target_that_cannot_be_made_is_tried_once(monkeypatch, tmp_path):
+def test_a_target_that_cannot_be_made_is_tried_once(monkeypatch, record):
     def losing(*given, **options):
         raise torch.AcceleratorError("CUDA error: lost at once")
 
-    monkeypatch.setattr(speed, "synthetic_target", losing)
-    content = quick(monkeypatch, tmp_path)
-    assert {"what": "tiny", "why": "AcceleratorError: CUDA error: lost at once"} in content["not_measured"]
-    assert content["figures"][0]["why"] == "the target could not be made" and content["bandwidth"]
+    monkeypatch.setattr(gpu_shape, "synthetic_target", losing)
+    content = record(*QUICK)
+    assert whys_of(content) == {"making it": "AcceleratorError: CUDA error: lost at once"}
+    assert content["figures"][0]["why"] == "the target could not be made"
 
 
 def test_a_run_that_is_cut_short_keeps_what_it_had(monkeypatch, tmp_path):
     def cut(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(speed, "peer_rate", cut)
-    with pytest.raises(KeyboardInterrupt):
-        quick(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpu, "run_apart", here)
+    monkeypatch.setattr(gpu_shape, "peer_rate", cut)
+    assert main([*ONE, "--output", str(tmp_path)]) == 130
     content = json.loads((tmp_path / "gpu.json").read_text())
-    assert content["complete"] is False
-    assert [cell["method"] for cell in content["shapes"]["tiny"]["cells"]] == ["plain", "fixed", "adaptive"]
+    assert content["complete"] is False and [method for method, *_ in cells_of(content)] == [*OURS]
 
 
-def test_kernels_are_checked_where_they_are_there(monkeypatch):
-    module = ModuleType("eval.gpu.kernels")
-    module.check_kernels = lambda device: iter([CASE] * 3)
-    module.bandwidth = lambda device: {"copy_bytes_per_second": 4e12}
-    monkeypatch.setitem(sys.modules, "eval.gpu.kernels", module)
-    for end, count in [(1e99, 3), (0.0, 1)]:
-        made = Record(lambda content: None)
-        parts.measure_device(made, torch.device("cuda"), 0.0, end)
-        assert made.content["kernels"] == [CASE.as_dict()] * count
-        assert made.content["bandwidth"]["copy_bytes_per_second"] == 4e12
-        assert [one["what"] for one in made.content["not_measured"]] == ["the other kernels"] * (count == 1)
+@pytest.mark.parametrize(
+    ("work", "grace", "why", "last"),
+    [
+        (faults.finish, 60.0, None, {"number": 3, "done": True}),
+        (faults.fail, 60.0, "ValueError: no such thing", {"number": 3}),
+        (faults.hang, 0.0, "it took 0 s longer than it had, and was ended", None),
+    ],
+)
+def test_what_a_process_sends_is_kept_as_it_comes(work, grace, why, last, monkeypatch):
+    monkeypatch.setattr(gpu_process, "GRACE", grace)
+    kept = [None]
+    assert gpu_process.run_apart(work, (3,), perf_counter() + 0.5, kept.append) == why
+    assert kept[-1] == last
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([], "this machine has no CUDA device; --smoke runs the same"),
+        ([], "this machine has no CUDA device; --config"),
         (["--device", "cpu", "--shapes", "llama-9"], "shapes must be of tiny, llama-3.2-1b"),
-        (["--device", "cpu", "--batch-sizes", "0"], "batch sizes must be at least 1"),
+        (["--device", "cpu", "--batch-sizes", "0"], "batch_sizes must be numbers of at least 1, got [0]"),
+        (["--device", "cpu", "--dtype", "int8"], "dtype must be among bfloat16, float16, float32, got 'int8'"),
     ],
 )
 def test_what_is_not_possible_is_one_sentence_and_exit_code_two(given, sentence, capsys, tmp_path):
@@ -226,6 +191,14 @@ def test_what_is_not_possible_is_one_sentence_and_exit_code_two(given, sentence,
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
+def test_a_short_run_gives_the_first_shape_its_least_and_a_long_one_every_shape_its_share(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "perf_counter", lambda: 0.0)
+    for minutes, ends in [(1, (60, 30)), (4, (160, 120)), (16, (480, 480))]:
+        config = gpu_shape.GpuConfig(shapes=("llama-3-8b", "tiny", "llama-2-7b"), minutes=minutes)
+        run = gpu.Run(config, tmp_path / "gpu.json")
+        assert (run.end_of(0), run.end_of(1)) == pytest.approx(ends)
+
+
 @pytest.mark.parametrize(
     ("layers", "exit_layer", "head", "acceptance", "speedup"),
     [(32, 4, 0.6, 0.6, 1.47), (32, 4, 0.6, 0.8, 2.14), (32, 8, 0.6, 0.9, 1.99), (32, 8, 2.4, 0.8, 1.52)],
@@ -235,34 +208,38 @@ def test_the_cost_model_gives_the_figures_it_is_known_by(layers, exit_layer, hea
 
 
 def test_figures_are_what_the_cells_say():
-    cell = {"context": 1024, "acceptance": None}
+    cells = [
+        ("plain", 1, 200.0),
+        ("fixed", 1, 300.0),
+        ("adaptive", 1, 320.0),
+        ("plain", 64, 4e3),
+        ("adaptive", 64, 3800),
+    ]
     shape = {
         "target": {"exit_layer": 4, "num_layers": 32},
-        "contexts": [1024, 8192],
         "sizes": {"read_bytes": 15e9, "kv_bytes_per_token": 131072, "head_in_layers": 2.4},
-        "busy_seconds_per_plain_round": 0.0048,
+        "speed": {"copy_bytes_per_second": 4e12},
+        "busy": {"plain": {"busy_seconds": 0.0048, "launches": 3.0}},
         "forwards": {"rows": 32, "context": 1024, "seconds": {"one": 0.01, "even": 0.012, "ragged": 0.0126}},
         "cells": [
-            {**cell, "method": "plain", "batch": 1, "tokens_per_second": 200.0},
-            {**cell, "method": "fixed", "batch": 1, "tokens_per_second": 300.0, "acceptance": 0.8},
-            {**cell, "method": "adaptive", "batch": 1, "tokens_per_second": 320.0},
-            {**cell, "method": "plain", "batch": 64, "tokens_per_second": 4000.0},
-            {**cell, "method": "adaptive", "batch": 64, "tokens_per_second": 3800.0},
+            {"method": m, "batch": b, "context": 1024, "tokens_per_second": r, "rounds": 200, "seconds": 1.0}
+            | {"acceptance": 0.8 if m == "fixed" else None}
+            for m, b, r in cells
         ],
     }
-    content = {
-        "environment": {"device": "cuda"},
-        "bandwidth": {"copy_bytes_per_second": 4e12},
-        "shapes": {"llama-3-8b": shape},
-    }
-    values = {figure.name: figure for figure in figures(content) if figure.value is not None}
-    told = {name.split(": ", 1)[1]: (round(f.value, 3), f.holds) for name, f in values.items()}
+    found = figures({"config": {"device": "cuda"}, "shapes": {"llama-3-8b": shape}})
+    told = {f["name"].split(": ", 1)[1]: (round(f["value"], 3), f["holds"]) for f in map(dict_of, found) if f["value"]}
     assert told["plain, batch 1, context 1024: share of the copy bandwidth"] == (0.757, False)
     assert told["plain, batch 1: share of a round that the device waits for the host"] == (0.04, True)
+    assert told["plain, batch 1: launches per round"] == (3, None)
     assert told["fixed (E=4, D=4), batch 1: times plain"] == (1.5, None)
     assert told["adaptive: times plain, lowest of 2 (batch 64, context 1024)"] == (0.95, False)
     assert told["forward, batch 32, context 1024: 4 tokens per row over 1"] == (1.2, True)
     assert told["forward, batch 32, context 1024: ragged rows over even ones, as many tokens"] == (1.05, True)
+
+
+def dict_of(figure):
+    return figure.as_dict()
 
 
 @given(st.integers(1, 200))
@@ -281,8 +258,7 @@ def test_rows_made_ready_hold_what_reading_their_prompts_would_have_given():
     for round_ in engine.run():
         for row in round_.rows:
             texts[row.request_id] += row.tokens
-    for done in target.generate(prompts, policy="plain", max_new_tokens=24):
-        assert texts[done.request_id] == done.tokens
+    assert [texts[done.request_id] == done.tokens for done in decode(target, prompts, 24)] == [True] * 3
 
 
 def test_a_rate_counts_what_was_emitted_in_its_window():
@@ -294,11 +270,11 @@ def test_a_rate_counts_what_was_emitted_in_its_window():
     assert forward_seconds(ready_engine(target, 2, 20, 20, policy="plain"), [1, 3], repeats=1) > 0
 
 
-def test_sizes_are_those_of_the_weights():
-    for tied in (False, True):
-        target = synthetic_target("tiny", acceptance=None, check=False, tie_word_embeddings=tied)
-        sizes = sizes_of(target)
-        weights = sum(p.nbytes for p in target.model.parameters())
-        assert sizes["weight_bytes"] == weights
-        assert weights - sizes["read_bytes"] == (0 if tied else 1024 * 64 * 4)
-        assert sizes["kv_bytes_per_token"] == 2 * 2 * 16 * 8 * 4
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_are_those_of_the_weights(tied):
+    target = synthetic_target("tiny", acceptance=None, tie_word_embeddings=tied)
+    sizes = sizes_of(target)
+    weights = sum(p.nbytes for p in target.model.parameters())
+    assert sizes["weight_bytes"] == weights
+    assert weights - sizes["read_bytes"] == (0 if tied else 1024 * 64 * 4)
+    assert sizes["kv_bytes_per_token"] == 2 * 2 * 16 * 8 * 4

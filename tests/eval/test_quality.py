@@ -1,187 +1,155 @@
-"""GSM8K and HumanEval: what counts as right, what a line must hold, and the command that compares policies."""
+"""lm-evaluation-harness over selfspec: log-likelihoods and texts are those of its own model, and policies agree."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from decimal import Decimal
-from math import comb
+import sys
 
 import pytest
+from transformers import AutoTokenizer
 
-from eval.quality import decode, gsm8k, humaneval
-from eval.quality.__main__ import main
-from eval.quality.sandbox import Limits, Verdict
+from eval.__main__ import main
+from eval.models import open_target
 from tests.eval.models import save_model
+from tests.slow import slow
 
-PROBLEM = {
-    "task_id": "own/1",
-    "prompt": 'def double(x):\n    """Twice x."""\n',
-    "entry_point": "double",
-    "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n",
-}
-QUESTION = {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.filterwarnings("default")  # the harness's own and those of what it imports
+
+ROWS = [{"question": "def f(x):\n    return", "answer": "b"}, {"question": "import", "answer": "a"}]
+TASK = """
+task: own_{kind}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+{more}
+"""
+WRITES = """
+output_type: generate_until
+generation_kwargs: {until: ["x"], do_sample: false, max_gen_toks: 12}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+CHOOSES = """
+output_type: multiple_choice
+doc_to_choice: ["a", "b"]
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(save_model(tmp_path_factory.mktemp("model")))
+    path = save_model(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.eos_token = "~"  # the harness asks for one
+    tokenizer.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture
-def write(tmp_path):
-    def to_file(*lines):
-        path = tmp_path / "questions.jsonl"
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-        return str(path)
-
-    return to_file
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("The answer is 42.", "42"),
-        ("#### 1,234,567", "1234567"),
-        ("$18.50 in all", "18.50"),
-        ("it is -3", "-3"),
-        ("loss of -$1,000.25!", "-1000.25"),
-        ("16-3", "3"),
-        ("(7)-3", "3"),
-        ("1,2345", "2345"),
-        ("first 3, then 4, 5", "5"),
-        ("none at all", None),
-        ("", None),
-    ],
-)
-def test_the_last_number_of_a_text(text, number):
-    assert gsm8k.last_number(text) == (None if number is None else Decimal(number))
+def tasks(tmp_path, monkeypatch):
+    """A folder of two small tasks over a file of ours."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    data = tmp_path / "own.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for kind, more in (("writes", WRITES), ("chooses", CHOOSES)):
+        (tmp_path / f"{kind}.yaml").write_text(TASK.format(kind=kind, data=data, more=more))
+    return str(tmp_path)
 
 
-def test_exact_match_compares_numbers_not_texts():
-    references = ["so\n#### 18", "#### 1,000", "#### 5"]
-    assert gsm8k.score(["18.00", "it is 1000", "it is 6"], references) == pytest.approx(2 / 3)
-    assert gsm8k.score(["no number"], ["#### 0"]) == 0
-    for outputs, given in ((["1"], []), ([], [])):
-        with pytest.raises(ValueError, match="one output per reference"):
-            gsm8k.score(outputs, given)
+def request(*arguments):
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)
 
 
-@pytest.mark.parametrize(("samples", "correct"), [(1, 0), (1, 1), (5, 0), (5, 2), (7, 6), (7, 7)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(samples, correct):
-    right = [True] * correct + [False] * (samples - correct)
-    for k in range(1, samples + 1):
-        counted = sum(any(some) for some in itertools.combinations(right, k)) / comb(samples, k)
-        assert humaneval.pass_at_k(samples, correct, k) == pytest.approx(counted)
+@pytest.fixture(scope="module")
+def both(folder):
+    """The harness's own model and ours, over the same weights."""
+    from lm_eval.models.huggingface import HFLM
+
+    from eval.harness import SelfSpecLM
+
+    target = open_target(folder, None)
+    theirs = HFLM(pretrained=target.stack.model, tokenizer=target.tokenizer, batch_size=2)
+    return theirs, SelfSpecLM(target.stack.model, tokenizer=target.tokenizer, batch_size=2, policy="fixed:2,3")
 
 
-def test_pass_at_k_of_impossible_counts():
-    for counts in ((3, 4, 1), (3, 1, 4), (3, 1, 0), (0, 0, 1)):
-        with pytest.raises(ValueError, match="pass@k needs"):
-            humaneval.pass_at_k(*counts)
-    with pytest.raises(ValueError, match="at least one problem"):
-        humaneval.score([])
-    assert humaneval.score([[Verdict(True, "")], [Verdict(False, "")]]) == 0.5
+def test_log_likelihoods_are_those_of_the_harness(both):
+    pairs = [request(*pair) for pair in (("abc", "de"), ("", "xyz"), ("some text ", "and its end"), ("q", "r"))]
+    theirs, ours = (lm.loglikelihood(pairs, disable_tqdm=True) for lm in both)
+    for (wanted, is_greedy), (found, ours_is_greedy) in zip(theirs, ours, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4) and ours_is_greedy == is_greedy
+    texts = [request("x" * 300), request("two words")]  # the first is longer than the context
+    theirs, ours = (lm.loglikelihood_rolling(texts, disable_tqdm=True) for lm in both)
+    assert ours == pytest.approx(theirs, abs=1e-3, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("completion", "passed"),
-    [
-        ("    return 2 * x\n", True),
-        ("    return x * x\n", False),
-        ("    pass\n\nimport sys\nsys.exit(0)\n", False),
-        ("    return 0\n\ndef check(candidate):\n    pass\n", False),  # the test defines its own after it
-        ("    return 2 *\n", False),
-    ],
-)
-def test_a_completion_is_right_when_the_tests_run_to_their_end(completion, passed):
-    problem = humaneval.Problem(**PROBLEM)
-    assert humaneval.check(problem, completion, Limits(seconds=60)).passed is passed
+def test_texts_are_those_of_the_harness(both):
+    asked = [
+        request(context, {"until": until, "max_gen_toks": 12, "do_sample": False})
+        for until in (["z"], ["a", "e"])
+        for context in ("abc", "def f(x):", "q")
+    ]
+    theirs, ours = (lm.generate_until(asked, disable_tqdm=True) for lm in both)
+    assert ours == theirs and any(len(text) < 12 for text in ours)
 
 
-@pytest.mark.parametrize(
-    ("task", "line", "message"),
-    [
-        ("gsm8k", "{", "line 2: not JSON"),
-        ("gsm8k", "[1]", "line 2: must be a JSON object with question, answer"),
-        ("gsm8k", {"question": "Why?"}, "line 2: field 'answer' must be a non-empty text, got None"),
-        ("gsm8k", {"question": " ", "answer": "#### 1"}, "line 2: field 'question'"),
-        ("gsm8k", {"question": "Why?", "answer": "42"}, "line 2: 'answer' must end in '#### ' and a number"),
-        ("gsm8k", {"question": "Why?", "answer": "#### so"}, "line 2: 'answer' must end in"),
-        ("humaneval", {**PROBLEM, "test": 3}, "line 2: field 'test' must be a non-empty text, got 3"),
-        ("humaneval", {**PROBLEM, "entry_point": "a b"}, "line 2: 'entry_point' must be a name"),
-    ],
-)
-def test_a_wrong_line_is_named_in_one_sentence(task, line, message, write, capsys):
-    first = QUESTION if task == "gsm8k" else PROBLEM
-    assert main([task, "--questions", write(first, line)]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+def test_a_context_that_is_too_long_keeps_its_end(both):
+    asked = [request("x" * 200 + "abc", {"until": [], "max_gen_toks": 8, "do_sample": False})]
+    assert both[1].generate_until(asked) == both[0].generate_until(asked, disable_tqdm=True)
+
+
+def test_the_command_scores_every_policy_and_finds_them_equal(folder, tasks, capsys):
+    options = ["--model", folder, "--include-path", tasks, "--policies", "plain", "adaptive", "fixed:2,3"]
+    assert main(["quality", "--tasks", "own_writes", "own_chooses", *options]) == 0
+    *_, document = capsys.readouterr().out.strip().splitlines()
+    found = json.loads(document)
+    assert [row["policy"] for row in found["policies"]] == ["plain", "adaptive", "fixed:2,3"]
+    assert all(row["num_different"] == 0 for row in found["policies"]) and found["num_requests"] == 4
+    assert set(found["policies"][0]["scores"]["own_chooses"]) == {"acc,none"}
+
+
+def test_texts_that_differ_are_counted_and_end_with_code_1(folder, tasks, capsys, monkeypatch):
+    from eval import harness
+
+    own = harness.complete
+
+    def complete(*arguments, policy, **options):
+        texts = own(*arguments, policy=policy, **options)
+        return texts if policy == "plain" else [text + "!" for text in texts]
+
+    monkeypatch.setattr(harness, "complete", complete)
+    assert main(["quality", "--tasks", "own_writes", "--model", folder, "--include-path", tasks]) == 1
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["policies"][1]["num_different"] == 2
+
+
+@pytest.mark.slow  # it looks through all of its tasks
+def test_the_harnesss_own_command_knows_the_model(folder, tasks, capsys):
+    arguments = ["--model", "selfspec", "--model_args", f"pretrained={folder},policy=plain", "--tasks", "own_writes"]
+    before = sys.argv
+    assert main(["quality", *arguments, "--include_path", tasks]) == 0
+    assert "exact_match" in capsys.readouterr().out and sys.argv is before
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "words"),
     [
-        (["--questions", "nowhere.jsonl"], "cannot read the questions 'nowhere.jsonl'"),
-        (["--questions", "EMPTY"], "is empty"),
-        (["--questions", "FILE", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--questions", "FILE", "--num-questions", "-1"], "--num-questions must be at least 0, got -1"),
-        (["--questions", "FILE", "--policy", "fastest"], "--policy must be one of adaptive, plain, "),
-        (["--questions", "FILE", "--policy", "fixed:2"], "needs two whole numbers, got 'fixed:2'"),
-        (["--questions", "FILE", "--max-new-tokens", "500"], "no question fits the model's context of 128 tokens"),
+        slow(["--tasks", "no_such_task"], "lm_eval has no task no_such_task"),
+        (["--tasks", "own_writes", "--policies", "transformers"], "--policies takes methods of selfspec"),
+        (["--tasks", "own_writes", "--run-code"], "HF_ALLOW_CODE_EVAL=1"),
+        (["--tasks", "own_writes", "--model", "/no/such"], "there is no folder /no/such"),
+        (["--tasks", "own_writes", "--batch-size", "0"], "batch_size must be a whole number of at least 1"),
     ],
 )
-def test_other_bad_input_is_one_sentence_too(options, message, folder, write, tmp_path, capsys):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    names = {"FILE": write(QUESTION), "EMPTY": str(tmp_path / "empty.jsonl")}
-    assert main(["gsm8k", "--model", folder, *(names.get(word, word) for word in options)]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert message in told[-1]
-    assert "Traceback" not in "".join(told)
+def test_what_makes_no_sense_is_one_sentence(options, words, folder, tasks, capsys, monkeypatch):
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
+    assert main(["quality", "--include-path", tasks, "--model", folder, *options]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_command_scores_every_policy_and_finds_them_equal(folder, write, capsys):
-    questions = write(QUESTION, "", {**QUESTION, "question": "x" * 200}, {**QUESTION, "question": "And three?"})
-    options = ["--model", folder, "--questions", questions, "--max-new-tokens", "24"]
-    assert main(["gsm8k", *options, "--policy", "adaptive", "fixed:2,3"]) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    record = json.loads(last)
-    assert [row["policy"] for row in record["policies"]] == ["plain", "adaptive", "fixed:2,3"]
-    assert [row["differing"] for row in record["policies"]] == [0, 0, 0]
-    assert len({row["score"] for row in record["policies"]}) == 1
-    assert (record["questions"], record["too_long"]) == (2, 1)
-    assert any("1 questions left out" in line for line in table)
-
-
-def test_outputs_that_differ_are_counted_and_end_with_code_1(folder, write, capsys, monkeypatch):
-    honest = decode.decode
-
-    def wrong(target, prompts, chosen, *others):
-        outputs = honest(target, prompts, chosen, *others)
-        if chosen.name == "fixed:1,2":
-            outputs[1].tokens[-1] ^= 1
-        return outputs
-
-    monkeypatch.setattr(decode, "decode", wrong)
-    options = ["--model", folder, "--questions", write(*[QUESTION] * 3), "--max-new-tokens", "8"]
-    assert main(["gsm8k", *options, "--policy", "plain", "fixed:1,2"]) == 1
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["policies"]
-    assert [(row["differing"], row["differing_questions"]) for row in rows] == [(0, []), (1, [2])]
-
-
-def test_code_is_run_only_on_request(folder, write, capsys, monkeypatch):
-    ran = []
-    monkeypatch.setattr(humaneval.sandbox, "run", lambda text, limits: ran.append(text) or Verdict(True, ""))
-    options = ["humaneval", "--model", folder, "--questions", write(PROBLEM), "--max-new-tokens", "8"]
-    assert main(options) == 0
-    printed = capsys.readouterr().out
-    assert not ran
-    assert "not run" in printed
-    assert json.loads(printed.splitlines()[-1])["policies"][0]["score"] is None
-    assert main([*options, "--run-code"]) == 0
-    assert len(ran) == 1  # both policies wrote the same
-    printed = capsys.readouterr().out
-    assert [row["score"] for row in json.loads(printed.splitlines()[-1])["policies"]] == [1, 1]
-    assert "no namespaces" in printed
-    assert main([*options, "--run-code", "--seconds", "0"]) == 2
+def test_without_the_harness_one_sentence_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("eval.quality.find_spec", lambda name: None)
+    assert main(["quality", "--tasks", "gsm8k"]) == 2
+    assert "pip install 'lm_eval[hf]'" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from eval.run.external import SPARE, External
-from eval.run.turns import Failure, Prompt
+from eval.answers import Failure, Prompt
+from eval.external import SPARE, External
 
 # Answers every question with the next of its arguments, a text of one line or more.
 ENGINE = """

@@ -7,12 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from eval.run.items import choice_of, groups, item_of
-from eval.run.metrics import METRICS, Group, figures
-from eval.run.ours import shared
-from eval.run.report import render, shown
-from eval.run.summary import fastest_plain, harness_share, summarise
-from eval.run.turns import Turn
+from eval.answers import Turn, choice_of, groups, item_of
+from eval.metrics import METRICS, Group, figures
+from eval.ours import shared
+from eval.summary import fastest_plain, harness_share
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
@@ -172,24 +170,10 @@ def test_an_answer_that_is_none_is_refused():
         )
 
 
-def test_a_report_without_answers_or_with_chosen_columns():
-    found = summarise({"plain": {}, "adaptive": {}}, [], None, num_questions=2, resamples=5)
-    assert not found["complete"] and "Partial: up to 2 of 2" in render(found)
-    answers = {"fast": {row["question_id"]: row for row in FAST}, "slow": {row["question_id"]: row for row in SLOW}}
-    found = summarise(answers, [], "slow", num_questions=2, resamples=5)
-    text = render({**found, "metrics": ["stage_shares", "acceptance_by_position", "num_tokens", "seconds"]})
-    assert "| method | stage shares | acceptance by position | num tokens | seconds |" in text
-    assert shown("time_to_first_token_p50", 0.01234) == "12.3 ms" and shown("speedup", 1234.5) == "1234"
-    assert shown("acceptance_by_position", [{"joint": 0.5, "conditional": 1}]) == "0.50/1.00"
-    assert shown("stage_shares", {"draft": 0.5}) == "draft 50%"
-
-
 def test_rounds_that_come_at_once_share_their_time_by_what_each_took():
-    """A burst of three after the first one, and one alone: together they take what the clock says."""
-    own, ahead = [9.0, 2.0, 1.0, 1.0, 5.0], [False, False, True, True, False]
-    rounds = [
-        Round([], None, StageSeconds(verify=taken), None, is_ahead) for taken, is_ahead in zip(own, ahead, strict=True)
-    ]
+    """The first round alone, a program of three, and one of one: together they take what the clock says."""
+    own, places = [9.0, 2.0, 1.0, 1.0, 5.0], [0, 0, 1, 2, 0]
+    done = [Round([], None, StageSeconds(verify=taken), None, at) for taken, at in zip(own, places, strict=True)]
     stamped = [10.0, 7.9, 0.05, 0.05, 6.0]
-    assert shared(stamped, rounds) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
-    assert shared(stamped[:1], rounds[:1]) == stamped[:1] and shared([], []) == []
+    assert shared(stamped, done) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
+    assert shared(stamped[:1], done[:1]) == stamped[:1] and shared([], []) == []

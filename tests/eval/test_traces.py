@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from eval.drafts import draft, draft_lengths
-from eval.methods import Endless
+from eval.models import Endless, decode
 from eval.recording import record
 from eval.replay import replay
-from eval.traces import Trace, load, load_prior, renumbered, save
-from selfspec.control.adaptive import Adaptive
+from eval.traces import Trace, load, save
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
@@ -31,7 +30,7 @@ def equal(here, there):
 def test_hits_are_what_a_draft_of_one_token_accepts_at_every_position(temperature):
     """Outputs of two tokens, from ever longer prompts: one round, whose draft is the layer's pick for the first."""
     target, (prompt,) = Endless(tiny("llama")), make_prompts((37,))
-    (done,) = target.generate([prompt], policy="plain", max_new_tokens=40, temperature=temperature, seed=3)
+    (done,) = decode(target, [prompt], 40, temperature=temperature, seeds=3)
     trace = record(target.stack, prompt, done.tokens, Sampling(temperature, seed=3))
     for e in range(1, target.stack.num_layers):
         accepted = []
@@ -45,7 +44,7 @@ def test_hits_are_what_a_draft_of_one_token_accepts_at_every_position(temperatur
 
 def test_what_a_draft_writes_after_a_wrong_token_is_recorded_where_there_is_one():
     target, (prompt,) = Endless(tiny("llama")), make_prompts((9,))
-    (done,) = target.generate([prompt], policy="plain", max_new_tokens=30)
+    (done,) = decode(target, [prompt], 30)
     trace = record(target.stack, prompt, done.tokens, wrong_steps=5)
     assert trace.wrong.shape == (3, 30, 5)
     assert np.isnan(trace.wrong[trace.hits]).all()
@@ -57,7 +56,7 @@ def test_what_a_draft_writes_after_a_wrong_token_is_recorded_where_there_is_one(
 def test_at_the_end_of_the_context_nothing_is_recorded_beyond_it():
     target, (prompt,) = Endless(tiny("llama")), make_prompts((100,))
     limit = target.stack.context_limit
-    (done,) = target.generate([prompt], policy="plain", max_new_tokens=limit)
+    (done,) = decode(target, [prompt], limit)
     trace = record(target.stack, prompt, done.tokens)
     assert len(trace.tokens) == limit - 100
     for i in range(len(trace.tokens)):
@@ -75,46 +74,14 @@ def test_a_cut_trace_is_the_beginning_of_the_output():
     assert replay([short], Fixed(2, 3), made_up_costs(4)).num_tokens == 7
 
 
-def test_renumbered_outputs_repeat_nothing_and_are_drafted_by_layers_as_before():
-    costs, (one, other) = made_up_costs(4), (random_trace(seed, 4, 120) for seed in (1, 2))
-    tokens = tuple(10 + i % 6 for i in range(120))
-    said = np.broadcast_to(np.array(tokens, np.int32), one.hits.shape)
-    picks = np.where(one.hits, said, said + 50)
-    repeating = dataclasses.replace(one, tokens=tokens, picks=picks)
-    changed = renumbered([repeating, other])
-    texts = [(*trace.prompt, *trace.tokens) for trace in changed]
-    assert len({*texts[0], *texts[1]}) == len(texts[0]) + len(texts[1]) == 2 * 125
-    assert max(*texts[0], *texts[1]) < changed[0].vocab_size == changed[1].vocab_size
-    assert np.array_equal(changed[0].picks == np.array(changed[0].tokens), one.hits)
-    for drafts in (("lookup",), ("lookup", "tree"), ("exit", "tree")):
-        before, after = (replay([trace], Adaptive(costs, drafts=drafts), costs) for trace in (repeating, changed[0]))
-        found, left = (sum(row.num_accepted for r in done.rounds for row in r.rows) for done in (before, after))
-        assert (found > 80 and left == 0) if "lookup" in drafts else (found == left > 20)
-        assert (before.seconds == after.seconds) == ("lookup" not in drafts)
-
-
-def test_outputs_may_be_of_random_tokens_of_the_vocabulary_by_a_seed():
-    given = [dataclasses.replace(random_trace(1, 4, 120), vocab_size=9)]
-    (one,), (again,), (other,) = (renumbered(given, seed) for seed in (3, 3, 4))
-    assert {*one.prompt, *one.tokens} == {*range(9)} and one.tokens == again.tokens != other.tokens
-    assert np.array_equal(one.picks == np.array(one.tokens), given[0].hits)
-    assert not {*one.tokens} & {*one.wrong_picks.flat}
-
-
-def test_saved_traces_are_read_back_as_they_were(tmp_path):
+@pytest.mark.parametrize("prior", [None, {"hits": [[1.5]], "pace": {"last_plain": -3}}])
+def test_saved_traces_are_read_back_as_they_were_with_the_statistics_beside_them(tmp_path, prior):
     traces = [random_trace(seed, 3, n, prompt) for seed, n, prompt in ((0, 1, 1), (1, 12, 50))]
-    save(traces, tmp_path / "traces.npz")
-    again = load(tmp_path / "traces.npz")
-    assert len(again) == 2 and all(map(equal, traces, again))
+    save(traces, tmp_path / "traces.npz", prior)
+    again, beside = load(tmp_path / "traces.npz")
+    assert len(again) == 2 and all(map(equal, traces, again)) and beside == prior
     assert (again[1].task, again[1].tokens) == (traces[1].task, traces[1].tokens)
     assert [path.name for path in tmp_path.iterdir()] == ["traces.npz"]
-
-
-def test_what_the_model_is_stored_with_lies_beside_its_traces(tmp_path):
-    for prior in (None, {"hits": [[1.5]], "pace": {"last_plain": -3}}):
-        save([random_trace(0, 3, 20)], tmp_path / "traces.npz", prior)
-        assert load_prior(tmp_path / "traces.npz") == prior
-        assert len(load(tmp_path / "traces.npz")) == 1
 
 
 def damaged(tmp_path):

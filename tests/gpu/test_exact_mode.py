@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.targets import random_prompts, synthetic_target
+from eval.synthetic import random_prompts, synthetic_target
 from selfspec.decoding.engine import Engine
 from tests.helpers import Schedule, drain
 

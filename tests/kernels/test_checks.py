@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.gpu import samples
 from selfspec.kernels.suite import REFERENCE, has_triton, triton_kernels
+from tests.kernels import samples
 
 SUITES = [REFERENCE, *([triton_kernels()] if has_triton() else [])]
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = """
 import json, sys
-from eval.gpu.compiled import compile_all
+from tests.kernels.ahead_of_time import compile_all
 print(json.dumps([one._asdict() for one in compile_all(only=sys.argv[1:])]))
 """
 ONE_OF_EACH = [

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.gpu import samples
 from selfspec.executors.pick import Sampling, pick_surely
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import SamplingTensors
+from tests.kernels import samples
 
 fused_pick = pytest.importorskip("selfspec.kernels.fused_pick", reason="Triton is not installed")
 

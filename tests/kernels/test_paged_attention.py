@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.gpu import samples
 from selfspec.kernels import reference
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from tests.kernels import samples
 from tests.kernels.paged import by_formula, some_rows
 
 paged_attention = pytest.importorskip("selfspec.kernels.paged_attention", reason="Triton is not installed")

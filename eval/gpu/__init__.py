@@ -1,1 +1,0 @@
-"""What a CUDA device makes of the kernels: whether they agree with their plain twins, and how fast it is."""

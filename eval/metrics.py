@@ -1,0 +1,294 @@
+"""Every figure of a run, defined once.
+
+Spec-Bench's three are computed as its `speed.py` (github.com/hemingkx/Spec-Bench, April 2025) does: rates are averaged
+over questions, steps are pooled. The others add up before they divide. Times of one question are summed over its turns,
+and hold its prefill unless a definition says otherwise. A figure is None where a method does not tell what it needs.
+
+Most figures are the ratio of two sums over questions, `Metric.terms`; some are that over the baseline's. Their 95 %
+intervals come from drawing the questions again: `scipy.stats.bootstrap`, percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.answers import Item
+from selfspec.decoding.stats import SpecStats
+
+INTERVAL = 0.95
+Terms = Callable[[Item], tuple[float, float]]  # what a question adds to the two sums that a figure is the ratio of
+Draws = NDArray[np.int64]  # [..., questions] indices of questions
+
+
+class Metric(NamedTuple):
+    """A figure's unit and definition, and how it is computed where it is a ratio of sums."""
+
+    unit: str
+    meaning: str
+    terms: Terms | None = None
+    base_terms: Terms | None = None  # the figure is over that of the baseline by these, on the questions of both
+    less_is_better: bool = False
+
+
+def _speed(item: Item) -> tuple[float, float]:
+    return item.num_tokens, item.seconds
+
+
+def _mean_speed(item: Item) -> tuple[float, float]:
+    return item.speed, 1
+
+
+def _script_speed(item: Item) -> tuple[float, float]:
+    """As Spec-Bench's script counts its baseline's tokens."""
+    return (float("nan") if item.retokenised is None else item.retokenised / item.seconds), 1
+
+
+def _after_first_steps(item: Item) -> tuple[float, float]:
+    if item.steps is None:
+        return float("nan"), float("nan")
+    later = [step for turn in item.steps for step in turn[1:] if step[0]]
+    return sum(tokens for tokens, _ in later), sum(seconds for _, seconds in later)
+
+
+def _lengths(item: Item) -> tuple[float, float]:
+    stats = item.stats or SpecStats()
+    return stats.num_accepted_draft_tokens + stats.num_spec_steps, stats.num_spec_steps
+
+
+def _hits(item: Item) -> tuple[float, float]:
+    stats = item.stats or SpecStats()
+    return stats.num_accepted_draft_tokens, stats.num_draft_tokens
+
+
+METRICS = {
+    "num_questions": Metric("", "questions answered"),
+    "num_tokens": Metric("", "new tokens, ends of text included"),
+    "seconds": Metric("s", "wall time of all calls, prefill included", lambda i: (i.seconds, 1), less_is_better=True),
+    "mean_accepted_tokens": Metric(
+        "",
+        "Spec-Bench: mean of accept_lengths, pooled over all steps of all questions",
+        lambda i: (sum(i.accept_lengths), len(i.accept_lengths)),
+    ),
+    "spec_bench_tokens_per_second": Metric(
+        "1/s", "Spec-Bench: mean over questions of new tokens / wall time", _mean_speed
+    ),
+    "spec_bench_speedup": Metric(
+        "x", "Spec-Bench: that mean over the baseline's, both by their own token counts", _mean_speed, _mean_speed
+    ),
+    "spec_bench_script_speedup": Metric(
+        "x",
+        "what its script prints: the baseline's tokens counted again from its text, less one per turn",
+        _mean_speed,
+        _script_speed,
+    ),
+    "tokens_per_second": Metric("1/s", "all new tokens / all seconds; interval over questions", _speed),
+    "decode_tokens_per_second": Metric(
+        "1/s", "tokens after each turn's first step / the time after it: prefill apart", _after_first_steps
+    ),
+    "prefill_share": Metric("", "share of the seconds that went into reading prompts"),
+    "speedup": Metric(
+        "x",
+        "tokens_per_second over the baseline's on the questions both answered; interval over questions",
+        _speed,
+        _speed,
+    ),
+    "paired_ratio": Metric(
+        "x",
+        "geometric mean over questions of speed / the baseline's speed on the same one; median and range beside it",
+    ),
+    "time_to_first_token_p50": Metric(
+        "s", "median over turns of the time to the end of the first step", less_is_better=True
+    ),
+    "time_to_first_token_p95": Metric("s", "95th percentile of the same", less_is_better=True),
+    "per_token_latency_p50": Metric(
+        "s",
+        "median over tokens after a turn's first step; a token's latency is its step's time / the step's tokens; "
+        "of our rounds that come at once, each has its own share of the time",
+        less_is_better=True,
+    ),
+    "per_token_latency_p95": Metric("s", "95th percentile of the same", less_is_better=True),
+    "acceptance_length": Metric(
+        "", "1 + accepted / steps that drafted, pooled; counts the target's own token", _lengths
+    ),
+    "draft_acceptance_rate": Metric("", "accepted drafted tokens / drafted tokens", _hits),
+    "acceptance_by_position": Metric(
+        "",
+        "joint: steps that accepted at least i / that drafted at least i; conditional: / that also accepted i - 1",
+    ),
+    "layer_passes_per_token": Metric(
+        "",
+        "layers run one after another per new token, prefill apart; plain: all layers",
+        lambda i: (float("nan") if i.layer_passes is None else i.layer_passes, i.num_tokens),
+        less_is_better=True,
+    ),
+    "stage_shares": Metric("", "share of a round's time by stage, as the engine's own clock has it"),
+}
+TABLE = (  # the usual columns of a report
+    "tokens_per_second",
+    "speedup",
+    "paired_ratio",
+    "mean_accepted_tokens",
+    "draft_acceptance_rate",
+    "time_to_first_token_p50",
+    "per_token_latency_p50",
+    "per_token_latency_p95",
+)
+WITH_INTERVAL = ("tokens_per_second", "speedup", "paired_ratio")
+PERCENTILES = tuple(name for name in METRICS if name.endswith(("_p50", "_p95")))
+OVER_BASELINE = (*(name for name, metric in METRICS.items() if metric.base_terms), "paired_ratio")
+COMPARED = tuple(n for n, m in METRICS.items() if m.terms or n in OVER_BASELINE or n in PERCENTILES)
+"""Figures that two runs can be compared by."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A method's questions, and the baseline's of the same category.
+
+    Args:
+        base: None where no baseline is known.
+        resamples, seed: of the bootstrap. Methods with the same number of questions are resampled alike.
+    """
+
+    items: Sequence[Item]
+    base: Sequence[Item] | None
+    resamples: int = 2000
+    seed: int = 0
+
+    @cached_property
+    def pairs(self) -> list[tuple[Item, Item]]:
+        """The questions that both have answered."""
+        theirs = {item.question_id: item for item in self.base or ()}
+        return [(item, theirs[item.question_id]) for item in self.items if item.question_id in theirs]
+
+    def interval(self, figure: Callable[[Draws], NDArray[np.float64]], num: int) -> dict[str, float]:
+        """The range of a figure over resampled questions.
+
+        Args:
+            figure: `[..., num]` indices of questions to the figure of each resample; it may be nan.
+            num: questions that are drawn from.
+        """
+        if num == 1:  # there is nothing to draw
+            value = float(figure(np.zeros(1, dtype=np.int64)))
+            return {"low": value, "high": value}
+        from scipy.stats import bootstrap  # slow to import, and not needed by every command
+
+        found = bootstrap(
+            (np.arange(num),),
+            lambda draws, axis: figure(draws),
+            n_resamples=self.resamples,
+            confidence_level=INTERVAL,
+            method="percentile",
+            vectorized=True,
+            batch=500,
+            rng=np.random.default_rng([self.seed, num]),
+        ).confidence_interval
+        return {"low": float(found.low), "high": float(found.high)}
+
+    def stats(self) -> SpecStats | None:
+        known = [item.stats for item in self.items if item.stats is not None]
+        return sum(known, SpecStats()) if len(known) == len(self.items) else None
+
+
+def drawn(name: str, group: Group) -> tuple[Callable[[Draws], NDArray[np.float64]], int]:
+    """A figure of COMPARED as a function of drawn questions, and how many questions it is drawn from.
+
+    All questions once give the figure itself. It is nan where they do not tell.
+    """
+    metric = METRICS[name]
+    if name == "paired_ratio":
+        pairs = [(a, b) for a, b in group.pairs if a.num_tokens and b.num_tokens]
+        mean = _ratio([(log(a.speed / b.speed), 1.0) for a, b in pairs])
+        return lambda draws: np.exp(mean(draws)), len(pairs)
+    if metric.base_terms is not None and metric.terms is not None:
+        own = _ratio([metric.terms(a) for a, _ in group.pairs])
+        base = _ratio([metric.base_terms(b) for _, b in group.pairs])
+        return lambda draws: np.asarray(own(draws) / base(draws)), len(group.pairs)
+    if metric.terms is not None:
+        return _ratio([metric.terms(item) for item in group.items]), len(group.items)
+    return _percentile(name, group.items), len(group.items)
+
+
+def _ratio(terms: Sequence[tuple[float, float]]) -> Callable[[Draws], NDArray[np.float64]]:
+    top, bottom = np.array(terms, dtype=float).reshape(-1, 2).T
+    return lambda draws: np.asarray(top[draws].sum(-1) / bottom[draws].sum(-1))
+
+
+def _percentile(name: str, items: Sequence[Item]) -> Callable[[Draws], NDArray[np.float64]]:
+    values = [_times(name, item) for item in items]
+    share = int(name[-2:])
+
+    def of(draw: Draws) -> float:
+        chosen = np.concatenate([values[i] for i in draw])
+        return float(np.percentile(chosen, share)) if chosen.size else float("nan")
+
+    return lambda draws: np.apply_along_axis(of, -1, draws)
+
+
+def _times(name: str, item: Item) -> NDArray[np.float64]:
+    """Of a question: the time of every turn's first step, or the latency of every token after it."""
+    turns = item.steps or []
+    if name.startswith("time_to_first_token"):
+        return np.array([turn[0][1] for turn in turns])
+    later = [step for turn in turns for step in turn[1:] if step[0]]
+    return np.repeat([seconds / num for num, seconds in later], [num for num, _ in later])
+
+
+def value_of(name: str, group: Group) -> float | None:
+    """A figure of COMPARED; None where the questions do not tell."""
+    figure, num = drawn(name, group)
+    if not num:
+        return None
+    if name in PERCENTILES and any(item.steps is None for item in group.items):
+        return None
+    with np.errstate(all="ignore"):  # nothing to divide by is nan or infinite, and no figure
+        value = float(figure(np.arange(num)))
+    return value if np.isfinite(value) else None
+
+
+def figures(group: Group) -> dict[str, Any]:
+    """Every metric of a group of at least one question, by name: a number, a mapping, a list, or None."""
+    found: dict[str, Any] = {name: value_of(name, group) for name in COMPARED}
+    for name in WITH_INTERVAL:
+        if found[name] is not None:
+            figure, num = drawn(name, group)
+            with np.errstate(all="ignore"):
+                found[name] = {"value": found[name], **group.interval(figure, num)}
+            if name != "tokens_per_second":
+                found[name]["num_questions"] = num
+    if found["paired_ratio"] is not None:
+        ratios = np.array([a.speed / b.speed for a, b in group.pairs if a.num_tokens and b.num_tokens])
+        found["paired_ratio"] |= {
+            "median": float(np.median(ratios)),
+            "least": float(ratios.min()),
+            "most": float(ratios.max()),
+        }
+    found |= {
+        "num_questions": len(group.items),
+        "num_tokens": sum(item.num_tokens for item in group.items),
+        "seconds": sum(item.seconds for item in group.items),
+        **_shares(group),
+    }
+    return {name: found[name] for name in METRICS}
+
+
+def _shares(group: Group) -> dict[str, Any]:
+    """What is no single number, or of a part of the time."""
+    items, stats = group.items, group.stats()
+    prefills = [item.prefill_seconds for item in items if item.prefill_seconds is not None]
+    stages = [item.stage_seconds for item in items if item.stage_seconds is not None]
+    total = sum(sum(each.values()) for each in stages)
+    is_whole = len(stages) == len(items) and total > 0
+    positions = stats.acceptance_by_position() if stats and stats.num_draft_tokens else None
+    return {
+        "prefill_share": sum(prefills) / sum(item.seconds for item in items) if len(prefills) == len(items) else None,
+        "acceptance_by_position": positions and [{"joint": a, "conditional": b} for a, b in positions],
+        "acceptance_length": stats.mean_acceptance_length if stats else None,
+        "stage_shares": {name: sum(each[name] for each in stages) / total for name in stages[0]} if is_whole else None,
+    }

@@ -1,0 +1,295 @@
+"""Studies of a run: figures beside its answers, each measured once on some of its questions: `studies/NAME.json`.
+
+acceptance   how often a draft of every exit layer would be right, by position: exact, from each layer's own picks
+grid         speed of every fixed setting (exit layer, draft length) over plain decoding
+batch        speed of `adaptive` and of the grid's best setting over plain decoding, by batch size
+policies     every policy by replay of recorded outputs, at the costs of this machine, beside what could be reached
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from eval.answers import Failure, Prompt
+from eval.asking import Shared, prompt_of
+from eval.bounds import runs
+from eval.models import Endless, Target, rounds
+from eval.policies import MEASURED, ReplayConfig, compare
+from eval.questions import Question
+from eval.records import FullError, read_object, write_file
+from eval.run_config import SIZES, RunConfig
+from eval.tasks import Recorded, trace_of
+from eval.timing import Say
+from eval.traces import Trace
+from selfspec.executors.pick import Sampling
+
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+REPEATS = 3  # of a batch
+MOST = 8  # drafted tokens whose acceptance is shown
+Record = dict[str, Any]
+
+
+@dataclass
+class Material:
+    """What studies share: some questions of a run, and traces of what the model writes after them.
+
+    Args:
+        prompts: the first turns of these questions.
+    """
+
+    config: RunConfig
+    target: Endless
+    prompts: Sequence[Prompt]
+    eos: frozenset[int]
+    say: Say
+
+    @cached_property
+    def traces(self) -> list[Trace]:
+        """A trace per prompt, of up to max_new_tokens, which ends as the run's answers do."""
+        found = []
+        for i, prompt in enumerate(self.prompts):
+            self.say(f"studies: recording question {i + 1} of {len(self.prompts)}")
+            sampling = Sampling(self.config.temperature, seed=prompt.seed)
+            trace = trace_of(self.target, prompt.ids, prompt.max_new_tokens, sampling)
+            ends = [j for j, token in enumerate(trace.tokens, 1) if token in self.eos]
+            found.append(trace.cut(ends[0]) if ends else trace)
+        return found
+
+    @property
+    def exits(self) -> list[int]:
+        """Every eighth of the layers up to half of them."""
+        layers = self.target.stack.num_layers
+        return sorted({max(1, layers * eighths // 8) for eighths in range(1, 5)} - {layers})
+
+    def seconds(self, prompts: Sequence[Prompt], batch_size: int, **settings: Any) -> float:
+        """What decoding study_tokens after every prompt took, prefill apart, by the engine's own clock."""
+        room = [min(self.config.study_tokens, prompt.max_new_tokens) for prompt in prompts]
+        sampling = {"temperature": self.config.temperature, "seeds": [prompt.seed for prompt in prompts]}
+        ids = [prompt.ids for prompt in prompts]
+        done = list(rounds(self.target, ids, room, max_batch_size=batch_size, **sampling, **settings))
+        return sum(round_.seconds.total - round_.seconds.prefill for round_ in done)
+
+
+def acceptance(material: Material) -> Record:
+    """Of the output positions with i tokens left, `joint[i - 1]`: the share from which the next i drafted tokens all
+    are the output's; None where there is no such position."""
+    exits = []
+    for layer in range(1, material.target.stack.num_layers):
+        lengths = [runs(trace.hits[layer - 1]) for trace in material.traces]
+        right = [np.concatenate([n[: max(0, len(n) - i + 1)] >= i for n in lengths]) for i in range(1, MOST + 1)]
+        exits.append({"exit_layer": layer, "joint": [float(each.mean()) if each.size else None for each in right]})
+    num_tokens = sum(len(trace.tokens) for trace in material.traces)
+    return {"num_layers": material.target.stack.num_layers, "num_tokens": num_tokens, "exits": exits}
+
+
+def grid(material: Material) -> Record:
+    """Every setting is timed beside plain decoding of its own, question by question; medians of the ratios count."""
+    ratios: dict[tuple[int, int], list[float]] = {(e, d): [] for e in material.exits for d in DRAFT_LENGTHS}
+    speeds = []
+    for i, prompt in enumerate(material.prompts):
+        material.say(f"grid: question {i + 1} of {len(material.prompts)}")
+        for layer in material.exits:
+            plain = material.seconds([prompt], 1)
+            speeds.append(min(material.config.study_tokens, prompt.max_new_tokens) / plain)
+            for length in DRAFT_LENGTHS:
+                settings = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": length}
+                ratios[layer, length].append(plain / material.seconds([prompt], 1, **settings))
+    plain = median(speeds)
+    speedups = {setting: median(found) for setting, found in ratios.items()}
+    best = max(speedups, key=lambda setting: speedups[setting])
+    return {
+        "exit_layers": material.exits,
+        "draft_lengths": list(DRAFT_LENGTHS),
+        "plain_tokens_per_second": plain,
+        "tokens_per_second": [[plain * speedups[e, d] for d in DRAFT_LENGTHS] for e in material.exits],
+        "best": {"exit_layer": best[0], "draft_length": best[1], "speedup": speedups[best]},
+    }
+
+
+def batch(material: Material) -> Record:
+    """Batch sizes up to the first that memory does not hold. Prompts are repeated until the last batch is full."""
+    found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
+    layer = found.get("exit_layer", max(1, material.target.stack.num_layers // 4))
+    fixed = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": found.get("draft_length", 4)}
+    ways: dict[str, Record] = {"adaptive": {"policy": "adaptive"}, f"fixed:{layer},{fixed['num_draft_tokens']}": fixed}
+    speedups: dict[str, list[Record]] = {name: [] for name in ways}
+    sizes: list[int] = []
+    for size in BATCH_SIZES:
+        material.say(f"batch: {size} rows")
+        count = -(-len(material.prompts) // size) * size  # whole batches
+        prompts = [material.prompts[i % len(material.prompts)] for i in range(count)]
+        try:
+            taken = [_in_turn(material, prompts, size, ways) for _ in range(REPEATS + 1)][1:]  # the first warms up
+        except torch.OutOfMemoryError:
+            break
+        sizes.append(size)
+        for name, of_name in speedups.items():
+            values = [each["plain"] / each[name] for each in taken]
+            of_name.append({"median": median(values), "low": min(values), "high": max(values)})
+    return {"batch_sizes": sizes, "methods": [{"method": n, "speedup": found} for n, found in speedups.items()]}
+
+
+def _in_turn(material: Material, prompts: Sequence[Prompt], size: int, ways: dict[str, Record]) -> dict[str, float]:
+    """Seconds of every way to decode the prompts, one right after the other."""
+    return {name: material.seconds(prompts, size, **way) for name, way in {"plain": {}, **ways}.items()}
+
+
+def policies(material: Material) -> Record:
+    """Every question from a fresh start; speedups over plain decoding of all of them together."""
+    target, length = material.target, max(len(trace.tokens) for trace in material.traces)
+    material.say(f"policies: replaying {len(material.traces)} questions")
+    defaults = target.default_exit_layer, target.default_num_draft_tokens
+    task = Recorded("run", material.traces, target.costs(), *defaults)
+    config = ReplayConfig(lengths=(length,), head_layers=(MEASURED,), temperature=material.config.temperature)
+    (section,) = compare([task], config)
+    rows = [{"name": row["name"], "kind": row["kind"], "speedup": row["mean"]} for row in section["rows"]]
+    return {"length": length, "rows": rows}
+
+
+MAKE: dict[str, Callable[[Material], Record]] = {
+    "acceptance": acceptance,
+    "grid": grid,
+    "batch": batch,
+    "policies": policies,
+}
+
+
+def make_studies(config: RunConfig, target: Target, asked: Sequence[Question], shared: Shared, say: Say) -> None:
+    """Make the studies that the run folder does not have yet, or has of other sizes.
+
+    One that this model cannot do leaves the sentence why in place of its figures.
+
+    Raises:
+        FullError: a file could not be written; the folder can be resumed.
+    """
+    folder, sizes = Path(config.output), {key: getattr(config, key) for key in SIZES}
+    material: Material | None = None
+    for name in config.studies:
+        path = study_path(folder, name)
+        if path.exists() and _is_of(path, sizes):
+            continue
+        say(f"study: {name}")
+        try:
+            material = material or _material(config, target, asked, shared, say)
+            made = {**MAKE[name](material), "num_questions": len(material.prompts)}
+        except FullError:
+            raise
+        except Exception as problem:  # the answers are worth more than a study
+            text = f"{problem}" if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+            made = {"error": " ".join(text.split())}
+            say(f"study {name}: {made['error']}")
+        write_file(path, json.dumps({"study": name, **made, **sizes}, indent=1) + "\n")
+
+
+def study_path(folder: Path, name: str) -> Path:
+    return folder / "studies" / f"{name}.json"
+
+
+def _is_of(path: Path, sizes: dict[str, int]) -> bool:
+    try:
+        found = read_object(path)
+    except ValueError:
+        return False
+    return all(found.get(key) == size for key, size in sizes.items())
+
+
+def _material(config: RunConfig, target: Target, asked: Sequence[Question], shared: Shared, say: Say) -> Material:
+    """First turns of `config.study_questions` questions, those left out that the context has no room for."""
+    fitting: dict[str, list[Prompt]] = {}
+    for i, question in enumerate(asked):
+        try:
+            fitting.setdefault(question.category, []).append(prompt_of(question, 0, [], shared, i))
+        except Failure:
+            continue
+    chosen = [prompt for turn in _by_place(list(fitting.values())) for prompt in turn][: config.study_questions]
+    if not chosen:
+        raise ValueError(f"no question leaves room for a token in the model's context of {shared.context_limit}")
+    eos = frozenset[int]() if config.ignore_eos else target.eos_token_ids
+    return Material(config, Endless(target), chosen, eos, say)
+
+
+def _by_place(lists: Sequence[list[Prompt]]) -> Iterator[list[Prompt]]:
+    """The first of every list, then the second of every list that has one, and so on."""
+    for i in range(max(map(len, lists), default=0)):
+        yield [each[i] for each in lists if len(each) > i]
+
+
+def sections(folder: Path, section: Callable[..., Any]) -> Iterator[Any]:
+    """What the studies of a folder found, for the report; of broken files why they say nothing."""
+    for name, (title, told, show) in SHOWN.items():
+        try:
+            found = read_object(study_path(folder, name))
+            if "error" in found:
+                yield section(title, [f"The study {name} failed: {found['error']}"])
+            elif found:
+                count = found.get("num_questions")
+                yield section(title, [f"{told} {count} questions." if count else told], *show(found))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            yield section(title, [f"studies/{name}.json cannot be shown ({problem})."])
+
+
+Cells = tuple[list[str], list[list[str]]]
+
+
+def _acceptance_table(found: Record) -> Cells:
+    rows = [
+        [str(each["exit_layer"]), *("" if share is None else f"{share:.2f}" for share in each["joint"])]
+        for each in found["exits"]
+    ]
+    return ["exit layer", *(str(i) for i in range(1, 1 + max(len(row) - 1 for row in rows)))], rows
+
+
+def _grid_table(found: Record) -> Cells:
+    plain = found["plain_tokens_per_second"]
+    pairs = zip(found["exit_layers"], found["tokens_per_second"], strict=True)
+    return (
+        ["exit layer", *map(str, found["draft_lengths"])],
+        [[str(layer), *(f"{speed / plain:.2f}" for speed in speeds)] for layer, speeds in pairs],
+    )
+
+
+def _batch_table(found: Record) -> Cells:
+    rows = []
+    for method in found["methods"]:
+        cells = (f"{each['median']:.2f} ({each['low']:.2f}..{each['high']:.2f})" for each in method["speedup"])
+        rows.append([f"`{method['method']}`", *cells])
+    return ["method", *(f"{size} rows" for size in found["batch_sizes"])], rows
+
+
+def _policies_table(found: Record) -> Cells:
+    rows = sorted(found["rows"], key=lambda row: -row["speedup"])
+    return ["name", "kind", "speedup"], [[f"`{row['name']}`", row["kind"], f"{row['speedup']:.2f}"] for row in rows]
+
+
+SHOWN: dict[str, tuple[str, str, Callable[[Record], Cells]]] = {
+    "acceptance": (
+        "Acceptance",
+        "How often a draft is the model's own output up to and including a position, by the layer that drafts.",
+        _acceptance_table,
+    ),
+    "grid": (
+        "Exit layer and draft length",
+        "Speedup over plain decoding by exit layer and drafted tokens, prefill apart.",
+        _grid_table,
+    ),
+    "batch": (
+        "Batches",
+        "Speedup over plain decoding of the same batch, prefill apart: median and range of the repeats.",
+        _batch_table,
+    ),
+    "policies": (
+        "Policies",
+        "Speedup over plain decoding by replay of recorded outputs at this machine's costs; bounds know the output.",
+        _policies_table,
+    ),
+}

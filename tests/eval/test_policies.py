@@ -1,0 +1,259 @@
+"""`python -m eval replay` end to end on a tiny model: tables, a JSON document, files, one sentence for an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from eval.__main__ import main
+from eval.config import FOLDER, read_config
+from eval.policies import BOUNDS, compare, with_head
+from eval.replay import make, replay
+from eval.tasks import MEASURED, Recorded, ReplayConfig, Task
+from eval.traces import load, save
+from selfspec.calibrate.profile import store_prior
+from selfspec.control.acceptance import Tracker
+from selfspec.control.costs import Costs
+from selfspec.control.registry import POLICIES
+from selfspec.control.rows import RowState
+from selfspec.drafting.row_lookup import RowLookup
+from tests.eval.models import save_model
+from tests.eval.replays import made_up_costs, random_trace
+from tests.target import load as load_model
+
+QUESTIONS = ["def f(x):\n", "for name in names:\n    print("]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(folder, tmp_path):
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in QUESTIONS))
+    path = tmp_path / "replay.yaml"
+    keys = {"lengths": [6, 12], "head_layers": [MEASURED, 2], "repeats": 1}
+    task = {"name": "code", "model": str(folder), "questions": "two.jsonl"}
+    path.write_text(yaml.safe_dump({"tasks": [task], **keys}))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Traces of two tasks, and costs that fit them."""
+    traces = [dataclasses.replace(random_trace(seed, 4, 20), task=task) for seed, task in enumerate(("a", "b", "a"))]
+    save(traces, tmp_path / "traces.npz")
+    (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
+    return ["--traces", str(tmp_path / "traces.npz"), "--costs", str(tmp_path / "costs.json")]
+
+
+def rows_of(capsys, *given):
+    """The rows of the only section that the command reports, by name."""
+    assert main(["replay", "-q", *map(str, given)]) == 0
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    return {row["name"]: row for row in section["rows"]}
+
+
+def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config, tmp_path, capsys):
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    assert main(["replay", "--config", str(config), "--output", str(out), "--record-traces", str(kept)]) == 0
+    printed = capsys.readouterr()
+    *tables, last = printed.out.splitlines()
+    record = json.loads(last)
+    assert json.loads((out / "replay.json").read_text()) == record
+    found = [(section["length"], section["head_layers"]) for section in record["sections"]]
+    assert found == [(6, MEASURED), (6, "2"), (12, MEASURED), (12, "2")]
+    for section in record["sections"]:
+        rows = {row["name"]: row for row in section["rows"]}
+        assert list(rows) == [*POLICIES, *BOUNDS]
+        assert rows["plain"]["speedup"]["code"] == rows["plain"]["mean"] == pytest.approx(1)
+        static, stopped, by_exit, clairvoyant = (rows[name]["mean"] for name in BOUNDS)
+        assert static <= stopped <= by_exit <= clairvoyant
+        assert all(rows[name]["tasks"]["code"]["num_tokens"] == 2 * section["length"] for name in POLICIES)
+    assert all(any(name in line for line in tables) for name in (*POLICIES, *BOUNDS))
+    assert record["tasks"][0]["model"]["num_layers"] == 4 and "commit" in record["environment"]
+    assert Costs.from_dict(json.loads((out / "costs.json").read_text())["code"]).num_layers == 4
+    assert [len(trace.tokens) for trace in load(kept / "code.npz")[0]] == [12, 12]
+    assert "<svg" in (out / "policies.svg").read_text()
+    assert "measuring costs" in printed.err
+
+
+def test_what_a_run_wrote_can_be_replayed_without_its_model(config, tmp_path, capsys):
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-draft-tokens", "3"]
+    before = rows_of(capsys, "--config", config, "--output", out, "--record-traces", kept, *shown)
+    after = rows_of(capsys, "--traces", kept / "code.npz", "--costs", out / "costs.json", *shown)
+    assert list(before) == list(after)
+    for name, row in before.items():
+        assert row["mean"] == pytest.approx(after[name]["mean"], rel=1e-4)
+
+
+def test_files_alone_give_every_task_a_column(files, capsys):
+    assert main(["replay", *files, "--lengths", "8", "--head-layers", "0"]) == 0
+    printed = capsys.readouterr()
+    *tables, last = printed.out.splitlines()
+    (section,) = json.loads(last)["sections"]
+    assert [row["name"] for row in section["rows"]] == [*POLICIES, *BOUNDS]
+    for row in section["rows"]:
+        assert list(row["speedup"]) == ["a", "b"]
+        assert row["mean"] == pytest.approx(sum(row["speedup"].values()) / 2, rel=1e-4)
+    assert any(line.split("|")[2:5] == ["     a ", "     b ", "  mean "] for line in tables)
+    assert "loading" not in printed.err
+
+
+def test_a_task_of_the_command_line_joins_those_of_the_file_and_sampling_is_recorded(config, folder, tmp_path, capsys):
+    given = ["--task", "more", str(folder), str(tmp_path / "two.jsonl"), "--temperature", "0.7", "--seed", "5"]
+    few = ["--lengths", "6", "--head-layers", MEASURED, "--policies", "plain", "--num-questions", "1"]
+    assert main(["replay", "--config", str(config), *given, *few]) == 0
+    *tables, last = capsys.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert [(task["name"], task["num_prompts"]) for task in record["tasks"]] == [("code", 1), ("more", 1)]
+    assert [row["name"] for row in record["sections"][0]["rows"]] == ["plain", *BOUNDS]
+    assert all(task["is_sampled"] for task in record["tasks"]) and "sampled" in tables[0]
+
+
+def test_policies_are_named_as_methods_are(files, capsys):
+    names = [
+        "adaptive",
+        "adaptive:exit",
+        "adaptive:exit+tree",
+        "adaptive:exit+copies+lookup+tree",
+        "fixed:2,3",
+        "fixed",
+    ]
+    told = ["--exit-layer", "2", "--num-draft-tokens", "3"]
+    rows = rows_of(capsys, *files, "--lengths", "20", "--head-layers", MEASURED, *told, "--policies", *names)
+    assert list(rows) == [*names, *BOUNDS]
+    assert rows["adaptive"]["speedup"] == rows["adaptive:exit+copies+lookup+tree"]["speedup"]
+    assert rows["fixed:2,3"]["speedup"] == rows["fixed"]["speedup"] != rows["adaptive"]["speedup"]
+    states = [RowState(0, 20, 100, RowLookup([1, 2] * 10))]
+    policies = [make(name, made_up_costs(4)) for name in names[:4]]
+    assert [policy.plan(states).lookups is not None for policy in policies] == [True, False, False, True]
+
+
+def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
+    shown = [*files, "--lengths", "20", "--head-layers", MEASURED, "--policies", "adaptive", "del", "fixed"]
+    first = rows_of(capsys, *shown)
+    second = rows_of(capsys, *shown, "--exit-layer", "3", "--num-draft-tokens", "1")
+    same = [first[name]["mean"] == second[name]["mean"] for name in ("adaptive", "del", "fixed")]
+    assert same == [True, True, False]
+
+
+def test_another_head_is_counted_in_layers_and_changes_nothing_else():
+    costs = made_up_costs(8)
+    other = with_head(costs, 2.0)
+    assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
+    assert other.head(8) / other.head(1) == pytest.approx(costs.late[1](8) / costs.late[1](1))
+    assert other.early_pass(3, 2) == costs.early_pass(3, 2) and other.plain_round(1) > costs.plain_round(1)
+    assert with_head(costs, 0.0).head(16) == 0
+
+
+# ----------------------------------------------------------------------------------------------- stored statistics
+
+
+def sure_of(layer, num_layers=4):
+    """Statistics of a model whose layer is always right, and the others never."""
+    tracker = Tracker(num_layers)
+    for other in range(1, num_layers):
+        tracker.add(other, [other == layer] * 300, [0.9] * 300)
+    return tracker.state()
+
+
+def test_adaptive_begins_every_prompt_with_the_statistics_it_is_given():
+    trace, costs = random_trace(0, 4, 40), made_up_costs(4)
+
+    def planned(prior):
+        rounds = replay([trace], make("adaptive:exit", costs, prior=prior), costs).rounds
+        return [round_.plan.exit_layer for round_ in rounds]
+
+    assert planned(sure_of(2))[:3] == [2] * 3
+    assert planned(None)[0] == 1  # the cheapest draft is tried where nothing is known
+    config = ReplayConfig(lengths=(40,), head_layers=(MEASURED,), policies=("adaptive:exit",))
+    task = Recorded("made up", [trace, trace], costs, prior=sure_of(2))
+    (section,) = compare([task], config)
+    one, other = section["rows"][0]["tasks"]["made up"]["seconds_by_prompt"]
+    assert one == other  # the second prompt knows nothing of the first
+
+
+def test_traces_bring_the_statistics_stored_with_their_model_and_replay_may_leave_them_out(
+    folder, config, tmp_path, capsys
+):
+    kept = tmp_path / "kept"
+    shown = ["--config", config, "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
+    (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
+    costs = ["--costs", tmp_path / "costs.json"]
+
+    def mean(*given):
+        return rows_of(capsys, *shown, *costs, *given)["adaptive:exit"]["mean"]
+
+    before = mean()
+    path = store_prior(folder, load_model(folder).stack, sure_of(1))
+    try:
+        stored = mean("--record-traces", kept)
+    finally:
+        path.unlink()
+    again = ["--traces", kept / "code.npz"]
+    assert stored != before and mean(*again) == stored  # of the file: the folder has none any more
+    assert mean(*again, "--prior", "none") == before
+
+
+def test_statistics_of_another_model_beside_traces_are_refused(files, tmp_path, capsys):
+    save([random_trace(0, 4, 20)], tmp_path / "traces.npz", sure_of(1, num_layers=5))
+    assert main(["replay", "-q", *files]) == 2
+    assert capsys.readouterr().err.startswith("eval: the statistics beside the traces of the task 'made up' are of")
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--lengths", "0"], "lengths must be numbers of at least 1, got [0]"),
+        (["--head-layers", "none"], "head_layers must be numbers of at least 0, or 'measured', got ['none']"),
+        (["--prior", "mine"], "prior must be 'stored' or 'none', got 'mine'"),
+        (["--policies", "best"], "method 'best' is unknown"),
+        (
+            ["--policies", "transformers"],
+            f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+tree",
+        ),
+        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["--costs", "nowhere.json"], "cannot read the costs 'nowhere.json'"),
+        (["--traces", "nowhere.npz"], "cannot read the traces 'nowhere.npz'"),
+        (["--task", "more", "no/such/model", "q.jsonl"], "there is no folder no/such/model"),
+        (["--exit-layer", "9"], "exit_layer must lie in 1..3 for this model, got 9"),
+    ],
+)
+def test_what_is_not_possible_is_one_sentence_and_exit_code_two(config, given, sentence, capsys):
+    assert main(["replay", "--config", str(config), "-q", *given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"eval: {sentence}")
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_files_that_do_not_fit_are_named(files, tmp_path, capsys):
+    def refused(*given):
+        assert main(["replay", "-q", *given]) == 2
+        return capsys.readouterr().err
+
+    costs = tmp_path / "costs.json"
+    assert refused(*files[:2]) == "eval: the task 'a' has no costs: give --costs FILE, or --task a MODEL QUESTIONS\n"
+    costs.write_text(json.dumps({"a": made_up_costs(4).as_dict(), "b": made_up_costs(5).as_dict()}))
+    assert refused(*files) == "eval: the costs of the task 'b' are of 5 layers, its traces of 4\n"
+    for content in ("", "[]", "{}", '{"a": 1}', '{"num_layers": 4}'):
+        costs.write_text(content)
+        assert refused(*files).startswith("eval: cannot read the costs")
+    (tmp_path / "none.yaml").write_text("tasks: []\n")
+    assert refused("--config", str(tmp_path / "none.yaml")).startswith("eval: there is nothing to replay")
+
+
+def test_the_shipped_files_name_the_embedded_models_code():
+    for name in ("replay", "live"):
+        config = read_config(ReplayConfig, FOLDER / f"{name}.yaml")
+        assert config.tasks == [Task("code", "demo", str(FOLDER / "prompts.jsonl"))]
+        assert dataclasses.replace(config, tasks=[]) == ReplayConfig()

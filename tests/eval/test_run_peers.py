@@ -1,0 +1,102 @@
+"""Other decoders as methods: what they leave on the model, and llama.cpp on the very weights that selfspec reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eval import figures
+from eval.__main__ import main
+from eval.answers import Failure, Prompt, Skipped
+from eval.llama_cpp import LlamaCpp
+from eval.methods import FORMS, parse_method
+from eval.models import Endless, gguf_file, open_target
+from eval.peers import Transformers
+from tests.gguf_files import source_model, write_gguf
+from tests.models import tiny
+
+
+def prompt(ids, num_tokens=8):
+    return Prompt(1, 0, "", list(ids), num_tokens, 0)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    pytest.importorskip("gguf")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, source_model())
+    return path
+
+
+def test_names_say_what_a_method_is():
+    assert parse_method("fixed:4,6").settings == {"policy": "fixed", "exit_layer": 4, "num_draft_tokens": 6}
+    assert parse_method("adaptive:exit+tree").settings == {"policy": "adaptive", "drafts": ("exit", "tree")}
+    assert parse_method("transformers:assistant:a:b").option == "a:b" and not parse_method("transformers").is_ours
+    assert parse_method("llama.cpp:a.gguf") == ("llama.cpp:a.gguf", "llama.cpp", "a.gguf")
+    for form in FORMS:
+        if not form[-1].isupper():
+            assert parse_method(form).name == form
+
+
+@pytest.mark.parametrize("name", ["transformers", "transformers:early_exit:2", "transformers:prompt_lookup:3"])
+def test_a_peer_leaves_the_model_as_it_was_also_after_it_was_stopped(name):
+    target = Endless(tiny("llama"))
+    model = target.stack.model
+    before, layers = model.generation_config, model.config.num_hidden_layers
+    method = Transformers(target, None, parse_method(name), 0.0, 60.0)
+    turn = method(prompt([5, 6, 7]))
+    assert len(turn.tokens) == sum(turn.accept_lengths) == 8 and len(turn.step_seconds) == len(turn.accept_lengths)
+    method.limit = 1e-9
+    with pytest.raises(Failure, match="stopped after"):
+        method(prompt([5, 6, 7]))
+    assert model.generation_config is before and model.config.num_hidden_layers == layers
+
+
+def test_llama_cpp_on_float32_weights_writes_plain_decodings_tokens(gguf, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setattr(figures, "speedup_by_category", lambda summary: None)
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "own.jsonl").write_text('{"turns": ["abc def"]}\n{"turns": ["the other one"]}\n')
+    (tmp_path / "own.yaml").write_text("questions: own.jsonl\nmax_new_tokens: 12\nresamples: 5\nwarmups: 0\n")
+    options = ["--model", str(gguf), "--methods", "plain", "llama.cpp", "--output", str(tmp_path / "out")]
+    assert main(["run", str(tmp_path / "own.yaml"), *options, "--ignore-eos"]) == 0
+    (check,) = json.loads((tmp_path / "out" / "summary.json").read_text())["check"]
+    assert (check["method"], check["num_compared"], check["num_different"]) == ("llama.cpp", 2, 0)
+    assert check["is_other_arithmetic"] and "computes with other arithmetic" in capsys.readouterr().out
+    for line in (tmp_path / "out" / "answers" / "llama.cpp.jsonl").read_text().splitlines():
+        choice = json.loads(line)["choices"][0]
+        assert choice["new_tokens"] == [12] and choice["accept_lengths"] == [1] * 12
+        assert 0 < sum(choice["step_seconds"][0]) <= choice["wall_time"][0]
+
+
+def test_llama_cpp_stops_at_its_time_limit(gguf):
+    pytest.importorskip("xllamacpp")
+    method = LlamaCpp(str(gguf), parse_method("llama.cpp"), 256, frozenset(), 0.0, 1e-6)
+    with pytest.raises(Failure, match=r"stopped after|no token within"):
+        method(prompt(range(5)))
+    method.limit = 60.0
+    assert len(method(prompt(range(5))).tokens) == 8
+    method.close()
+
+
+def test_where_llama_cpp_cannot_run_it_is_skipped(tmp_path, monkeypatch):
+    def skipped(model, name="llama.cpp", temperature=0.0):
+        with pytest.raises(Skipped) as caught:
+            LlamaCpp(model, parse_method(name), 64, frozenset(), temperature, 1.0)
+        return str(caught.value)
+
+    assert "'demo' is none" in skipped("demo") and "'no.gguf' is none" in skipped("demo", "llama.cpp:no.gguf")
+    assert "greedily alone" in skipped("demo", temperature=0.5)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    assert "cannot open" in skipped(str(broken))
+    monkeypatch.setattr("eval.llama_cpp.find_spec", lambda name: None)
+    assert "pip install xllamacpp" in skipped("smollm2")
+    assert gguf_file("demo") is None and gguf_file(str(broken)) == broken
+
+
+def test_a_target_of_a_run_takes_nothing_from_its_models_files():
+    target = open_target("demo")
+    own = Endless(target, frozenset({7}))
+    assert own.eos_token_ids == {7} and own.stored is None and own.tokenizer is None and target.tokenizer is not None

@@ -1,0 +1,136 @@
+"""Synthetic targets: shapes by name, weights made in place, acceptance as asked for, and text that goes on."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from eval.models import decode
+from eval.shapes import SHAPES, config_of
+from eval.synthetic import random_model, random_prompts, synthetic_target
+
+NUM_PARAMETERS = {  # as their model cards have it, in millions
+    "llama-3.2-1b": 1236,
+    "llama-2-7b": 6738,
+    "llama-3-8b": 8030,
+    "qwen3-0.6b": 596,
+}
+
+
+@pytest.mark.parametrize("shape", NUM_PARAMETERS)
+def test_a_shape_has_the_parameters_its_model_has(shape):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(shape))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == NUM_PARAMETERS[shape]
+
+
+def accepted(target, exit_layer, tokens=64):
+    """Acceptance while decoding: the share of judged drafted tokens that the target itself picks."""
+    prompts = random_prompts(target.stack.vocab_size, 4, 20)
+    options = {"policy": "fixed", "exit_layer": exit_layer, "num_draft_tokens": 4}
+    done = decode(target, prompts, tokens, **options)
+    counts = [item for one in done for item in one.stats.acceptance_histogram_by_draft_length.items()]
+    judged = sum(min(right + 1, drafted) * n for drafted, by in counts for right, n in by.items())
+    return sum(right * n for _, by in counts for right, n in by.items()) / judged
+
+
+@settings(max_examples=5)
+@given(st.sampled_from([0.95, 0.8, 0.5, 0.2]), st.integers(1, 4), st.sampled_from(["float32", "bfloat16"]))
+def test_acceptance_is_what_was_asked_for(wanted, exit_layer, dtype):
+    target = synthetic_target("tiny", dtype=getattr(torch, dtype), exit_layer=exit_layer, acceptance=wanted)
+    assert target.made.acceptance == pytest.approx(wanted, abs=0.03)
+    assert accepted(target, exit_layer) == pytest.approx(wanted, abs=0.12)
+
+
+def test_an_exit_that_is_always_right_is_one_above_which_layers_add_nothing():
+    target = synthetic_target("tiny", exit_layer=2, acceptance=1.0)
+    assert target.made.acceptance == accepted(target, 2) == 1
+
+
+def test_later_exits_are_right_at_least_as_often_and_earlier_ones_rarely():
+    target = synthetic_target("tiny", exit_layer=2, acceptance=0.6)
+    rates = [accepted(target, exit_layer, 96) for exit_layer in (1, 2, 7)]
+    assert rates[0] < 0.4 < rates[1] < rates[2]
+
+
+@settings(max_examples=3)
+@given(st.integers(0, 1000))
+def test_text_neither_stands_still_nor_goes_in_circles(seed):
+    target = synthetic_target("tiny", seed=seed, exit_layer=1)
+    prompts = random_prompts(target.stack.vocab_size, 2, 24, seed)
+    for done in decode(target, prompts, 80):
+        threes = list(zip(done.tokens, done.tokens[1:], done.tokens[2:], strict=False))
+        assert len(set(threes)) > 0.95 * len(threes)
+        assert len(set(done.tokens)) > 0.6 * len(done.tokens)
+
+
+def test_the_same_seed_makes_the_same_target_and_another_seed_another():
+    one, two, other = (synthetic_target("tiny", seed=seed) for seed in (3, 3, 4))
+    pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert one.made == two.made
+    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_weight_and_buffer_is_real_and_ties_hold(tied):
+    config = config_of("tiny", tie_word_embeddings=tied)
+    model = random_model(config, torch.bfloat16, torch.device("cpu"))
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    twin = type(model)(config)  # the ordinary way: its buffers are computed from the configuration
+    for (name, made), (_, usual) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+        assert torch.equal(made, usual), name
+
+
+def test_weights_of_tied_models_do_not_repeat_their_input():
+    target = synthetic_target("tiny", tie_word_embeddings=True, exit_layer=1)
+    (done,) = decode(target, random_prompts(1024, 1, 24), 60)
+    assert sum(a == b for a, b in zip(done.tokens, done.tokens[1:], strict=False)) < 6
+
+
+def test_a_configuration_file_is_a_shape_too(tmp_path):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, vocab_size=64
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    for shape in (tmp_path, tmp_path / "config.json", config):
+        target = synthetic_target(shape, acceptance=None)
+        assert target.stack.num_layers == 3
+        assert (target.made.scale, target.made.exit_layer) == (1.0, 1)
+        assert target.about()["synthetic"] is True
+
+
+def test_overrides_reach_the_configuration():
+    assert synthetic_target("tiny", max_position_embeddings=99, acceptance=None).stack.context_limit == 99
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"shape": "llama-9"}, "shape must be one of tiny, llama-3.2-1b"),
+        ({"exit_layer": 8}, r"exit_layer must lie in 1\.\.7 for this shape, got 8"),
+        ({"acceptance": 1.2}, r"acceptance must lie in 0\.05\.\.1, or be None to leave it as it is, got 1\.2"),
+    ],
+)
+def test_what_is_not_possible_is_said(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        synthetic_target(**{"shape": "tiny", **options})
+
+
+def test_a_family_of_another_shape_is_refused_by_what_it_lacks():
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ValueError, match="Llama-shaped"):
+        synthetic_target(config)
+
+
+def test_all_named_shapes_are_tested():
+    assert set(SHAPES) == {"tiny", *NUM_PARAMETERS}

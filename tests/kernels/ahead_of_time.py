@@ -1,0 +1,162 @@
+"""Compile every kernel for a device that need not be there, exactly as it is launched; registers and spills.
+
+A launch is intercepted instead of run, and what it passes (types, alignment, constants, warps) is compiled ahead of
+time. Triton ships the assembler and the tool that reads registers from its output.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from selfspec.kernels import fused_accept, fused_pick, kv_scatter, paged_attention
+from tests.kernels import samples
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+class Launch(NamedTuple):
+    """One kernel as some call launches it."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Compiled(NamedTuple):
+    """What the assembler made of a launch."""
+
+    call: str
+    kernel: str
+    registers: int
+    stack_bytes: int  # what is spilled lies here
+    shared_bytes: int
+    warps: int
+
+
+@contextmanager
+def intercepted() -> Iterator[list[Launch]]:
+    """Launches within are written down instead of made; what they would have written stays uninitialised."""
+    launches: list[Launch] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        named = {name: kwargs.pop(name) for name in list(kwargs) if name in self.arg_names}
+        arguments = dict(zip(self.arg_names, args, strict=False)) | named
+        launches.append(Launch(self, arguments, kwargs))
+
+    with patch.object(JITFunction, "run", run):
+        yield launches
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """The launch's signature: types, and what Triton itself would specialise on."""
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        free = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (free and type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            aligned = value.data_ptr() % 16 == 0
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            aligned = free and isinstance(value, int) and value % 16 == 0
+        if aligned:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_launch(call: str, launch: Launch, capability: int = 90) -> Compiled:
+    """Assemble one launch for compute capability 9.0 (Hopper), or another.
+
+    Raises:
+        triton.CompilationError: Triton refuses the kernel.
+        RuntimeError: the assembler does.
+    """
+    made = triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch.options)
+    registers, stack = resources(made.asm["cubin"])
+    metadata = made.metadata
+    return Compiled(call, launch.kernel.fn.__name__, registers, stack, metadata.shared, metadata.num_warps)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, stack bytes per thread) of an assembled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
+    if found is None:
+        raise RuntimeError(f"{tool.name} says nothing of registers: {told.stdout.strip() or told.stderr.strip()!r}")
+    return int(found[1]), int(found[2])
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """Calls in the shapes of real models, bf16, whose launches are to be compiled."""
+
+    def attend(dim: int, heads: int, kv_heads: int, new: int, trees: bool = False, **options: Any) -> Callable[[], Any]:
+        one = samples.paged([(70, new)], heads, kv_heads, dim, 64, trees=trees, dtype=torch.bfloat16)
+        return lambda: paged_attention.attend(one.queries, one.keys, one.values, one.layout, dim**-0.5, **options)
+
+    def pick(*kinds: tuple[float, int, float, float]) -> Callable[[], Any]:
+        return lambda: fused_pick.pick(torch.zeros(len(kinds), 128256), samples.sampling(kinds, 0))
+
+    def scatter() -> None:
+        one = samples.paged([(70, 5)], 8, 8, 128, 64, dtype=torch.bfloat16)
+        kv_scatter.scatter(one.key, one.value, one.keys, one.values, one.layout.slots)
+
+    def accept() -> None:
+        ids, small = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+        sums = torch.zeros(2, 8, dtype=torch.int64)
+        fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8, sums)
+
+    return {
+        "scatter, 8 key heads of 128": scatter,
+        "attend, 1 token, 32:8 heads of 128": attend(128, 32, 8, 1),
+        "attend, 5 tokens, 32:8 heads of 128": attend(128, 32, 8, 5),
+        "attend, 16 tokens, 32:8 heads of 128": attend(128, 32, 8, 16),
+        "attend, 5 tokens, 32:32 heads of 128": attend(128, 32, 32, 5),
+        "attend, 5 tokens, 32:8 heads of 64": attend(64, 32, 8, 5),
+        "attend, 5 tokens, 16:8 heads of 256, window, softcap": attend(256, 16, 8, 5, window=64, softcap=50.0),
+        "attend, 5 tokens, 64:8 heads of 64, window, sinks": attend(64, 64, 8, 5, window=64, sinks=torch.zeros(64)),
+        "attend, 5 tokens, 40:8 heads of 128, chunks": attend(128, 40, 8, 5, chunk=8192),
+        "attend, tree of 16, 32:8 heads of 128": attend(128, 32, 8, 16, trees=True),
+        "attend, prompt of 512, 32:8 heads of 128": attend(128, 32, 8, 512),
+        "attend, prompt of 512, 16:8 heads of 256, sinks": attend(256, 16, 8, 512, sinks=torch.zeros(16)),
+        "pick, greedy, 128256 tokens": pick((0.0, 0, 1.0, 0.0)),
+        "pick, sampled, 128256 tokens": pick((0.8, 0, 1.0, 0.0)),
+        "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
+        "accept, 8 places": accept,
+    }
+
+
+def compile_all(
+    say: Callable[[str], None] = lambda text: None, capability: int = 90, only: Sequence[str] = ()
+) -> list[Compiled]:
+    """Every kernel that the calls launch. `only`: the names of some calls; default: all."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("kernels cannot be compiled where TRITON_INTERPRET is set; unset it")
+    done = []
+    for name, call in calls().items():
+        if only and name not in only:
+            continue
+        say(name)
+        with intercepted() as launches:
+            call()
+        done += [compile_launch(name, launch, capability) for launch in launches]
+    return done

@@ -1,0 +1,163 @@
+"""Every kernel against its plain twin on random shapes of decoding, on a device or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.kernels import reference
+from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.layout import SamplingTensors
+from tests.kernels import samples
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
+NEAR = 1e-4  # picks may differ where the two best scores lie closer than this: logarithms differ in the last bit
+HEADS = ((32, 8, 128), (32, 32, 128), (32, 8, 64), (16, 8, 256), (28, 4, 128), (40, 8, 80))
+MOST = 4096  # tokens that the longest row holds
+KINDS = ((0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.0, 50, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.2, 300, 0.95, 0.02))
+
+
+class Case(NamedTuple):
+    """One comparison: `error` is in the unit of `allowed`."""
+
+    kernel: str
+    case: str
+    error: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "agrees": self.agrees}
+
+
+def check_kernels(
+    device: torch.device | str, heads: Sequence[tuple[int, int, int]] = HEADS[:1], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """Compare every kernel with its twin, the most telling cases first: half precision, then float32.
+
+    Args:
+        device: a CUDA device; or the CPU where Triton's interpreter is on, with a small `most`.
+        heads: query heads, heads of keys and values, and the numbers of a head, of every attention that is tried.
+        most: tokens that the longest row holds.
+    """
+    place = torch.device(device)
+    for dtype in (torch.bfloat16, torch.float32) if place.type == "cuda" else (torch.float32,):
+        yield from check_scatter(place, dtype, seed, most)
+        for one in heads:
+            yield from check_attention(place, dtype, one, seed, most)
+        yield from check_prompts(place, dtype, seed, most)
+    yield from check_pick(place, seed, most)
+    yield from check_accept(place, seed)
+
+
+def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
+    """Slots hold exactly their tokens, and all else stays."""
+    from selfspec.kernels.kv_scatter import scatter
+
+    call = samples.paged([(most, 7), (30, 1)], 8, 8, 128, 64, seed, padding=1, dtype=dtype, device=device)
+    made = [(call.keys.clone(), call.values.clone()) for _ in range(2)]
+    for write, pages in zip((scatter, reference.scatter), made, strict=True):
+        write(-call.key, -call.value, *pages, call.layout.slots)
+    wrong = sum(int((a.nan_to_num() != b.nan_to_num()).sum()) for a, b in zip(*made, strict=True))
+    yield Case("scatter", _name(dtype), float(wrong), 0.0)
+
+
+def check_attention(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """Ragged rows with an empty slot, NaN wherever no row has written, each mask, and with trees of tokens."""
+    from selfspec.kernels.paged_attention import attend
+
+    num_heads, kv_heads, dim = heads
+    ragged = [(most - 5, 5), (0, 0), (most // 4, 1), (255, 3), (0, 2)]
+    masks: dict[str, dict[str, Any]] = {
+        "ragged": {},
+        "window": {"window": 130},
+        "chunks": {"chunk": 512},
+        "soft-cap": {"softcap": 30.0},
+        "sinks": {"sinks": torch.linspace(-1, 3, num_heads, device=device).to(dtype)},
+    }
+    for name, options in masks.items():
+        for trees in (False, True):
+            call = samples.paged(ragged, num_heads, kv_heads, dim, 64, seed, trees, 1, dtype, device)
+            error = _attention_error(attend, call, options)
+            form = "tree, " if trees else ""
+            case = f"{form}{name}, {num_heads}:{kv_heads} heads of {dim}, {_name(dtype)}"
+            yield Case("attend", case, error, TOLERANCE[dtype])
+
+
+def check_prompts(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
+    """Many new tokens of a row at once, as prompts have."""
+    from selfspec.kernels.paged_attention import attend
+
+    prompts = samples.paged([(most // 8, most // 8), (0, 70)], 8, 2, 128, 64, seed, dtype=dtype, device=device)
+    yield Case("attend", f"prompts, {_name(dtype)}", _attention_error(attend, prompts, {}), TOLERANCE[dtype])
+
+
+def _attention_error(attend: Callable[..., Tensor], call: samples.Paged, options: dict[str, Any]) -> float:
+    """Relative error in norm against the twin in float32 on the same numbers; infinite where one is no number."""
+    scale = call.queries.shape[-1] ** -0.5
+    got = attend(call.queries, call.keys, call.values, call.layout, scale, **options).float()
+    exact = {name: one.float() if isinstance(one, Tensor) else one for name, one in options.items()}
+    wanted = reference.attend(call.queries.float(), call.keys.float(), call.values.float(), call.layout, scale, **exact)
+    error = float((got - wanted).norm() / wanted.norm())
+    return error if error == error else float("inf")
+
+
+def check_pick(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:
+    """Picks over vocabularies of real models; and the noise, against the processor's, as what it makes of zeros."""
+    from selfspec.kernels.fused_pick import pick
+
+    rng = torch.Generator().manual_seed(seed)
+    vocabularies = (32000, 128256, 151936) if most >= 1024 else (500,)
+    for vocab in vocabularies:
+        kinds = [kind for kind in KINDS for _ in range(3)]
+        logits = (4 * torch.randn(len(kinds), vocab, generator=rng)).to(device)
+        sampling = samples.sampling(kinds, seed, device)
+        got, _ = pick(logits, sampling)
+        wanted, _ = reference.pick(logits, sampling)
+        yield Case("pick", f"vocabulary of {vocab}", _regret(logits, sampling, got, wanted), NEAR)
+        zeros = torch.zeros_like(logits)
+        hot = samples.sampling([(1.0, 0, 1.0, 0.0)] * len(kinds), seed, device)
+        got, _ = pick(zeros, hot)
+        noise = gumbel(hot.seeds.cpu(), hot.positions.cpu(), vocab)
+        lost = noise.max(-1).values - noise.gather(1, got.cpu()[:, None])[:, 0]
+        yield Case("pick", f"noise over {vocab} tokens, against the processor's", float(lost.max()), NEAR)
+
+
+def _regret(logits: Tensor, sampling: SamplingTensors, got: Tensor, wanted: Tensor) -> float:
+    """How far below its twin's a kernel's pick scores, at most; 0 where they are the same."""
+    scaled = logits / torch.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
+    noise = gumbel(sampling.seeds, sampling.positions, logits.shape[1])
+    scores = scaled + torch.where(sampling.temperature[:, None] > 0, noise, 0)
+    lost = scores.gather(1, wanted[:, None]) - scores.gather(1, got[:, None])
+    return float(lost.abs().max())
+
+
+def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
+    """Every field of the record, over random drafts that are often right."""
+    from selfspec.kernels.fused_accept import accept
+
+    rng = torch.Generator().manual_seed(seed)
+    slots, width = 64, 9
+    counts = torch.randint(0, width + 1, (slots,), generator=rng)
+    starts = torch.arange(slots) * width
+    fed, picks = torch.randint(0, 3, (2, slots * width), generator=rng)
+    fed[1:] = torch.where(torch.rand(slots * width - 1, generator=rng) < 0.8, picks[:-1], fed[1:])
+    room, eos = torch.randint(1, 12, (slots,), generator=rng), torch.randint(-1, 40, (slots, 2), generator=rng)
+    given = [one.to(device) for one in (fed, picks, starts.int(), counts.int(), room.int(), eos)]
+    sums = torch.zeros(2, 2, width, dtype=torch.int64, device=device)
+    got, wanted = accept(*given, width, sums[0]), reference.accept(*given, width, sums[1])
+    live = given[3] > 0
+    wrong = sum(int((a[live] != b[live]).sum()) for a, b in zip(got, wanted, strict=True))
+    yield Case("accept", f"{slots} rows", float(wrong + int((sums[0] != sums[1]).sum())), 0.0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
