@@ -100,6 +100,7 @@ def open_run(path: Path, baseline: str | None = None) -> Opened:
         hint = "name one that `python -m eval run` has written"
         raise ValueError(f"{str(path)!r} is no run folder ({problem}); {hint}") from problem
     about, summary = read_object(path / "environment.json"), read_object(path / "summary.json")
+    names = [name for name in names if name not in (summary.get("skipped") or {})]
     answers = {name: by_question(read_lines(answers_path(path, name))) for name in names}
     items = {name: {key: item_of(row) for key, row in rows.items()} for name, rows in answers.items()}
     own = summary.get("baseline") or settings.get("baseline")

@@ -1,4 +1,4 @@
-"""A comparison of two runs as Markdown: what forbids to take its figures as they are, its limits, and the figures."""
+"""A comparison of two runs as Markdown: first why its figures may mislead, then its limits and the figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def warnings(found: Mapping[str, Any]) -> list[str]:
-    """What forbids to take the figures as they are, in sentences."""
+    """Why the figures may mislead, in sentences."""
     before, after, differs, said = found["before"], found["after"], found["differs"], list[str]()
     machine = [key for key in MACHINE if key in differs]
     if machine:

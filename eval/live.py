@@ -183,7 +183,7 @@ def _replay(workload: Workload, method: Method, live: Call, batch_size: int) -> 
     """By a policy that knew as much as the live one when it began, at the costs measured before that call."""
     policy, costs = method.make(), live.costs or workload.costs
     if isinstance(policy, Adaptive) and live.correction is not None:
-        policy.tell_correction(live.correction)
+        policy.set_correction(live.correction)
     return replay(workload.traces, policy, costs, batch_size, overheads=live.overheads)
 
 

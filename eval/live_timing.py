@@ -101,7 +101,7 @@ def call(
     policy, device = method.make(), workload.target.stack.device
     correction = None if corrections is None else corrections.get(method.name)
     if isinstance(policy, Adaptive) and correction is not None:
-        policy.tell_correction(correction)
+        policy.set_correction(correction)
     room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in workload.traces]
     options: dict[str, Any] = {"exact": True} if method.exact else {}
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from eval.config import Common
-from selfspec import hub, load
-from selfspec.api import WHOLE_BURST, Target
+from selfspec import hub
 from selfspec.calibrate.measure import measure
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
@@ -24,6 +23,7 @@ from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
 from selfspec.model.kv_cache import PackedRows, Span
+from selfspec.target import WHOLE_BURST, Target
 
 Ids = Sequence[Sequence[int]]  # prompts, as token ids
 
@@ -34,17 +34,17 @@ def open_target(model: Any, config: Common | None = None, **options: Any) -> Tar
     Args:
         model: a name, or a transformers model, which is used as it is.
         config: None for a transformers model.
-        options: further ones of `selfspec.load`.
+        options: further ones of `selfspec.hub.open_target`.
 
     Raises:
-        ValueError, OSError, UnsupportedModelError: see `selfspec.load`.
+        ValueError, OSError, UnsupportedModelError: see `selfspec.hub.open_target`.
     """
     logging.set_verbosity_error()  # transformers comments on its own assisted calls
     if config is None:
-        return load(model, **options)
+        return hub.open_target(model, **options)
     if config.threads:
         torch.set_num_threads(config.threads)
-    return load(model, device=config.device or None, dtype=config.dtype, **options)
+    return hub.open_target(model, device=config.device or None, dtype=config.dtype, **options)
 
 
 class Endless(Target):
@@ -76,7 +76,7 @@ class Endless(Target):
 
 def open_model(model: torch.nn.Module) -> Endless:
     """A transformers model that is there already, as it is."""
-    return Endless(load(model))
+    return Endless(hub.open_target(model))
 
 
 def measured_costs(
@@ -112,16 +112,15 @@ def rounds(
         max_batch_size: rows decoded together; default: all.
         options: further ones of the library's own call, such as `exact` or `datastore`.
     """
-    shared: dict[str, Any] = {"burst": WHOLE_BURST, "temperature": temperature, "seed": seeds, **options}
-    return target.stream(
-        prompts,
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seeds}
+    return target.rounds(
+        target.requests(prompts, asked),
         policy=policy,
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
         drafts=drafts,
         max_batch_size=max_batch_size or len(prompts),
-        max_new_tokens=max_new_tokens,
-        **shared,
+        **{"burst": WHOLE_BURST, **options},
     )
 
 
@@ -131,14 +130,21 @@ def decode(target: Endless, prompts: Ids, max_new_tokens: int | Sequence[int], *
     return sorted((each for each in done if each is not None), key=lambda each: each.request_id)
 
 
-def complete(target: Target, prompts: Ids, max_new_tokens: int, **options: Any) -> list[str]:
+def complete(
+    target: Target, prompts: Ids, max_new_tokens: int, *, policy: str, max_batch_size: int, **options: Any
+) -> list[str]:
     """The texts that the target writes after prompts, up to the first of any stop strings.
 
     Args:
-        options: of the library's own call, such as `stop`, `temperature`, `policy` and `max_batch_size`.
+        options: `exit_layer`, `num_draft_tokens` and `drafts` of the policy, and how tokens are picked: `stop`,
+            `temperature`, `top_k`, `top_p`, `min_p`.
     """
-    done = target.generate(prompts, max_new_tokens=max_new_tokens, generation_config=False, **options)
-    return [completion.text for completion in done]
+    drafting = {name: options.pop(name, None) for name in ("exit_layer", "num_draft_tokens", "drafts")}
+    asked = {"max_new_tokens": max_new_tokens, "generation_config": False, **options}
+    requests = target.requests(prompts, asked)
+    coming = target.rounds(requests, policy=policy, max_batch_size=max_batch_size, burst=WHOLE_BURST, **drafting)
+    done = [row.completion for round_ in coming for row in round_.rows if row.completion is not None]
+    return [completion.text for completion in sorted(done, key=lambda each: each.request_id)]
 
 
 def all_logits(target: Target, ids: Tensor) -> Tensor:
@@ -195,11 +201,11 @@ class FirstRoundAlone(Policy):
     def seed(self, row: RowState, shadow: Shadow) -> None:
         self._inner.seed(row, shadow)
 
-    def tell_vocabulary(self, vocabulary: Any) -> None:
-        self._inner.tell_vocabulary(vocabulary)
+    def set_vocabulary(self, vocabulary: Any) -> None:
+        self._inner.set_vocabulary(vocabulary)
 
-    def tell_copies(self, has_copies: bool) -> None:
-        self._inner.tell_copies(has_copies)
+    def set_copies(self, has_copies: bool) -> None:
+        self._inner.set_copies(has_copies)
 
 
 def open_peer(model: str, target: Target) -> tuple[Any, Any]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eval.traces import WRONG_STEPS, Bools, Floats, Trace
-from selfspec.api import Target
 from selfspec.control.acceptance import is_prior
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.round_costs import deepest_copy
@@ -28,6 +27,7 @@ from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker, told_of
 from selfspec.executors.shadow import shadow_picks
+from selfspec.legacy import LoadedTarget as Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 

@@ -284,5 +284,5 @@ def make(
     exit_layer, num_draft_tokens = own.get("exit_layer", exit_layer), own.get("num_draft_tokens", num_draft_tokens)
     drafts = own.get("drafts")
     made = make_policy(own["policy"], costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
-    made.tell_copies(costs.copies is not None)
+    made.set_copies(costs.copies is not None)
     return made

@@ -17,10 +17,10 @@ from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.timing import Say
 from eval.traces import Trace, load, save
-from selfspec.api import Target
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
+from selfspec.target import Target
 
 MEASURED, STORED = "measured", "stored"
 

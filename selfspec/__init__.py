@@ -5,49 +5,57 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selfspec.api import Target
     from selfspec.control.plan import Plan, Policy
-    from selfspec.decoding.engine import Engine
-    from selfspec.decoding.request import Completion, Request
     from selfspec.decoding.results import Round, RowResult
     from selfspec.decoding.stats import SpecStats
     from selfspec.drafting.datastore import Datastore
     from selfspec.errors import CacheFullError, DatastoreError, UnsupportedModelError
-    from selfspec.hub import load
+    from selfspec.legacy import Engine, load
+    from selfspec.llm import LLM, LLMEngine
+    from selfspec.outputs import CompletionOutput, Logprob, RequestOutput
+    from selfspec.params import SamplingParams, SpeculativeConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
+    "LLM",
     "CacheFullError",
-    "Completion",
+    "CompletionOutput",
     "Datastore",
     "DatastoreError",
     "Engine",
+    "LLMEngine",
+    "Logprob",
     "Plan",
     "Policy",
-    "Request",
+    "RequestOutput",
     "Round",
     "RowResult",
+    "SamplingParams",
     "SpecStats",
-    "Target",
+    "SpeculativeConfig",
     "UnsupportedModelError",
     "load",
 ]
 
 _HOMES = {
     "CacheFullError": "selfspec.errors",
-    "Completion": "selfspec.decoding.request",
+    "CompletionOutput": "selfspec.outputs",
     "Datastore": "selfspec.drafting.datastore",
     "DatastoreError": "selfspec.errors",
-    "Engine": "selfspec.decoding.engine",
+    "Engine": "selfspec.legacy",
+    "LLM": "selfspec.llm",
+    "LLMEngine": "selfspec.llm",
+    "load": "selfspec.legacy",
+    "Logprob": "selfspec.outputs",
     "Plan": "selfspec.control.plan",
     "Policy": "selfspec.control.plan",
-    "Request": "selfspec.decoding.request",
+    "RequestOutput": "selfspec.outputs",
     "Round": "selfspec.decoding.results",
     "RowResult": "selfspec.decoding.results",
+    "SamplingParams": "selfspec.params",
     "SpecStats": "selfspec.decoding.stats",
-    "Target": "selfspec.api",
+    "SpeculativeConfig": "selfspec.params",
     "UnsupportedModelError": "selfspec.errors",
-    "load": "selfspec.hub",
 }
 
 

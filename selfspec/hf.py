@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import StopStringCriteria
 
-from selfspec.api import WHOLE_BURST, Target
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
 from selfspec.decoding.request import Completion
@@ -22,6 +21,7 @@ from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call
 from selfspec.model.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
 from selfspec.model.views import copied_state, make_twin
+from selfspec.target import WHOLE_BURST, Target
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")

@@ -31,7 +31,8 @@ class Call:
         if (over := self.longest - limit) > 0:
             told = f"prompt and new tokens must fit the model's context of {limit} tokens, got {self.longest}"
             raise ValueError(f"{told}; lower max_new_tokens by {over} or shorten the prompt")
-        self.processors, self.sampling = peel(given["logits_processor"], config.do_sample)
+        padded = enumerate(self.starts)
+        self.peeled = [peel(given["logits_processor"], config.do_sample, row, padding) for row, padding in padded]
         eos = [t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()]
         self.eos = frozenset(eos)
         self.pad: int | None = None  # every row then runs on, as generate() lets it, until all have ended
@@ -47,9 +48,9 @@ class Call:
             Request(
                 self.input_ids[row, start:].tolist(),
                 self.max_new_tokens,
-                Sampling(**self.sampling, seed=seeds[row]),
+                Sampling(**self.peeled[row][1], seed=seeds[row]),
                 eos=self.eos,
-                logits_processor=[partial(self._process, row)] if self.processors else [],
+                logits_processor=[partial(self._process, row)] if self.peeled[row][0] else [],
                 stopping_criteria=[partial(self._ends, row)] if self.criteria else [],
                 keep_logits=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
             )
@@ -62,7 +63,7 @@ class Call:
     def _process(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
         """Ask about one row `[1, ...]`; about a batch of its copies where a processor tells rows apart, or might."""
         count, ids, out = len(self.starts), self._padded(row, ids), scores.to(self.input_ids.device)
-        for process in self.processors:
+        for process in self.peeled[row][0]:
             if type(process) is lp.PrefixConstrainedLogitsProcessor:
                 allowed = partial(lambda ask, _, one: ask(row, one), process._prefix_allowed_tokens_fn)
                 process = lp.PrefixConstrainedLogitsProcessor(allowed, 1)

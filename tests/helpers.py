@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList
 
-from selfspec.api import Target
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
@@ -28,6 +27,7 @@ from selfspec.control.plan import (
 from selfspec.decoding.engine import Engine
 from selfspec.model.exact import ExactStack
 from tests.models import SHARED
+from tests.target import Target
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them
 

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from selfspec.api import Target
+from tests.target import Target
 
 EOS = 2
 SMALL = {

@@ -11,13 +11,14 @@ from typing import get_args
 import pytest
 
 import selfspec
-from selfspec.api import Target
 from selfspec.commands.options import SOURCES, PolicyName
 from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.target import Target
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
+from tests.target import load
 
 model_folder, chat_folder, run = cli_fixtures.model_folder, cli_fixtures.chat_folder, cli_fixtures.run
 STATS = {"num_generated_tokens", "num_spec_steps", "num_draft_tokens", "mean_acceptance_length", "acceptance_histogram"}
@@ -33,7 +34,7 @@ def generate(run, model_folder):
 
 @pytest.fixture(scope="module")
 def target(model_folder):
-    return selfspec.load(model_folder)
+    return load(model_folder)
 
 
 def test_version_is_the_package_s(run):
@@ -117,8 +118,8 @@ def test_every_policy_writes_the_text_of_plain_decoding(generate, policy):
 def test_the_policy_that_is_told_is_the_one_that_was_followed(generate, options, policy):
     followed = []
     with pytest.MonkeyPatch.context() as patch:
-        stream = Target.stream
-        patch.setattr(Target, "stream", lambda *a, **k: followed.append(k["policy"]) or stream(*a, **k))
+        rounds = Target.rounds
+        patch.setattr(Target, "rounds", lambda *a, **k: followed.append(k["policy"]) or rounds(*a, **k))
         document = json.loads(generate("abc", "--json", "--max-new-tokens", 8, *options).out)
     assert document["policy"] == policy == followed[0]
     if policy == "fixed":
@@ -127,14 +128,14 @@ def test_the_policy_that_is_told_is_the_one_that_was_followed(generate, options,
 
 def test_every_run_of_a_comparison_knows_what_the_first_one_knew(generate, monkeypatch):
     known, saved = [], []
-    stream = Target.stream
+    rounds = Target.rounds
 
     def watched(target, *arguments, **options):
         if options["policy"] == "adaptive":
             known.append(target.prior)
-        return stream(target, *arguments, **options)
+        return rounds(target, *arguments, **options)
 
-    monkeypatch.setattr(Target, "stream", watched)
+    monkeypatch.setattr(Target, "rounds", watched)
     monkeypatch.setattr(Target, "save_prior", lambda target: saved.append(target.prior))
     assert generate("abc", "--compare", "--max-new-tokens", 12).code == 0
     assert len(known) >= 4 and all(prior == known[0] for prior in known)
@@ -148,7 +149,7 @@ def test_plain_decoding_has_nothing_to_save(generate, monkeypatch):
 
 def test_what_a_run_has_seen_is_kept_for_the_next(generate, model_folder):
     generate("abc", "--max-new-tokens", 30)
-    assert selfspec.load(model_folder).prior is not None
+    assert load(model_folder).prior is not None
 
 
 def test_compare_times_both_and_finds_the_same_tokens(generate):
@@ -406,7 +407,7 @@ def test_the_models_generation_config_is_applied_and_said_unless_told_otherwise(
     stored = json.loads((folder / "generation_config.json").read_text())
     stored |= {"repetition_penalty": 1.4, "do_sample": True, "temperature": 0.9, "max_new_tokens": 20}
     (folder / "generation_config.json").write_text(json.dumps(stored))
-    target = selfspec.load(folder)
+    target = load(folder)
     [sampled], [greedy] = target.generate("abc"), target.generate("abc", temperature=0, max_new_tokens=9)
     [neutral] = target.generate("abc", generation_config=False)
     assert len(sampled.tokens) == 20 and len({sampled.text[:5], greedy.text[:5], neutral.text[:5]}) > 1

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import selfspec
 from selfspec.calibrate import measure as measure_module
 from selfspec.calibrate import profile
 from selfspec.commands import calibrate as command
@@ -21,6 +20,7 @@ from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
+from tests.target import load
 
 model_folder, run = cli_fixtures.model_folder, cli_fixtures.run
 
@@ -48,7 +48,7 @@ def test_people_get_tables_and_later_runs_a_profile(calibrate, model_folder):
     assert all(word in done.out for word in words)
     assert "Speedup" not in done.out
     assert done.err.startswith("measuring ") and done.err.count("\n") == 1
-    stack = selfspec.load(model_folder).stack
+    stack = load(model_folder).stack
     costs = profile.read_costs(stack)
     assert costs.plain.points == (1, 2, 4, 8)
     path = profile.path_of("costs", profile.costs_key(stack))
@@ -71,7 +71,7 @@ def test_json_is_one_document(calibrate, model_folder):
     assert (done.code, done.err) == (0, "")
     costs = Costs.from_dict(document["costs"])
     assert costs.plain.points == (1, 2, 3, 4) and "plan" not in document
-    assert costs == profile.read_costs(selfspec.load(model_folder).stack)
+    assert costs == profile.read_costs(load(model_folder).stack)
     assert document["model"] == str(model_folder) and document["key"]["num_layers"] == 4
     assert json.loads(Path(document["file"]).read_text("utf-8"))["key"] == document["key"]
 
@@ -85,7 +85,7 @@ def test_json_holds_the_plan_when_asked(calibrate):
 
 
 def test_a_saved_prior_says_more(calibrate, model_folder):
-    profile.save_prior(selfspec.load(model_folder).stack, {"hits": [[30], [19], [1]], "misses": [[10], [1], [1]]})
+    profile.save_prior(load(model_folder).stack, {"hits": [[30], [19], [1]], "misses": [[10], [1], [1]]})
     seen = json.loads(calibrate("--json", "--plan", "--batch-sizes", "1").out)["plan"]["seen"]
     assert [(choice["batch_size"], choice["exit_layer"] in (1, 2)) for choice in seen] == [(1, True)]
     assert seen[0]["acceptance"] == (0.75 if seen[0]["exit_layer"] == 1 else 0.95)

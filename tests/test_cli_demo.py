@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import selfspec
 from tests import cli_fixtures
+from tests.target import load
 
 run = cli_fixtures.run
 PROMPT = Path(__file__).parents[1] / "configs" / "generate" / "demo_prompt.txt"
@@ -16,7 +16,7 @@ PROMPT = Path(__file__).parents[1] / "configs" / "generate" / "demo_prompt.txt"
 
 @pytest.fixture(scope="module")
 def demo():
-    return selfspec.load("demo")
+    return load("demo")
 
 
 def test_the_demo_knows_its_own_exit_and_has_room(demo):

@@ -18,6 +18,7 @@ import selfspec
 from selfspec import gguf_file, hub
 from tests import cli_fixtures
 from tests.gguf_files import END, source_model, write_gguf
+from tests.target import load
 
 pytest.importorskip("gguf")
 run, assert_refused = cli_fixtures.run, cli_fixtures.assert_refused
@@ -61,7 +62,7 @@ def test_the_target_is_the_model_that_transformers_unpacks(tmp_path, cache, kind
     source = source_model()
     file = write_gguf(tmp_path / "tiny.gguf", source, kind)
     own = unpacked(file)
-    for target in (selfspec.load(file), selfspec.load(str(file), dtype="auto")):  # converted, then read
+    for target in (load(file), load(str(file), dtype="auto")):  # converted, then read
         assert target.stack.dtype == torch.float32
         weights = target.model.state_dict()
         assert all(torch.equal(weights[name], weight) for name, weight in own.state_dict().items())
@@ -93,7 +94,7 @@ def test_the_tokenizer_and_its_chat_template_come_along(file, cache, monkeypatch
     monkeypatch.chdir(file.parent)
     alone = hub.open_tokenizer(file.name)
     assert conversions(cache) == []  # for text alone, no weights are unpacked
-    for tokenizer in (alone, selfspec.load(file.name).tokenizer, hub.open_tokenizer(file)):
+    for tokenizer in (alone, load(file.name).tokenizer, hub.open_tokenizer(file)):
         ids = tokenizer("the path<|end|>")["input_ids"]
         assert (ids[0], ids[-1]) == (257, END)
         assert tokenizer.decode(ids, skip_special_tokens=True) == "the path"
@@ -113,24 +114,24 @@ def test_the_command_line_reads_a_file_and_says_once_that_it_converts(file, cach
 
 
 def test_what_was_converted_is_read_without_the_package(file, cache, monkeypatch):
-    first = selfspec.load(file).generate("the", max_new_tokens=8)
+    first = load(file).generate("the", max_new_tokens=8)
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
-    assert selfspec.load(file).generate("the", max_new_tokens=8)[0].tokens == first[0].tokens
+    assert load(file).generate("the", max_new_tokens=8)[0].tokens == first[0].tokens
 
 
 def test_another_file_of_the_same_name_is_another_model(file, cache):
-    before = selfspec.load(file).generate([PROMPT], max_new_tokens=24)[0].tokens
+    before = load(file).generate([PROMPT], max_new_tokens=24)[0].tokens
     write_gguf(file, source_model(seed=1), "Q8_0")
-    after = selfspec.load(file).generate([PROMPT], max_new_tokens=24)[0].tokens
+    after = load(file).generate([PROMPT], max_new_tokens=24)[0].tokens
     assert after == continuation(unpacked(file)) != before
     assert len(conversions(cache)) == 2
 
 
 def test_a_conversion_that_lost_a_file_is_made_again(file, cache):
-    before = selfspec.load(file).generate([PROMPT], max_new_tokens=8)[0].tokens
+    before = load(file).generate([PROMPT], max_new_tokens=8)[0].tokens
     [name] = conversions(cache)
     (cache / "gguf" / name / "model.safetensors").unlink()
-    assert selfspec.load(file).generate([PROMPT], max_new_tokens=8)[0].tokens == before
+    assert load(file).generate([PROMPT], max_new_tokens=8)[0].tokens == before
     assert conversions(cache) == [name]
     assert (cache / "gguf" / name / "model.safetensors").is_file()
 
@@ -144,7 +145,7 @@ def test_of_two_programs_that_convert_at_once_one_wins(file, cache, monkeypatch)
         real(made, folder)
 
     monkeypatch.setattr(os, "rename", beaten)
-    target = selfspec.load(file)
+    target = load(file)
     assert target.generate([PROMPT], max_new_tokens=8)[0].tokens == continuation(unpacked(file), count=8)
     assert conversions(cache) == [path.name for path in raced]
 
@@ -154,7 +155,7 @@ def test_of_two_programs_that_convert_at_once_one_wins(file, cache, monkeypatch)
 
 def test_without_a_cache_folder_the_model_is_unpacked_into_memory(file, monkeypatch, caplog):
     monkeypatch.setenv("SELFSPEC_CACHE", str(file / "nowhere"))
-    target = selfspec.load(file, engine="views")
+    target = load(file, engine="views")
     assert target.generate("the", max_new_tokens=8, policy="plain")[0].tokens == continuation(
         unpacked(file), target.tokenizer("the")["input_ids"], 8
     )
@@ -206,13 +207,13 @@ def test_an_architecture_that_transformers_does_not_read_is_refused(tmp_path, ca
     file = write_gguf(tmp_path / "odd.gguf", source_model(), architecture="rwkv7")
     refuse(run, file, "architecture 'rwkv7'", transformers.__version__)
     with pytest.raises(selfspec.UnsupportedModelError, match="rwkv7"):
-        selfspec.load(file)
+        load(file)
 
 
 def test_a_file_that_lacks_a_tensor_is_refused(tmp_path, cache):
     file = write_gguf(tmp_path / "part.gguf", source_model(), without=("blk.2.ffn_up.weight",))
     with pytest.raises(OSError, match=r"1 weights .* missing .*layers\.2\.mlp\.up_proj"):
-        selfspec.load(file)
+        load(file)
     assert conversions(cache) == []
 
 
@@ -223,7 +224,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, run):
 def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path, cache, run):
     file = write_gguf(tmp_path / "bare.gguf", source_model(), tokenizer=False)
     for _ in range(2):
-        target = selfspec.load(file)
+        target = load(file)
         assert target.tokenizer is None
         assert target.generate([PROMPT], max_new_tokens=8)[0].tokens == continuation(unpacked(file), count=8)
     refuse(run, file, "has no tokenizer")
@@ -245,9 +246,7 @@ def test_smollm2_is_the_file_in_its_package_which_is_not_imported(file, cache, t
     shutil.copy(file, package / "Small.gguf")
     monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
     assert hub.find("smollm2") == (str(package / "Small.gguf"), True)
-    assert selfspec.load("smollm2").generate([PROMPT], max_new_tokens=8)[0].tokens == continuation(
-        unpacked(file), count=8
-    )
+    assert load("smollm2").generate([PROMPT], max_new_tokens=8)[0].tokens == continuation(unpacked(file), count=8)
 
 
 def test_without_its_package_smollm2_says_what_to_install(run, monkeypatch):
@@ -261,7 +260,7 @@ def test_without_its_package_smollm2_says_what_to_install(run, monkeypatch):
 def test_smollm2_answers_as_transformers_does():
     from pathlib import Path
 
-    target = selfspec.load("smollm2")
+    target = load("smollm2")
     assert (target.stack.num_layers, target.stack.vocab_size) == (30, 49152)
     assert target.tokenizer.chat_template
     own = unpacked(Path(hub.find("smollm2")[0]))

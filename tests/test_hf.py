@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec import api
+from selfspec import target
 from selfspec.control.plan import Plan, Policy
 from selfspec.decoding.request import Request
 from selfspec.drafting.datastore import Datastore
@@ -607,11 +607,11 @@ def test_the_model_is_left_as_it_was():
 def test_a_model_is_opened_once_and_not_kept_alive(monkeypatch):
     checked = []
 
-    def counted(stack, engine, honest=api.choose):
+    def counted(stack, engine, honest=target.choose):
         checked.append(stack.num_layers)
         return honest(stack, engine)
 
-    monkeypatch.setattr(api, "choose", counted)
+    monkeypatch.setattr(target, "choose", counted)
     model, spec = build("llama"), SelfSpeculative(2, 3)
     for _ in range(3):
         model.generate(**batch(), custom_generate=spec, max_new_tokens=3)

@@ -9,6 +9,7 @@ import selfspec
 from selfspec.errors import UnsupportedModelError
 from selfspec.hf import SelfSpeculative
 from tests.models import build
+from tests.target import load
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -67,7 +68,7 @@ def test_virtual_tokens_are_refused_and_the_model_goes_on(kind):
         ):
             ours(model, **task)
         with pytest.raises(UnsupportedModelError, match=r"virtual tokens .*; decode it with the PEFT model's own"):
-            selfspec.load(model)
+            load(model)
     assert theirs(model, **task) == wanted
     base = model.get_base_model()
     assert ours(base) == theirs(base) != wanted  # what PEFT set for its call is gone
@@ -84,7 +85,7 @@ def test_adapters_of_weights_are_served(kind):
     model = adapted(kind, **OF_WEIGHTS[kind])
     wanted = theirs(model)
     assert ours(model) == wanted != theirs(build("llama", eos_token_id=None, pad_token_id=0))
-    assert selfspec.load(model).generate(IDS, max_new_tokens=NEW, exit_layer=2)[0].tokens == wanted[0]
+    assert load(model).generate(IDS, max_new_tokens=NEW, exit_layer=2)[0].tokens == wanted[0]
 
 
 def test_invocation_tokens_are_refused():
@@ -95,7 +96,7 @@ def test_invocation_tokens_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"acts on calls and not on weights.*without custom_generate"):
         ours(model)
     with pytest.raises(UnsupportedModelError, match=r"invocation tokens \(aLoRA\) acts on calls"):
-        selfspec.load(model)
+        load(model)
     assert theirs(model) == wanted != theirs(model.get_base_model())
 
 
@@ -121,7 +122,7 @@ def test_a_routing_by_task_is_refused():
     with pytest.raises(UnsupportedModelError, match="acts on calls"):
         ours(model, **tasks)
     with pytest.raises(UnsupportedModelError, match=r"POLY, .* acts on calls"):
-        selfspec.load(model)
+        load(model)
     assert theirs(model, **tasks) == wanted
 
 
@@ -145,7 +146,7 @@ def test_a_mixture_chosen_by_each_call_is_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="acts on calls"):
         ours(model)
     with pytest.raises(UnsupportedModelError, match=r"XLORA, .* acts on calls"):
-        selfspec.load(model)
+        load(model)
 
 
 def test_an_adapter_from_a_folder_is_refused_likewise(tmp_path):
@@ -153,4 +154,4 @@ def test_an_adapter_from_a_folder_is_refused_likewise(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     model.get_base_model().save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="virtual tokens"):
-        selfspec.load(str(tmp_path / "model"), adapter=str(tmp_path / "adapter"))
+        load(str(tmp_path / "model"), adapter=str(tmp_path / "adapter"))

@@ -22,6 +22,7 @@ import selfspec
 from selfspec.errors import UnsupportedModelError
 from selfspec.hf import SelfSpeculative
 from tests.models import EOS, build
+from tests.target import load
 
 PAD, NEW = 0, 14
 
@@ -149,7 +150,7 @@ def test_what_torch_compiled_of_a_forward_is_served(llama, change):
     change(llama)
     before = {name: dict(vars(module)) for name, module in llama.named_modules()}
     assert ours(llama) == wanted
-    done = selfspec.load(llama).generate([batch()["input_ids"][2].tolist()], max_new_tokens=NEW)[0].tokens
+    done = load(llama).generate([batch()["input_ids"][2].tolist()], max_new_tokens=NEW)[0].tokens
     assert done == [token for token in wanted[2][12:] if token != PAD]
     assert {name: dict(vars(module)) for name, module in llama.named_modules()} == before
 
@@ -218,7 +219,7 @@ def test_a_method_in_place_of_a_parts_forward_is_served(llama):
 
 
 def test_a_forward_that_is_replaced_later_is_noticed(llama):
-    spec, target, ids = SelfSpeculative(2, 3), selfspec.load(llama), batch((9,))["input_ids"]
+    spec, target, ids = SelfSpeculative(2, 3), load(llama), batch((9,))["input_ids"]
     wanted, [loaded] = ours(llama, spec), target.generate(ids, max_new_tokens=2)
     wrapped(llama.model.layers[0])
     for call in (lambda: ours(llama, spec), lambda: target.generate(ids)):
@@ -241,14 +242,14 @@ def test_a_replaced_preparation_of_inputs_is_refused(llama):
 
 
 def test_autocast_is_refused_by_name_on_every_path(llama):
-    target, spec, ids = selfspec.load(llama), SelfSpeculative(2, 3), batch((9,))["input_ids"]
+    target, spec, ids = load(llama), SelfSpeculative(2, 3), batch((9,))["input_ids"]
     wanted = ours(llama, spec)
     stream = target.stream(ids, max_new_tokens=NEW)
     with torch.autocast("cpu", torch.bfloat16):
         for call in (
             lambda: ours(llama),
             lambda: ours(llama, spec),
-            lambda: selfspec.load(llama),
+            lambda: load(llama),
             lambda: target.generate(ids),
             lambda: next(stream),
         ):
@@ -284,7 +285,7 @@ def test_weights_that_were_never_loaded_are_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModelError, match="on the meta device"):
-        selfspec.load(model)
+        load(model)
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
@@ -295,7 +296,7 @@ NAMES = ["copy", "deepcopy", "pickle"]
 
 @pytest.mark.parametrize("copied", COPIES, ids=NAMES)
 def test_a_copied_target_decodes_likewise_and_by_itself(llama, tokenizer, copied):
-    target, ids = selfspec.load(llama, tokenizer, engine="views"), batch((9,))["input_ids"]
+    target, ids = load(llama, tokenizer, engine="views"), batch((9,))["input_ids"]
     wanted = target.generate(ids, max_new_tokens=NEW)[0]
     other = copied(target)
     assert other.engine == "views" and (other.model is llama) == (copied is copy.copy)

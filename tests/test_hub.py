@@ -21,6 +21,7 @@ from selfspec.control.acceptance import Tracker
 from selfspec.model.exit_heads import FILE as EXIT_HEADS
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
+from tests.target import load
 
 BEST = "cuda" if torch.cuda.is_available() else "cpu"  # the device where none is named
 model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
@@ -28,7 +29,7 @@ model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
 
 def test_a_folder_is_loaded_with_its_tokenizer(model_folder):
     for name in (model_folder, str(model_folder)):
-        target = selfspec.load(name)
+        target = load(name)
         assert isinstance(target, selfspec.Target)
         assert target.split_error < 1e-3
         assert target.tokenizer.decode(target.tokenizer("abc")["input_ids"]) == "abc"
@@ -47,7 +48,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(model_folder):
 )
 def test_dtypes_may_be_named_or_given(model_folder, tmp_path, dtype, expected):
     AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    assert selfspec.load(tmp_path, dtype=dtype, device="cpu").stack.dtype is expected
+    assert load(tmp_path, dtype=dtype, device="cpu").stack.dtype is expected
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,13 @@ def test_dtypes_may_be_named_or_given(model_folder, tmp_path, dtype, expected):
 def test_unknown_dtypes_and_devices_are_refused(model_folder, option):
     [name] = option
     with pytest.raises(ValueError, match=rf"{name} must be one of .*, got {option[name]}"):
-        selfspec.load(model_folder, **option)
+        load(model_folder, **option)
 
 
 def test_a_model_object_is_used_as_it_is(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     before = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
-    target = selfspec.load(model)
+    target = load(model)
     assert target.model is model
     assert target.tokenizer is None
     assert target.generate([[1, 2, 3]], max_new_tokens=3)[0].text == ""
@@ -74,25 +75,25 @@ def test_a_model_object_is_used_as_it_is(model_folder):
 def test_a_model_object_is_not_changed_on_request_either(model_folder, option):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(ValueError, match=f"{next(iter(option))} is for a model given by name"):
-        selfspec.load(model, **option)
+        load(model, **option)
 
 
 def test_a_folder_without_a_tokenizer_gives_a_target_of_token_ids(model_folder, tmp_path):
     AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
-    target = selfspec.load(tmp_path)
+    target = load(tmp_path)
     assert target.tokenizer is None
     with pytest.raises(ValueError, match="no tokenizer"):
         target.generate("abc")
     given = object()
-    assert selfspec.load(tmp_path, given).tokenizer is given
+    assert load(tmp_path, given).tokenizer is given
 
 
 def test_a_missing_model_is_a_file_not_found(monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"there is no folder \./nowhere"):
-        selfspec.load("./nowhere")
+        load("./nowhere")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="hub cannot be reached"):
-        selfspec.load("selfspec-tests/absent")
+        load("selfspec-tests/absent")
 
 
 def test_a_hub_id_is_looked_for_on_the_hub_and_then_on_this_machine(monkeypatch):
@@ -112,15 +113,15 @@ def test_a_name_the_hub_does_not_know_is_refused(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.model_info", unknown)
     with pytest.raises(FileNotFoundError, match="neither a folder org/name nor such a model"):
-        selfspec.load("org/name")
+        load("org/name")
 
 
 def test_loading_is_silent_and_leaves_the_logging_as_it_was(model_folder, capfd):
     transformers_logging.set_verbosity(logging.INFO)
     try:
-        selfspec.load(model_folder)
+        load(model_folder)
         with pytest.raises(OSError, match=r"config\.json"):
-            selfspec.load(model_folder.parent)
+            load(model_folder.parent)
         assert transformers_logging.get_verbosity() == logging.INFO
         assert transformers_logging.set_tqdm_hook(None) is None
         assert capfd.readouterr() == ("", "")
@@ -134,7 +135,7 @@ def test_code_from_a_checkpoint_is_never_run(copy_of):
     (copy_of / "config.json").write_text(config, encoding="utf-8")
     (copy_of / "own.py").write_text("raise SystemExit('was run')", encoding="utf-8")
     with pytest.raises(selfspec.UnsupportedModelError, match="code from its own repository, which is not run"):
-        selfspec.load(copy_of)
+        load(copy_of)
 
 
 # ------------------------------------------------------------------------------------------------------ adapters
@@ -153,18 +154,18 @@ def adapter_folder(model_folder, tmp_path):
 def test_an_adapter_is_put_on_the_model(model_folder, adapter_folder):
     import peft
 
-    target = selfspec.load(model_folder, adapter=adapter_folder)
+    target = load(model_folder, adapter=adapter_folder)
     whole = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), adapter_folder)
     ids = [5, 6, 7]
     expected = whole.generate(input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     [done] = target.generate([ids], max_new_tokens=12)
     assert done.tokens == expected[0, 3:].tolist()
-    assert done.tokens != selfspec.load(model_folder).generate([ids], max_new_tokens=12)[0].tokens
+    assert done.tokens != load(model_folder).generate([ids], max_new_tokens=12)[0].tokens
 
 
 def test_an_adapter_is_not_a_model(adapter_folder):
     with pytest.raises(FileNotFoundError, match="PEFT adapter; give its base model"):
-        selfspec.load(adapter_folder)
+        load(adapter_folder)
 
 
 def test_without_peft_one_sentence_says_what_to_install(model_folder, adapter_folder, monkeypatch):
@@ -177,26 +178,27 @@ def test_without_peft_one_sentence_says_what_to_install(model_folder, adapter_fo
 
     monkeypatch.setattr(builtins, "__import__", without_peft)
     with pytest.raises(ImportError, match="pip install peft"):
-        selfspec.load(model_folder, adapter=adapter_folder)
+        load(model_folder, adapter=adapter_folder)
 
 
 def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(model_folder, tmp_path):
     name, commit = "models--org--tiny", "0" * 40
     folder = tmp_path / "hub" / name / "snapshots" / commit
     shutil.copytree(model_folder, folder)
-    target = selfspec.load(folder)
+    target = load(folder)
     ExitHeads([1], target.stack.config.hidden_size, 2).save(folder)
-    profile.store_prior(folder, selfspec.load(folder).stack, Tracker(target.stack.num_layers).state())
+    profile.store_prior(folder, load(folder).stack, Tracker(target.stack.num_layers).state())
     (folder.parent.parent / "refs").mkdir()
     (folder.parent.parent / "refs" / "main").write_text(commit)
     names = [str(folder / name) for name in (profile.STORED, EXIT_HEADS)]
     code = f"""
-import os, selfspec
-first = selfspec.load('org/tiny')
+import os
+from selfspec.hub import open_target
+first = open_target('org/tiny')
 print(first.exit_heads.layers, first.remembered.stored_prior is not None)
 for name in {names}:
     os.unlink(name)
-bare = selfspec.load('org/tiny')
+bare = open_target('org/tiny')
 print(bare.exit_heads, bare.remembered.stored_prior is not None)
 """
     own = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}

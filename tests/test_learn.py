@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.learn import Learner
 from selfspec.learning.lessons import Lessons
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.helpers import Adversary, Always, decode, make_prompts
 from tests.models import build
+from tests.target import Target
 
 ALWAYS_TIME = {"share": 1.0, "every": 2, "batch_size": 16, "clock": lambda: 0.0}  # learning takes none by this clock
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from eval.models import Endless
-from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from tests.models import build, tiny
+from tests.target import Target
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -268,10 +268,12 @@ def blocked_by_a_folder(cache, monkeypatch):
 def closed(cache, monkeypatch):
     """A folder that takes no new file, whoever runs the tests."""
 
-    def refuse(**options):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    def refuse(path, mode="r", *arguments, plain=Path.open, **options):
+        if "x" in mode:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return plain(path, mode, *arguments, **options)
 
-    monkeypatch.setattr(profile.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
 
 
 @pytest.mark.parametrize("block", [blocked_by_a_file, blocked_by_a_folder, closed])
@@ -281,7 +283,7 @@ def test_where_nothing_can_be_written_costs_are_kept_in_memory_with_one_notice(c
     assert target.costs() is target.costs() and fake == [(1,)]
     [notice] = notices(caplog)
     assert "SELFSPEC_CACHE" in notice and "\n" not in notice
-    assert not cache.is_dir() or not [p for p in cache.iterdir() if p.suffix == ".tmp"]
+    assert not cache.is_dir() or not [p for p in cache.iterdir() if p.name.startswith(".")]
 
 
 def test_without_a_home_folder_nothing_is_kept(stack, fake, monkeypatch, caplog):
@@ -292,7 +294,7 @@ def test_without_a_home_folder_nothing_is_kept(stack, fake, monkeypatch, caplog)
     assert len(notices(caplog)) == 1 and "no home folder" in notices(caplog)[0]
 
 
-@pytest.mark.parametrize("fails", ["replace", "write"])
+@pytest.mark.parametrize("fails", ["replace", "fsync"])
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache, stack, monkeypatch, caplog, fails):
     path = profile.save_costs(stack, some_costs(1.0))
 
@@ -300,7 +302,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache, stack, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "replace", full) if fails == "replace" else (profile, "open", full)), raising=False)
+        patch.setattr(os, fails, full)
         assert profile.save_costs(stack, some_costs(2.0)) is None
     assert "No space left" in notices(caplog)[0] and len(notices(caplog)) == 1
     assert list(cache.iterdir()) == [path] and profile.read_costs(stack) == some_costs(1.0)

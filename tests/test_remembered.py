@@ -12,7 +12,6 @@ import pytest
 
 import eval.replay as replays
 from eval.replay import replay
-from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.control import registry
 from selfspec.control.acceptance import is_prior
@@ -21,6 +20,7 @@ from selfspec.control.cost_table import Table
 from selfspec.control.plan import LOOKUP
 from tests.eval.replays import made_up_costs, trace_of
 from tests.models import build
+from tests.target import Target
 
 LAYERS = 8
 PROMPTS = ([5, 6, 7, 8] * 6, [9, 3, 4], [5, 6, 7, 8] * 6)

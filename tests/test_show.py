@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-import selfspec
 from selfspec import show
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.control.rows import StageSeconds
@@ -18,6 +17,7 @@ from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.stats import SpecStats
 from selfspec.pieces import Painter, Piece, Pieces
 from tests import cli_fixtures
+from tests.target import load
 
 model_folder = cli_fixtures.model_folder
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,7 +25,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture(scope="module")
 def target(model_folder):
-    return selfspec.load(model_folder)
+    return load(model_folder)
 
 
 def pieces_of(target, prompt, stop=(), **options):

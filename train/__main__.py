@@ -1,7 +1,7 @@
-"""Train a model by a recipe: `python -m train configs/train/demo.yaml [--resume | --export-only | --throughput]`.
+"""Train a model, or exit heads for one: `python -m train CONFIG [section.key=value ...] [--resume | --export-only]`.
 
-A configuration with a section `heads` trains exit heads instead, see `train.heads`. Exit code 2 means that the
-configuration or another input is bad, 1 that the run failed on its way.
+A configuration with a section `heads` trains exit heads (configs/train/exit_heads.yaml), any other one a model.
+Exit code 2: the configuration or another input is bad; 1: the run failed after it had started; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -11,78 +11,87 @@ import dataclasses
 import json
 import sys
 
-from train import heads
-from train.config import TrainConfig, load_config
+from train.config import TrainConfig, parse_config
+from train.config_file import read_file
 from train.errors import RunFailed
-from train.heads_config import trains_heads
+from train.heads_config import HeadsRun, parse_heads
+
+MODEL_OPTIONS = {"steps": "run.max_steps", "output": "run.output", "export": "run.export", "notes": "run.notes"}
+HEADS_OPTIONS = {"steps": "training.steps", "output": "heads.output", "model": "heads.model"}
+"""Options that stand for a key: of a run that trains a model, and of one that trains exit heads."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m train", description=__doc__)
-    parser.add_argument("config", help="YAML file with the recipe")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="another value of a key")
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.output")
+    start.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the output folder")
     start.add_argument("--export-only", action="store_true", help="export the newest checkpoint, train nothing")
-    start.add_argument("--throughput", action="store_true", help="measure tokens/s with and without early exits, only")
-    parser.add_argument("--steps", type=int, help="another run.max_steps, such as fewer to start the decay now")
-    parser.add_argument("--output", help="another run.output")
-    parser.add_argument("--export", help="another run.export")
-    parser.add_argument("--notes", help="another run.notes, such as hardware and time for the model card")
-    parser.add_argument("--push-to-hub", metavar="REPO", help="upload the exported folder to this model repository")
+    parser.add_argument("--steps", type=int, help="run.max_steps or training.steps")
+    parser.add_argument("--output", help="run.output or heads.output")
+    parser.add_argument("--model", help="heads.model")
+    parser.add_argument("--export", help="run.export")
+    parser.add_argument("--notes", help="run.notes, such as hardware and time for the model card")
     return parser.parse_args(arguments)
 
 
-def override(config: TrainConfig, **values: object) -> TrainConfig:
-    """Replace keys of `run` that were given on the command line."""
-    given = {key: value for key, value in values.items() if value is not None}
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **given))  # type: ignore[arg-type]
+def read_config(options: argparse.Namespace) -> TrainConfig | HeadsRun:
+    """Read the configuration, with everything that the command line changes in it.
+
+    Raises:
+        ValueError: the file cannot be read, a key has a bad value, or an option is of the other kind of run.
+    """
+    content = read_file(options.config, options.overrides)
+    heads = "heads" in content
+    keys, others = (HEADS_OPTIONS, MODEL_OPTIONS) if heads else (MODEL_OPTIONS, HEADS_OPTIONS)
+    given = {name: value for name, value in vars(options).items() if name in keys | others and value is not None}
+    for name in [*given, *(["export-only"] if heads and options.export_only else [])]:
+        if name not in keys:
+            where = f"configurations {'with' if heads else 'without'} a section heads"
+            raise ValueError(f"--{name} is no option for {where}; leave it out")
+        section, key = keys[name].split(".")
+        content[section] = {**(content.get(section) or {}), key: given[name]}
+    try:
+        return parse_heads(content) if heads else parse_config(content)
+    except ValueError as error:
+        raise ValueError(f"{options.config}: {error}") from error
 
 
 def run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Train unless told not to, then export if there is somewhere to export to."""
-    from train.release import push_to_hub, release  # heavy: torch, transformers
+    """Train a model unless only an export is wanted, then export it where `run.export` names a folder."""
+    from train.release import release  # heavy: torch, transformers
     from train.run import train
 
-    if options.push_to_hub and not config.run.export:
-        raise ValueError("run.export must name the folder that --push-to-hub uploads, got ''")
     if not options.export_only:
         train(config, resume=options.resume)
     if config.run.export or options.export_only:
-        quality = release(config, f"python -m train {options.config}")
-        if options.push_to_hub:
-            print(f"uploaded to {push_to_hub(config.run.export, options.push_to_hub)}", flush=True)
-        print(json.dumps(dataclasses.asdict(quality)))
-
-
-def throughput(config: TrainConfig) -> None:
-    """Print a line for people, then the same as one line of JSON."""
-    from train.throughput import measure_throughput  # heavy: torch, transformers
-
-    found = measure_throughput(config)
-    print(
-        f"{found.recipe:,.0f} tokens/s with early exits, {found.plain:,.0f} without: {found.ratio:.2f}x "
-        f"({found.low:.2f} to {found.high:.2f} over {found.rounds} rounds)"
-    )
-    print(json.dumps(dataclasses.asdict(found)))
+        print(json.dumps(dataclasses.asdict(release(config, f"python -m train {options.config}"))))
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
-    if any(trains_heads(each) for each in given if not each.startswith("-")):
-        return heads.main(given)
     options = parse_arguments(given)
     try:
-        config = load_config(options.config)
-        run_keys = {"max_steps": options.steps, "output": options.output}
-        config = override(config, **run_keys, export=options.export, notes=options.notes)
-        throughput(config) if options.throughput else run(config, options)
+        config = read_config(options)
+        if isinstance(config, TrainConfig):
+            run(config, options)
+        else:
+            from train.heads_run import train_heads  # heavy: torch, transformers
+
+            train_heads(config, " ".join(["python -m train", *given]), options.resume)
     except ValueError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
     except (RunFailed, OSError) as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 1
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; --resume continues from the last checkpoint, if there is one", 130)
     return 0
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"train: {error}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

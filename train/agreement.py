@@ -54,11 +54,6 @@ def exit_logits(model: nn.Module, tokens: Tensor) -> Iterator[Tensor]:
         yield parts.head(parts.norm(states[number]))
 
 
-def exit_losses(model: nn.Module, windows: Tensor, rows: int = 8) -> tuple[float, ...]:
-    """Mean cross entropy in nats per token of exits 1..L; see `held_out_scores`."""
-    return held_out_scores(model, windows, rows)[0]
-
-
 def held_out_scores(
     model: nn.Module, windows: Tensor, rows: int = 8
 ) -> tuple[tuple[float, ...], tuple[float, ...], int]:

@@ -6,6 +6,7 @@ import platform
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from train.agreement import ExitQuality
 from train.config import TrainConfig
 from train.corpus import Corpus
 from train.sections import ExitConfig
-
-TITLE = "# A small Python model that can leave early"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,12 @@ class CardFacts:
     num_draft_tokens: int
     samples: tuple[tuple[str, str], ...]
     shape: Any  # the model's configuration, as transformers has it
-    before: ExitQuality | None = None  # of the model that the run went on from
-    is_demo: bool = False  # a small Python model of our own
+    before: ExitQuality | None = None  # of model.base
 
 
-def write_card(facts: CardFacts, has_curves: bool = False) -> str:
-    """Return the model card as Markdown; `has_curves`: whether `training.svg` lies beside it."""
-    curves = "![Training loss of a few exits over the steps](training.svg)" if has_curves else ""
-    parts = (_opening(facts), _data(facts), _recipe(facts), curves, _quality(facts), _samples(facts), _closing(facts))
+def write_card(facts: CardFacts) -> str:
+    """Return the model card as Markdown."""
+    parts = (_opening(facts), _data(facts), _recipe(facts), _quality(facts), _samples(facts), _licence(facts))
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -70,35 +67,20 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def _opening(facts: CardFacts) -> str:
-    shape, base = facts.shape, facts.config.model.base
-    if not facts.is_demo:
-        return _plain_opening(facts)
-    start = f"continued from `{base}`" if base else "trained from scratch"
-    what = _paragraph(
-        f"""A Llama-shaped causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers,
-        width {shape.hidden_size}, {shape.num_attention_heads} heads, {shape.num_key_value_heads} key-value heads,
-        vocabulary {shape.vocab_size:,}, up to {shape.max_position_embeddings:,} positions), {start} so
-        that every layer can already guess the next token. It is there to try self-speculative decoding without a
-        download. It writes plausible Python, not correct Python."""
-    )
-    tokens = _paragraph(
-        """The tokenizer is a byte-level BPE that gives any UTF-8 text back exactly. `<|endoftext|>` is both bos and
-        eos; it stands between files in training and is never added to a prompt by itself."""
-    )
-    return f"{_FRONT_MATTER}{TITLE}\n\n{what}\n\n{tokens}"
-
-
-def _plain_opening(facts: CardFacts) -> str:
-    base, lora = facts.config.model.base, facts.config.lora
+    config, shape = facts.config, facts.shape
+    base, lora = config.model.base, config.lora
     start = f"continued from `{base}`" if base else "trained from scratch"
     if lora.rank:
         start += f" by LoRA of rank {lora.rank}, {'merged into the weights' if lora.merge else 'as a PEFT adapter'}"
     what = _paragraph(
-        f"""A causal language model with {facts.parameters:,} parameters, {start}, so that its early layers can already
-        guess the next token. `generation_config.json` names the exit layer that self-speculative decoding starts from:
-        {facts.exit_layer}, with {facts.num_draft_tokens} drafted tokens. The whole model is another one than before
-        this training; decoding is lossless with regard to it."""
+        f"""A causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers, width
+        {shape.hidden_size}, vocabulary {shape.vocab_size:,}), {start}, so that its early layers can already guess the
+        next token. `generation_config.json` names the exit layer that self-speculative decoding starts from:
+        {facts.exit_layer}, with {facts.num_draft_tokens} drafted tokens. Decoding is lossless with regard to this
+        model, which differs from the one before this training."""
     )
+    if config.run.card:
+        return f"{Path(config.run.card).read_text('utf-8').strip()}\n\n{what}"
     tags = "---\nlibrary_name: {}\npipeline_tag: text-generation\ntags: [early-exit, layerskip, {}]\n{}---\n".format(
         "peft" if lora.rank and not lora.merge else "transformers",
         "self-speculative-decoding",
@@ -227,29 +209,8 @@ def _samples(facts: CardFacts) -> str:
     return f"## Samples\n\nGreedy, cut at a fixed length; the first lines are the prompt.\n\n{blocks}"
 
 
-def _closing(facts: CardFacts) -> str:
+def _licence(facts: CardFacts) -> str:
     base = facts.config.model.base
-    if facts.is_demo:
-        return _CLOSING
-    return f"## Licence\n\nThe licence of `{base}` holds for these weights too." if base else ""
-
-
-_FRONT_MATTER = """---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [code, python, early-exit, layerskip, self-speculative-decoding]
----
-"""
-
-_CLOSING = """## Limits
-
-Trained on one small code base for a short time: it knows the words and the layout of the standard library and its
-tests, repeats itself in long greedy output, invents names, and may recite the source it was trained on. Use it to look
-at decoding, not to write programs.
-
-## Licence
-
-Weights: Apache-2.0. The text they were trained on is the source of CPython's standard library, which is under the PSF
-License Agreement, copyright Python Software Foundation.
-"""
+    if facts.config.run.card or not base:
+        return ""
+    return f"## Licence\n\nThe licence of `{base}` holds for these weights too."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from train.config import TrainConfig, different_keys
+from train.config import MAY_DIFFER, TrainConfig
+from train.config_file import different_keys, plain
 from train.errors import RunFailed
 
 KEPT = 3
@@ -56,7 +56,7 @@ def checkpoint_to_resume(config: TrainConfig) -> Path:
     checkpoint = newest_checkpoint(config.run.output)
     settings = checkpoint / SETTINGS
     if settings.is_file():
-        different = different_keys(json.loads(settings.read_text("utf-8")), config)
+        different = different_keys(json.loads(settings.read_text("utf-8")), config, MAY_DIFFER)
         if different:
             raise ValueError(
                 f"{checkpoint} was made with another configuration, which differs in {', '.join(different)}; "
@@ -77,7 +77,7 @@ def written_aside(config: TrainConfig, step: int) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)  # what a run that was killed while saving left behind
     try:
         yield aside
-        (aside / name / SETTINGS).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", "utf-8")
+        (aside / name / SETTINGS).write_text(json.dumps(plain(config), indent=2) + "\n", "utf-8")
         shutil.rmtree(output / name, ignore_errors=True)
         (aside / name).rename(output / name)
         for old in whole_checkpoints(output)[:-KEPT]:

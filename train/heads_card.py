@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from selfspec import __version__
+from selfspec.files import write_whole
 from selfspec.model.exit_heads import FILE
+from train.config_file import plain
 from train.heads_config import HeadsRun
-from train.heads_files import write_whole
 from train.heads_loss import Agreement
 
 CARD, CURVE = "exit_heads.md", "exit_heads.csv"
@@ -52,7 +52,7 @@ def table(agreement: Mapping[int, tuple[Agreement, Agreement]]) -> list[str]:
 def card(facts: Facts) -> str:
     """The card as Markdown."""
     wanted = facts.config.heads
-    settings = yaml.safe_dump(_plain(facts.config), sort_keys=False, default_flow_style=None, width=110).strip()
+    settings = OmegaConf.to_yaml(plain(facts.config)).strip()
     lines = [
         f"# Exit heads for {wanted.model}",
         "",
@@ -82,11 +82,6 @@ def card(facts: Facts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plain(config: HeadsRun) -> dict[str, dict[str, object]]:
-    sections = dataclasses.asdict(config).items()
-    return {name: {k: list(v) if isinstance(v, tuple) else v for k, v in each.items()} for name, each in sections}
-
-
 def write_card(folder: Path, facts: Facts) -> None:
     """Write `exit_heads.md` and `exit_heads.csv`.
 
@@ -95,5 +90,5 @@ def write_card(folder: Path, facts: Facts) -> None:
     """
     header = ",".join(["step", "learning_rate", *(f"loss_exit_{layer}" for layer in facts.agreement)])
     rows = [f"{int(step)}," + ",".join(f"{value:.6g}" for value in values) for step, *values in facts.curve]
-    write_whole(folder / CURVE, lambda path: path.write_text("\n".join([header, *rows]) + "\n", "utf-8"))
-    write_whole(folder / CARD, lambda path: path.write_text(card(facts), "utf-8"))
+    write_whole(folder / CURVE, lambda file: file.write(("\n".join([header, *rows]) + "\n").encode()))
+    write_whole(folder / CARD, lambda file: file.write(card(facts).encode()))

@@ -1,38 +1,18 @@
-"""Files of a run for exit heads: each is written whole or not at all."""
+"""The checkpoint of a run that trains exit heads."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from selfspec.files import write_whole
+from train.config_file import different_keys
 from train.errors import RunFailed
-from train.heads_config import HeadsRun
+from train.heads_config import MAY_DIFFER, HeadsRun
 
 CHECKPOINT = "exit_heads.checkpoint.pt"
-
-
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a file beside `file`, then put it in its place.
-
-    Raises:
-        OSError: it cannot be written; what was there before is still there.
-    """
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    os.close(handle)
-    try:
-        write(Path(name))
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
@@ -42,7 +22,7 @@ def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
         RunFailed: it cannot be written; the checkpoint before is still there.
     """
     try:
-        write_whole(folder / CHECKPOINT, lambda path: torch.save(state, path))
+        write_whole(folder / CHECKPOINT, lambda stream: torch.save(state, stream))
     except (OSError, RuntimeError) as problem:  # torch's writer has its own error for a full disk
         raise RunFailed(
             f"cannot write a checkpoint of step {state['step']} into {folder}: {problem}; make room and --resume"
@@ -62,7 +42,7 @@ def read_checkpoint(folder: Path, config: HeadsRun) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:  # a damaged file raises whatever its pieces raise
         raise ValueError(f"{file} is truncated or damaged; start without --resume") from problem
-    different = config.different_keys(state.get("config"))
+    different = different_keys(state.get("config"), config, MAY_DIFFER)
     if different:
         raise ValueError(
             f"{', '.join(different)} must be as when the run in {file} began; put them back or start without --resume"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
-from train.heads_config import TextConfig, TrainingConfig
+from train.heads_config import TextConfig
 from train.heads_states import Batch, pieces, walk, with_rest
 from train.heads_text import Text
 
@@ -25,17 +25,12 @@ class Agreement(NamedTuple):
     """Mean of the sum over tokens of min(p, q), at temperature 1: acceptance when sampling (arXiv 2211.17192)."""
 
 
-def exit_losses(
-    stack: Stack, heads: ExitHeads, batch: Batch, training: TrainingConfig, progress: float
-) -> list[Tensor]:
+def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch) -> list[Tensor]:
     """The loss of each exit of the heads, a float32 scalar each.
 
-    Forward KL divergence from the whole model's distribution p to the exit's q: soft cross-entropy towards a draft's
-    judge (arXiv 2310.07177), over the likeliest tokens of p and one bucket for all others. When `progress` (0..1 of
-    the run) has passed `kl_warmup`, the share `acceptance` of it gives way to 1 - sum min(p, q), the chance that a
-    sampled draft is refused.
+    Forward KL divergence from the whole model's distribution p to the exit's distribution q (arXiv 2310.07177), over
+    the likeliest tokens of p and one bucket for all others.
     """
-    share = training.acceptance if progress >= training.kl_warmup else 0.0
     log_p = batch.log_probs
     if log_p is None:
         assert batch.final is not None
@@ -47,11 +42,7 @@ def exit_losses(
         log_q = stack.logits(heads(hidden, layer).to(stack.dtype), layer).log_softmax(-1)
         if batch.ids is not None:
             log_q = with_rest(log_q.gather(-1, batch.ids))
-        loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-        if share:
-            refused = 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1).mean()
-            loss = (1 - share) * loss + share * refused
-        losses.append(loss)
+        losses.append((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     return losses
 
 

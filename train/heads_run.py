@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
@@ -11,10 +10,12 @@ from typing import Any
 
 import torch
 
-import selfspec
-from selfspec.api import Target
+from selfspec import hub
+from selfspec.errors import UnsupportedModelError
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.target import Target
+from train.config_file import plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun
@@ -28,8 +29,8 @@ def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Pa
     """Train exit heads for one model, which stays as it is bit by bit; returns `exit_heads.safetensors`.
 
     Raises:
-        ValueError, OSError, UnsupportedModelError: bad input, before anything is trained: no such model, an exit out of
-            range, too little text, a folder that cannot be written, nothing to resume.
+        ValueError: bad input, before anything is trained: no such model, an exit out of range, too little text, a
+            folder that cannot be written, nothing to resume.
         RunFailed: the loss is no number, or a file cannot be written; what was there before is still there.
     """
     folder = output_folder(config)
@@ -63,9 +64,18 @@ def output_folder(config: HeadsRun) -> Path:
 
 
 def open_target(config: HeadsRun) -> Target:
-    """The model, without heads of its own, none of its weights trainable."""
+    """Open the model without exit heads; none of its weights is trainable.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be split.
+    """
     wanted = config.heads
-    target = selfspec.load(wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none")
+    try:
+        target = hub.open_target(
+            wanted.model, device=wanted.device or None, dtype=wanted.dtype or None, exit_heads="none"
+        )
+    except (OSError, UnsupportedModelError) as error:
+        raise ValueError(str(error)) from error
     target.stack.model.requires_grad_(False)
     return target
 
@@ -78,7 +88,6 @@ class _Run:
             torch.manual_seed(config.training.seed)
             heads = ExitHeads(exits, hidden_size_of(self.stack), config.heads.rank, self.weights)
         self.heads = heads.to(self.stack.device)
-        self.averaged = {name: value.detach().clone() for name, value in self.heads.state_dict().items()}
         decay = {"lr": config.training.lr, "weight_decay": config.training.weight_decay}
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), **decay)
         self.step, self.spent, self.curve = 0, 0.0, list[list[float]]()
@@ -94,7 +103,6 @@ class _Run:
             texts, held_out = ([Text(*text) for text in saved[part]] for part in ("texts", "held_out"))
             self.heads.load_state_dict(saved["heads"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.averaged = {name: value.to(self.stack.device) for name, value in saved["averaged"].items()}
             self.step, self.spent, self.curve = saved["step"], saved["spent"], saved["curve"]
         self.texts, self.held_out = texts, held_out
         self.stream = Stream(self.stack, texts, self.exits, self.config.text, self.config.training)
@@ -113,19 +121,19 @@ class _Run:
     def train(self) -> None:
         """Train to the last step, saving and telling now and then."""
         training, first, started = self.config.training, self.step, time.monotonic()
-        if first >= self.stream.steps:
+        if first >= training.steps:
             return
         for batch in self.stream.batches(first):
-            losses = exit_losses(self.stack, self.heads, batch, training, self.step / self.stream.steps)
+            losses = exit_losses(self.stack, self.heads, batch)
             lr = self._update(torch.stack(losses))
             self.step += 1
-            done = self.step == self.stream.steps
+            done = self.step == training.steps
             if self.step % training.log_steps == 0 or done:
                 values = [loss.item() for loss in losses]
                 self.curve.append([self.step, lr, *values])
-                left = (time.monotonic() - started) / (self.step - first) * (self.stream.steps - self.step)
+                left = (time.monotonic() - started) / (self.step - first) * (training.steps - self.step)
                 shown = "  ".join(f"{layer}: {value:.3f}" for layer, value in zip(self.exits, values, strict=True))
-                print(f"step {self.step}/{self.stream.steps}  loss by exit {shown}  {left:.0f} s left", flush=True)
+                print(f"step {self.step}/{training.steps}  loss by exit {shown}  {left:.0f} s left", flush=True)
             if done:
                 return
             if self.step % training.save_steps == 0:
@@ -143,27 +151,22 @@ class _Run:
                 else "lower training.lr"
             )
             raise RunFailed(f"the loss is {value} at step {self.step + 1}; no heads were written; {left}")
-        lr = training.lr * schedule(self.step, self.stream.steps, training.warmup_steps)
+        lr = training.lr * schedule(self.step, training.steps, training.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), training.max_grad_norm)
         self.optimizer.step()
-        # Early on the average follows at once, or it would remember untrained heads.
-        kept_share = min(training.ema, (1 + self.step) / (10 + self.step)) if training.ema else 0.0
-        for name, value in self.heads.state_dict().items():
-            self.averaged[name].lerp_(value, 1 - kept_share)
         return lr
 
     def _save(self) -> None:
         state = {
-            "config": dataclasses.asdict(self.config),
+            "config": plain(self.config),
             "weights": self.weights,
             "texts": [list(text) for text in self.texts],
             "held_out": [list(text) for text in self.held_out],
             "heads": self.heads.state_dict(),
-            "averaged": self.averaged,
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "spent": self.seconds,
@@ -173,7 +176,6 @@ class _Run:
 
     def finish(self, command: str) -> Path:
         """Write heads, card and loss curve, then drop the checkpoint: the run is over."""
-        self.heads.load_state_dict(self.averaged)
         heads = self.heads.requires_grad_(False)
         after = measure(self.stack, heads, self.held_out, self.exits, self.config.text)
         facts = Facts(

@@ -145,12 +145,6 @@ class Stream:
         self.sizes = [sum(len(self.spots[i]) for i in shard) // size for shard in self.shards]
         self._held: tuple[int, Batch] | None = None  # the shard in memory
 
-    @property
-    def steps(self) -> int:
-        """Steps of the whole run."""
-        epoch = sum(self.sizes)
-        return max(1, round(self.config.epochs * epoch)) if self.config.epochs else self.config.steps
-
     def batches(self, first: int) -> Iterator[Batch]:
         """Batches from step `first` on, without end: every epoch takes shards and positions in another order."""
         step = 0

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from selfspec.api import Target
+from selfspec.decoding.request import Completion
+from selfspec.target import Target
 from train.corpus import read_corpus
 from train.heads_config import TextConfig
 from train.sections import CorpusConfig, check
+from train.texts import json_lines
 
 PIECE = 4000  # characters of a piece, where one file is all there is
 TEXT_FILES = (".jsonl", ".md", ".py", ".rst", ".txt")  # what is read of a folder
@@ -74,16 +75,8 @@ def _write(target: Target, prompts: list[list[int]], config: TextConfig, part: s
     done = 0
     for turn, temperature in enumerate(config.temperatures):
         mine = range(turn, len(prompts), len(config.temperatures))
-        rounds = target.stream(
-            [prompts[i] for i in mine],
-            policy="plain",  # whatever the policy, the text is the same
-            max_new_tokens=config.max_new_tokens,
-            temperature=temperature,
-            generation_config=False,  # the model's own law is what heads learn
-            seed=[_seed(config, part, i) for i in mine],
-            max_batch_size=config.batch_size,
-        )
-        for completion in (row.completion for each in rounds for row in each.rows if row.completion is not None):
+        own, seeds = [prompts[i] for i in mine], [_seed(config, part, i) for i in mine]
+        for completion in _continued(target, own, config, config.max_new_tokens, temperature, seeds):
             index = mine[completion.request_id]
             texts[index] = Text(prompts[index] + completion.tokens, len(prompts[index]))
             done += 1
@@ -94,6 +87,17 @@ def _write(target: Target, prompts: list[list[int]], config: TextConfig, part: s
     return [text for text in texts if text is not None]
 
 
+def _continued(
+    target: Target, prompts: list[list[int]], config: TextConfig, count: int, temperature: float, seeds: list[int]
+) -> Iterator[Completion]:
+    """Every prompt continued by `count` tokens, in the order in which they end; `request_id` is the prompt's index."""
+    options = {"max_new_tokens": count, "temperature": temperature, "seed": seeds}
+    options["generation_config"] = False  # heads learn the model's own distribution
+    requests = target.requests(prompts, options)
+    for round_ in target.rounds(requests, policy="plain", max_batch_size=config.batch_size):
+        yield from (row.completion for row in round_.rows if row.completion is not None)
+
+
 def _openings(target: Target, count: int, config: TextConfig, part: str) -> list[list[int]]:
     """Beginnings of the model's own: its beginning-of-text token, and a few tokens sampled after it."""
     numbers = random.Random(_seed(config, part, 0))
@@ -101,17 +105,10 @@ def _openings(target: Target, count: int, config: TextConfig, part: str) -> list
     starts = [[numbers.randrange(vocabulary) if begin is None else int(begin)] for _ in range(count)]
     if not config.prompt_tokens:
         return starts
-    completions = target.generate(
-        starts,
-        policy="plain",
-        max_new_tokens=config.prompt_tokens,
-        temperature=1.0,
-        generation_config=False,
-        seed=[_seed(config, part, count + i) for i in range(count)],
-        max_batch_size=config.batch_size,
-    )
-    ends = target.eos_token_ids
-    return [start + [t for t in c.tokens if t not in ends] for start, c in zip(starts, completions, strict=True)]
+    seeds, ends = [_seed(config, part, count + i) for i in range(count)], target.eos_token_ids
+    for done in _continued(target, starts, config, config.prompt_tokens, 1.0, seeds):
+        starts[done.request_id] = starts[done.request_id] + [token for token in done.tokens if token not in ends]
+    return starts
 
 
 def _cut(target: Target, records: list[str], count: int, config: TextConfig, room: int, part: str) -> list[list[int]]:
@@ -185,28 +182,23 @@ def _records(path: Path, field: str) -> list[str]:
         files = sorted(each for each in path.rglob("*") if each.suffix in TEXT_FILES and each.is_file())
         return [record for file in files for record in _records(file, field)]
     try:
-        content = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ValueError(
-            f"text.prompts must be files of UTF-8 text, folders or stdlib, got {path}: {problem}"
-        ) from None
-    if path.suffix != ".jsonl":
-        return [content]
-    return [_of_line(path, number, line, field) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+        if path.suffix != ".jsonl":
+            return [path.read_text("utf-8")]
+        return [_text_of(record, number, path, field) for number, record in enumerate(json_lines(path), start=1)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text.prompts must be files of UTF-8 text, folders or stdlib, got {path}: {error}") from None
 
 
-def _of_line(path: Path, number: int, line: str, field: str) -> str:
-    """The text of a line of JSON; of a list of texts, such as the turns of a conversation, the first."""
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{path}, line {number}: no JSON ({problem})") from None
-    value = record.get(field) if isinstance(record, dict) else None
+def _text_of(record: dict[str, Any], number: int, path: Path, field: str) -> str:
+    """The text in a field of a record; of a list of texts, such as the turns of a conversation, the first."""
+    value = record.get(field)
     if isinstance(value, list) and value:
         value = value[0]
     if not isinstance(value, str):
-        fields = ", ".join(record) if isinstance(record, dict) else "none"
-        raise ValueError(f"{path}, line {number}: text.field {field!r} holds no text there; fields: {fields}")
+        raise ValueError(
+            f"text.field must name a field with a text, got {field!r} in record {number} of {path}; its fields: "
+            f"{', '.join(record)}"
+        )
     return value
 
 

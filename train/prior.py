@@ -10,16 +10,16 @@ import argparse
 import itertools
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from selfspec import load
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
 from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.errors import UnsupportedModelError, whole
-from selfspec.hub import folder_of
+from selfspec.hub import folder_of, open_target
 from train.config import load_config
 from train.corpus import read_corpus
 
@@ -82,11 +82,12 @@ def store(given: argparse.Namespace) -> Path:
     folder = folder_of(given.model)
     if not folder.is_dir():
         raise ValueError(f"the model must be a folder, where the file is written, or demo, got {given.model!r}")
-    target = load(given.model)
+    target = open_target(given.model)
     watch = Watch(target.stack.num_layers)
     for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
         options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i, "generation_config": False}
-        target.generate(prompt, policy=watch, max_new_tokens=given.max_new_tokens, **options)
+        options["max_new_tokens"] = given.max_new_tokens
+        deque(target.rounds(target.requests(prompt, options), policy=watch), maxlen=0)
         print(f"text {i + 1} of {given.num_texts}", file=sys.stderr, flush=True)
     return profile.store_prior(folder, target.stack, watch.tracker.state())
 

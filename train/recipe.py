@@ -45,16 +45,10 @@ def exits_at(step: int, max_steps: int, num_layers: int, config: ExitConfig) -> 
 def exit_weights(exits: Sequence[int], num_layers: int, scale: float, shape: str) -> list[float]:
     """Weights of the exits' losses, summing to 1; early ones are multiplied by `scale`, the last is not.
 
-    `shape` is how a weight grows with depth: uniform, sqrt (of l), linear (l), or cumulative (1 + ... + l, as in
-    the paper).
+    `shape`: uniform, or cumulative (1 + ... + l for exit l, as in the paper).
     """
-    grow: dict[str, Callable[[int], float]] = {
-        "uniform": lambda layer: 1.0,
-        "sqrt": lambda layer: math.sqrt(layer / num_layers),
-        "linear": lambda layer: layer / num_layers,
-        "cumulative": lambda layer: layer * (layer + 1) / (num_layers * (num_layers + 1)),
-    }
-    raw = [grow[shape](layer) * (1.0 if layer == num_layers else scale) for layer in exits]
+    grown = [layer * (layer + 1) if shape == "cumulative" else 1 for layer in exits]
+    raw = [weight * (1.0 if layer == num_layers else scale) for layer, weight in zip(exits, grown, strict=True)]
     return [weight / sum(raw) for weight in raw]
 
 

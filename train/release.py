@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +11,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from train.agreement import ExitQuality, greedy, measure_exits
-from train.card import TITLE, CardFacts, write_card
+from train.card import CardFacts, write_card
 from train.checkpoints import newest_checkpoint
 from train.config import TrainConfig
-from train.curves import draw_curves
 from train.data import encode_files
-from train.errors import RunFailed
 from train.export import best_exit, export_model, read_history, store_exit, write_curve
 from train.material import Material, gather, load_tokenizer
 from train.models import load_base
@@ -40,7 +37,6 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     folder, checkpoint = Path(config.run.export), newest_checkpoint(config.run.output)
     tokenizer = load_tokenizer(checkpoint)
     material = gather(config, tokenizer)
-    is_demo = material.corpus is not None and not config.lora.rank and is_small_python_model(config.model.base)
     before = measure_base(config, material)  # before anything is written: the folder may be the base's own
     model = export_model(config, checkpoint, folder, tokenizer)
     if torch.cuda.is_available():
@@ -63,15 +59,12 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
         quality=quality,
         shape=model.config,
         before=before,
-        is_demo=is_demo,
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
         samples=tuple((each, continue_greedily(model, tokenizer, each, 72)) for each in prompts),
     )
-    history = read_history(checkpoint)
-    write_curve(history, folder / "training.csv")
-    is_drawn = draw_curves(history, folder / "training.svg")
-    (folder / "README.md").write_text(write_card(facts, is_drawn), "utf-8")
+    write_curve(read_history(checkpoint), folder / "training.csv")
+    (folder / "README.md").write_text(write_card(facts), "utf-8")
     for path in folder.iterdir():
         if path.is_file():
             path.chmod(0o644)
@@ -88,16 +81,6 @@ def measure_base(config: TrainConfig, material: Material) -> ExitQuality | None:
         print(f"the card will not say how good the model was before: {gone}", flush=True)
         return None
     return measure_exits(base.cuda() if torch.cuda.is_available() else base, material.held_out, config.eval)
-
-
-def is_small_python_model(base: str) -> bool:
-    """Tell whether a run begins with a model of its own, or goes on from a folder with one that it made before."""
-    if not base:
-        return True
-    try:
-        return TITLE in (Path(base) / "README.md").read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def train_tokens(material: Material) -> int:
@@ -118,23 +101,3 @@ def continue_greedily(model: nn.Module, tokenizer: PreTrainedTokenizerFast, prom
     with torch.no_grad():
         text, _ = greedy(model, tokens, new_tokens)
     return str(tokenizer.decode(text[0, tokens.shape[1] :], skip_special_tokens=True))
-
-
-def push_to_hub(folder: str | Path, repo: str) -> str:
-    """Upload a finished folder to a model repository on the hub, made if need be; return its address.
-
-    Raises:
-        RunFailed: the hub refused or could not be reached; the folder stays.
-    """
-    from huggingface_hub import HfApi
-
-    api: Any = HfApi()
-    try:
-        address = api.create_repo(repo, repo_type="model", exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=str(folder), commit_message="Add the trained model")
-    except Exception as error:  # network and hub have errors of their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunFailed(
-            f"{str(folder)!r} could not be uploaded to {repo!r} ({reason}); check the name and `hf auth whoami`"
-        ) from error
-    return str(address)

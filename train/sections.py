@@ -1,19 +1,30 @@
-"""The sections of a configuration: frozen dataclasses that check themselves; configs/train explains every key."""
+"""The sections of a configuration: frozen dataclasses that check their values. configs/train explains every key."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 
 def check(ok: bool, key: str, allowed: str, got: object) -> None:
-    """Complain about a key in one sentence: what it must be, and what it is.
-
-    Raises:
-        ValueError: `ok` is false.
-    """
+    """Raise ValueError, with what the key must be and what it is, unless `ok`."""
     if not ok:
         raise ValueError(f"{key} must be {allowed}, got {got!r}")
+
+
+def check_least(section: str, values: object, least: int, *names: str) -> None:
+    """Raise ValueError where one of these fields of a section is below `least`."""
+    for name in names:
+        value = getattr(values, name)
+        check(value >= least, f"{section}.{name}", f"at least {least}", value)
+
+
+def check_positive(section: str, values: object, *names: str) -> None:
+    """Raise ValueError where one of these fields of a section is not above 0."""
+    for name in names:
+        value = getattr(values, name)
+        check(value > 0, f"{section}.{name}", "positive", value)
 
 
 def _check_choice(key: str, value: str, *allowed: str) -> None:
@@ -31,9 +42,8 @@ class CorpusConfig:
     library_repeat: int = 1
 
     def __post_init__(self) -> None:
-        check(self.max_chars > 0, "corpus.max_chars", "positive", self.max_chars)
+        check_least("corpus", self, 1, "max_chars", "library_repeat")
         check(0 < self.held_out_percent < 100, "corpus.held_out_percent", "between 0 and 100", self.held_out_percent)
-        check(self.library_repeat >= 1, "corpus.library_repeat", "at least 1", self.library_repeat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +131,7 @@ class ExitConfig:
         _check_choice("exits.curriculum", self.curriculum, "rotational", "gradual", "all")
         check(self.period >= 1, "exits.period", "at least 1", self.period)
         check(self.scale >= 0, "exits.scale", "at least 0", self.scale)
-        _check_choice("exits.weights", self.weights, "uniform", "linear", "cumulative", "sqrt")
+        _check_choice("exits.weights", self.weights, "uniform", "cumulative")
         check(0 <= self.distill <= 1, "exits.distill", "between 0 and 1", self.distill)
         check(0 <= self.dropout_max < 1, "exits.dropout_max", "at least 0 and below 1", self.dropout_max)
 
@@ -140,10 +150,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _check_choice("optim.kind", self.kind, "muon", "adamw")
-        for name in ("muon_lr", "adamw_lr", "max_grad_norm"):
-            check(getattr(self, name) > 0, f"optim.{name}", "positive", getattr(self, name))
-        check(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
-        check(self.warmup_steps >= 0, "optim.warmup_steps", "at least 0", self.warmup_steps)
+        check_positive("optim", self, "muon_lr", "adamw_lr", "max_grad_norm")
+        check_least("optim", self, 0, "weight_decay", "warmup_steps")
         check(0 < self.decay_fraction <= 1, "optim.decay_fraction", "above 0 and at most 1", self.decay_fraction)
 
 
@@ -153,6 +161,7 @@ class RunConfig:
 
     output: str = "runs/demo"
     export: str = ""
+    card: str = ""
     notes: str = ""
     exit_layer: int = 0
     num_draft_tokens: int = 0
@@ -169,10 +178,10 @@ class RunConfig:
     bf16: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("exit_layer", "num_draft_tokens", "seed"):
-            check(getattr(self, name) >= 0, f"run.{name}", "at least 0", getattr(self, name))
-        for name in ("max_steps", "tokens_per_batch", "gradient_accumulation_steps", "save_steps", "log_steps"):
-            check(getattr(self, name) >= 1, f"run.{name}", "at least 1", getattr(self, name))
+        check(not self.card or Path(self.card).is_file(), "run.card", "a file of Markdown text", self.card)
+        check_least("run", self, 0, "exit_layer", "num_draft_tokens", "seed")
+        check_least("run", self, 1, "max_steps", "tokens_per_batch", "gradient_accumulation_steps")
+        check_least("run", self, 1, "save_steps", "log_steps")
         check(min(self.windows, default=0) > 1, "run.windows", "a list of lengths of at least 2 tokens", self.windows)
         tokens = self.tokens_per_batch
         for length in self.windows:
@@ -193,6 +202,5 @@ class EvalConfig:
     new_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            check(getattr(self, each.name) >= 1, f"eval.{each.name}", "at least 1", getattr(self, each.name))
+        check_least("eval", self, 1, *(each.name for each in dataclasses.fields(self)))
         check(self.window >= 2, "eval.window", "at least 2", self.window)

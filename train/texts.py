@@ -32,7 +32,7 @@ def read_records(config: DataConfig) -> Iterator[Record]:
         raise ValueError(f"data.path must be a file or the id of a data set, got {config.path!r}, which does not exist")
     try:
         if path.suffix == ".jsonl":
-            yield from _json_lines(path)
+            yield from json_lines(path)
         elif path.suffix == ".txt":
             yield from _paragraphs(path, config.text_field)
         else:
@@ -41,7 +41,8 @@ def read_records(config: DataConfig) -> Iterator[Record]:
         raise ValueError(f"data.path must be a file in UTF-8, got {config.path!r}: {error}") from error
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
+def json_lines(path: Path) -> Iterator[Record]:
+    """Yield the mapping on each line of a file; ValueError where a line holds anything else."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import FOR_EVER, Plan, Policy
+from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan, Policy
 from selfspec.control.rows import RowState
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.results import Round
@@ -37,7 +37,7 @@ class _Warmed(Policy):
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
         is_new = rows[0].content_length == PROMPT
-        return Plan(None, (0,) * len(rows), num_rounds=1 if is_new else FOR_EVER)
+        return Plan(None, (0,) * len(rows), num_rounds=1 if is_new else UNBOUNDED_ROUNDS)
 
 
 class EngineOverhead:

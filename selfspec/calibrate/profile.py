@@ -10,10 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +22,7 @@ import selfspec
 from selfspec.calibrate.measure import measure
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
+from selfspec.files import write_whole
 from selfspec.kernels.places import cache_folder, say_unkept
 from selfspec.model.exact import ExactStack
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
@@ -149,12 +147,8 @@ def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
         OSError: the file cannot be written.
     """
     text = json.dumps({"about": ABOUT["prior"], "of": _stored_of(stack), "prior": dict(prior)}, allow_nan=False)
-    path, unfinished = folder / STORED, folder / f"{STORED}.tmp"  # readable for whoever may read the weights
-    try:
-        unfinished.write_text(text + "\n", "utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    path = folder / STORED
+    write_whole(path, lambda stream: stream.write(f"{text}\n".encode()))
     return path
 
 
@@ -245,15 +239,7 @@ def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Pa
         place = folder()
         path = path_of(kind, key)
         place.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place, prefix=f"{path.stem}-", suffix=".tmp")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(path, lambda stream: stream.write(text.encode()))
         return path
     except OSError as problem:
         say_unkept(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -13,6 +13,7 @@ from selfspec.control.plan import LOOKUP, Plan
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.request import Request
 from selfspec.decoding.row import Row
+from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.prompt_lookup import Guess
 from selfspec.executors.picker import Picker
 from selfspec.executors.program import Executed, RoundDraft
@@ -41,15 +42,6 @@ class _Laps(StageSeconds):
 
     def now(self) -> float:
         return self._clock()
-
-
-class _Stopper:
-    """Stands for that of a row which ends where its memory does."""
-
-    eos: frozenset[int] = frozenset()
-
-    def __init__(self, room: int) -> None:
-        self.max_new_tokens = room - 1  # its prompt is one token, whatever else it has
 
 
 class TimedRounds:
@@ -90,7 +82,7 @@ class TimedRounds:
         cache, pages = self._far if is_far else (self._cache, self._pages)
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
         most = min(cache.page_size, self._stack.context_limit)
-        rows, stopper = [], cast(Any, _Stopper(most))
+        rows, stopper = [], Stopper(most - 1)  # its prompt is one token, whatever else it has
         mean = sum([i % 8 for i in range(num_rows)]) / num_rows
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)

@@ -40,7 +40,7 @@ def calibrate(
 
     set_threads(threads)
     with as_sentences():
-        target = hub.load(model, **parts)
+        target = hub.open_target(model, **parts)
     costs = _measure(target, sizes, _progress(model, show.make_console(sys.stderr, quiet=quiet)))
     file = profile.save_costs(target.stack, costs)
     key = profile.costs_key(target.stack)

@@ -49,9 +49,9 @@ def inspect(model: str, dtype: str | None, device: str | None, adapter: Path | N
 
 def examine(name: str, model: Any, tokenizer: Any) -> Report:
     """Try the split; a model that cannot be split is reported as far as it goes, with the reason."""
-    from selfspec.api import Target
     from selfspec.errors import UnsupportedModelError
     from selfspec.model.views import unwrap
+    from selfspec.target import Target
 
     bare: Any = unwrap(model)
     first = next(bare.parameters())

@@ -10,7 +10,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from selfspec import hub
-from selfspec.api import Target
 from selfspec.commands.datastore import reading
 from selfspec.commands.failure import RUN, Failure, as_sentences
 from selfspec.commands.options import Generate
@@ -25,8 +24,10 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE as EXIT_HEADS_FILE
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.target import Target
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
+DRAFTING = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "learn", "exact", "burst")
 PARTS = {"decided"}  # of other stages
 STAGES = tuple(field.name for field in fields(StageSeconds) if not (field.name in PARTS or field.name.startswith("_")))
 
@@ -77,7 +78,7 @@ class Job:
             parts: dict[str, Any] = {name: getattr(options, name) for name in names}
             if _has_learned(options):
                 parts["exit_heads"] = "none"
-            target = hub.load(options.model, **parts)
+            target = hub.open_target(options.model, **parts)
         chat = wants_chat(target.tokenizer, options)
         with hub.quiet():
             ids = tokenize(prompts, target.tokenizer, options.system, chat, target.stack.context_limit)
@@ -99,7 +100,9 @@ class Job:
         if policy == "adaptive":
             self.target.prior = self.prior
         with as_sentences():
-            return self.target.stream(self.ids, policy=policy, max_batch_size=MAX_ROWS, **options)
+            drafting = {name: options.pop(name) for name in DRAFTING if name in options}
+            requests = self.target.requests(self.ids, options)
+            return self.target.rounds(requests, policy=policy, max_batch_size=MAX_ROWS, **drafting)
 
     def run(self, policy: str | None = None, **changes: Any) -> Run:
         """One run that shows nothing."""

@@ -1,13 +1,12 @@
-"""`Adaptive`, the default: the exit layer and draft lengths of most expected tokens per measured second, or none.
+"""`Adaptive`, the default policy: the drafter, exit layer and draft lengths with the most expected tokens per second.
 
-It joins what the literature keeps apart: shadow statistics of every layer (DEL, arXiv 2504.05598), a measured table of
-costs with the head in it and goodput as the aim (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813), confidence
-calibrated into probability (SpecDec++, arXiv 2405.19715), a batch whose slow rows do not hold up the others (DSDE,
-arXiv 2509.01083), and lookup in the row's own text (prompt lookup decoding) by how often it was right.
+It combines shadow statistics of every layer (DEL, arXiv 2504.05598), a measured cost table that includes the head, and
+goodput as the objective (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813), calibrated confidence (SpecDec++,
+arXiv 2405.19715), draft lengths for ragged batches (DSDE, arXiv 2509.01083), and prompt lookup by its acceptance rate.
 
-Every few rounds it decides how layers draft (`planner`) and how many tokens are drafted by lookup after which match
-(`ngrams`): a plan is a program for all rounds until it decides again. `schedule` says when to decide and when to
-probe layers that do not draft; `correction` sets forecasts right by the clock and by what came.
+A decision chooses how layers draft (`planner`) and how many tokens are drafted by lookup after a match of each length
+(`ngrams`). It holds for all rounds until the next decision. `schedule` says when to decide and when to probe layers;
+`correction` corrects predicted times and forecast tokens by measured ones.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec.control.acceptance import Agreement, SecondRates, Tracker
-from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, Trust, kind_of
+from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, ForecastRatio, kind_of
 from selfspec.control.costs import Costs
-from selfspec.control.decay import Passed
+from selfspec.control.decay import TokenClock
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
     DRAFTS,
@@ -36,20 +35,20 @@ from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts,
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
 from selfspec.control.schedule import Schedule
 
-KNOWN = 12.0  # lasting picks from which on a layer is known: misses of its copies are not held against it
-CONTEXT_STEP = 64  # tokens by which rows grow until rounds are priced anew
-LOOK_EVERY = 4  # rounds between readings of the clock
-SEED_SHARE = 0.01  # of a row's plain decoding, for probing its prompt
+MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
+CONTEXT_STEP = 64  # growth of the rows in tokens after which round costs are computed again
+TIMING_INTERVAL = 4  # rounds between comparisons of measured and predicted time
+SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
 
 
 class Adaptive(Policy):
-    """Plans from statistics and a machine's costs.
+    """Plans from acceptance statistics and a measured cost table.
 
     Args:
-        prior: what `state` of an earlier one of the same model returned.
-        exit_layers: those to choose from; default: all.
-        most: longest draft; default: as long as it pays.
-        drafts: where they may come from, among `DRAFTS`.
+        prior: the `state` of an earlier instance for the same model.
+        exit_layers: exit layers to choose from; default: all.
+        most: maximum draft length; default: no limit beyond `MOST` and `MOST_FOUND`.
+        drafts: sources of drafts, some of `DRAFTS`.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class Adaptive(Policy):
         self._looks_up, self._may_copy = "lookup" in drafts, "copies" in drafts
         known = prior if isinstance(prior, dict) else {}
         self.tracker = Tracker(costs.num_layers, prior)
-        """Statistics of all layers."""
-        self._passed = Passed()
-        self._agreement = Agreement(costs.num_layers, self._passed, known.get("agreement"))
+        """Acceptance statistics of all layers."""
+        self._clock = TokenClock()
+        self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
         self._seconds = SecondRates(costs.num_layers) if "tree" in drafts else None
-        self._ngrams = NgramStats(self._passed)
-        self._correction = Correction(_told_by(costs), known.get("correction"))
-        self._trusts = Trust(self._passed), Trust(self._passed)  # in forecasts of drafts by layers, and by lookup
-        self._has_prior = any(self.tracker.num_lasting(layer) >= KNOWN for layer in self._layers)
+        self._ngrams = NgramStats(self._clock)
+        self._correction = Correction(_identity_of(costs), known.get("correction"))
+        self._layer_forecasts, self._lookup_forecasts = ForecastRatio(self._clock), ForecastRatio(self._clock)
+        self._has_prior = any(self.tracker.num_lasting(layer) >= MIN_PICKS for layer in self._layers)
         self._schedule = Schedule(costs, self._has_prior)
         self._vocabulary: Vocabulary | None = None
         self._has_copies = False
@@ -83,48 +82,47 @@ class Adaptive(Policy):
         self._round_costs_for = (0, 0)
         self.decision = Decision()
         self._lookups: LookupTable | None = None
-        self._rows: list[tuple[int, int]] = []  # of the last decision, see `RowState.identity`
-        self._processes = False  # whether any of them has processors
-        self._held: Sequence[int] = (0,)  # tokens of every row
+        self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `RowState.identity`
+        self._has_processors = False  # whether any of these rows has processors
+        self._context_lengths: Sequence[int] = (0,)  # tokens per row
         self._round = 0
 
-    # ------------------------------------------------------------------------------------------ what it is told once
+    # -------------------------------------------------------------------------------------------------------- setters
 
-    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
-        """Drafts may be over parts of this vocabulary; None: they are over all of it."""
+    def set_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         if vocabulary is not self._vocabulary:
             self._vocabulary = vocabulary
-            self._draft_anew()
+            self._reset_drafters()
 
-    def tell_copies(self, has_copies: bool) -> None:
-        """Drafts may be written by copies of the layers in 4 bits; until this is told they may not."""
+    def set_copies(self, has_copies: bool) -> None:
+        """Allow drafts by 4-bit copies of the layers; without this call they are not used."""
         if (has_copies and self._may_copy) != self._has_copies:
             self._has_copies = has_copies and self._may_copy
             self._round_costs = None
-            self._draft_anew()
+            self._reset_drafters()
 
-    def _draft_anew(self) -> None:
+    def _reset_drafters(self) -> None:
         self._drafters = Drafters(self.costs, self._vocabulary, self._has_copies)
         self._schedule.decide_now()
 
-    def tell_correction(self, correction: Any) -> None:
-        """Start from what the clock told an earlier one with these costs, as its `state` has it, and no more of it."""
-        self._correction = Correction(_told_by(self.costs), correction)
+    def set_correction(self, correction: Any) -> None:
+        """Replace the time ratios by the `correction` of an earlier state with the same costs."""
+        self._correction = Correction(_identity_of(self.costs), correction)
 
     def forget_rows(self) -> None:
-        """All rows are gone, and the next ones may have their numbers."""
+        """Drop the statistics of single rows. Later rows may then have the same request ids."""
         self._rows = []
         self._ngrams.keep_rows(())
 
     def state(self) -> dict[str, Any]:
-        """What it has seen, in plain numbers, for a later one of the same model to start from."""
-        told = {"agreement": self._agreement.state(), "correction": self._correction.state()}
-        return self.tracker.state() | told
+        """All statistics as plain numbers, for the `prior` of a later instance."""
+        ratios = {"agreement": self._agreement.state(), "correction": self._correction.state()}
+        return self.tracker.state() | ratios
 
-    # ---------------------------------------------------------------------------------------------- what it asks for
+    # -------------------------------------------------------------------------------------------------------- probing
 
     def seed_layers(self, row: RowState) -> tuple[int, ...]:
-        """Layers at which the end of a prompt is probed while it is read: where nothing is known of them yet."""
+        """Layers to probe at the end of the first prompt, within `SEED_SHARE`; none where there is a prior."""
         if self._has_prior or self._rows or not self._layers:
             return ()
         positions = min(SEED_POSITIONS, row.content_length - 1)
@@ -142,10 +140,10 @@ class Adaptive(Policy):
     # ------------------------------------------------------------------------------------------------------- planning
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._held = [row.content_length for row in rows]
-        processes, schedule = any(row.has_processors for row in rows), self._schedule
-        if schedule.is_due or processes != self._processes or [row.identity for row in rows] != self._rows:
-            self._processes = processes
+        self._context_lengths = [row.content_length for row in rows]
+        has_processors, schedule = any(row.has_processors for row in rows), self._schedule
+        if schedule.is_due or has_processors != self._has_processors or [row.identity for row in rows] != self._rows:
+            self._has_processors = has_processors
             self._decide(rows)
         count, num_rounds = len(rows), schedule.num_rounds
         if schedule.block:
@@ -156,31 +154,31 @@ class Adaptive(Policy):
         return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow)
 
     def _probe(self, num_rows: int) -> ShadowPlan | None:
-        """The layers to look at that do not draft but could be worth it."""
+        """The next probe: of layers that do not draft but could be faster."""
         if not self._layers or self._round_costs is None:
             return None
-        slower = self._correction.ratio(BY_EXIT, num_rows)
-        layers = could_pay(self._round_costs, self._layers, max(HANDICAP, self.decision.speedup), slower)
+        ratio = self._correction.ratio(BY_EXIT, num_rows)
+        layers = could_pay(self._round_costs, self._layers, max(HANDICAP, self.decision.speedup), ratio)
         layers = tuple([layer for layer in layers if layer != self.decision.exit_layer])
         return self._schedule.probe(layers, num_rows, 1 + self.decision.length)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
-        """How layers draft, and how much is drafted by lookup after which match."""
+        """Choose how layers draft, and draft lengths by match length."""
         before, identities, count = self.decision, [row.identity for row in rows], len(rows)
         is_other = identities != self._rows
-        round_costs = self._costs_of(count, self.costs.context_of(self._held))
+        round_costs = self._costs_of(count, self.costs.context_of(self._context_lengths))
         round_costs.correct_lookups(self._correction.ratio(BY_LOOKUP, count))
         if self._layers:
             self.decision = decide(
-                before, round_costs, self._drafters.now(self._processes), self._layers, self._evidence(count)
+                before, round_costs, self._drafters.now(self._has_processors), self._layers, self._evidence(count)
             )
         else:
             self.decision = Decision(count / round_costs.plain_seconds)
         self._lookups = self._table(rows, round_costs) if self._looks_up else None
-        self._rows = identities  # only now: who is interrupted before decides again
+        self._rows = identities  # last, so that an interrupted decision is made again
         round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or round_costs.plain_seconds
         exit_layer = self.decision.exit_layer
-        is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= KNOWN
+        is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= MIN_PICKS
         self._schedule.decided(round_seconds, is_other, is_known)
         kind = BY_LOOKUP if exit_layer is None else kind_of(exit_layer, self.decision.drafter.draft_bits)
         apart = self._schedule.rounds_apart(max(1.0, self.decision.speedup))
@@ -189,10 +187,11 @@ class Adaptive(Policy):
 
     def _evidence(self, num_rows: int) -> Evidence:
         right, share = self.tracker.estimates()
-        slower = self._correction.ratio(BY_EXIT, num_rows), self._correction.ratio(BY_COPIES, num_rows)
+        time_ratios = self._correction.ratio(BY_EXIT, num_rows), self._correction.ratio(BY_COPIES, num_rows)
         margin = 1.0 if self._agreement.is_known else MARGIN
         agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
-        return Evidence(right, share, seen, agreement, self._trusts[0].ratio, slower, margin, self._seconds)
+        forecast = self._layer_forecasts.ratio
+        return Evidence(right, share, seen, agreement, forecast, time_ratios, margin, self._seconds)
 
     def _table(self, rows: Sequence[RowState], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
@@ -201,7 +200,7 @@ class Adaptive(Policy):
                 self._ngrams.take(row.lookup.take_tally(), row.request_id)
             rates.append(self._ngrams.rates(row.request_id))
         self._ngrams.keep_rows([row.request_id for row in rows])
-        return table(rates, round_costs, self.decision.usual, self._trusts[1].ratio, self._most_found)
+        return table(rates, round_costs, self.decision.usual, self._lookup_forecasts.ratio, self._most_found)
 
     def _costs_of(self, num_rows: int, context: float) -> RoundCosts:
         step = int(context) // CONTEXT_STEP
@@ -224,23 +223,19 @@ class Adaptive(Policy):
             self._observe(plan, round_, rows)
 
     def _observe(self, plan: Plan, round_: RoundOutcome, lines: dict[int, int]) -> None:
-        """One round.
-
-        Args:
-            lines: of every row, where it stands in the lookup table.
-        """
+        """Count one round; `lines` maps request ids to rows of the lookup table."""
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         count = max(1, len(outcomes))
         emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
-        self._passed.tokens += emitted
+        self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
         if self._seconds is not None:
             self._seconds.pass_time(emitted)
         if exit_layer == LOOKUP and plan.lookups is not None:
             gains = [plan.lookups.gains[lines[o.request_id]][match_bin(o.match)] for o in outcomes if o.match]
-            self._trusts[1].add(emitted, 1 + sum(gains) / count)
+            self._lookup_forecasts.add(emitted, 1 + sum(gains) / count)
         elif exit_layer:
-            self._learn_draft(plan, exit_layer, outcomes, emitted)
+            self._observe_draft(plan, exit_layer, outcomes, emitted)
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
@@ -250,34 +245,34 @@ class Adaptive(Policy):
         forwards = seconds.draft + seconds.verify + seconds.head
         self._schedule.pass_round(forwards, seconds.shadow if is_probe else None)
         self._correction.pass_round()
-        if is_compared or (not is_probe and self._round % LOOK_EVERY == 0):
-            self._look_at_clock(plan, round_)
-        self._held = [held + round(emitted) for held in self._held]
+        if is_compared or (not is_probe and self._round % TIMING_INTERVAL == 0):
+            self._compare_with_costs(plan, round_)
+        self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 
-    def _look_at_clock(self, plan: Plan, round_: RoundOutcome) -> None:
+    def _compare_with_costs(self, plan: Plan, round_: RoundOutcome) -> None:
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         drafted, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
-        context, share = self.costs.context_of(self._held), self._drafters.share(plan.draft_vocab)
+        context, share = self.costs.context_of(self._context_lengths), self._drafters.share(plan.draft_vocab)
         copies = plan.draft_bits is not None
         expected = self.costs.stages(exit_layer, drafted, context, beside if any(beside) else [], share, copies)
         took = seconds.draft + seconds.verify + seconds.head + seconds.pick
         kind = kind_of(exit_layer, plan.draft_bits)
-        self._correction.look(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)
+        self._correction.add(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)
 
-    def _learn_draft(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome], emitted: float) -> None:
-        """Every drafted token that was judged is a hit of the layer or a miss."""
+    def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome], emitted: float) -> None:
+        """Count the judged tokens of drafts by layers or copies."""
         rounds, longest = self.decision.rounds, max([outcome.num_drafted for outcome in outcomes])
         if plan.draft_bits is None or self._agreement.is_known:
-            self._trusts[0].add(emitted, self.decision.tokens * rounds[min(len(rounds) - 1, longest)])
+            self._layer_forecasts.add(emitted, self.decision.tokens * rounds[min(len(rounds) - 1, longest)])
         judged = []
         for outcome in outcomes:
-            # What no draft could have picked says nothing of the layer: it is in the part's coverage.
-            told = outcome.num_accepted if outcome.is_left_out else outcome.num_judged
-            judged.append((outcome.num_accepted, outcome.confidences[:told]))
+            # A target token outside the draft vocabulary is counted in the vocabulary's coverage, not as a miss.
+            counted = outcome.num_accepted if outcome.is_left_out else outcome.num_judged
+            judged.append((outcome.num_accepted, outcome.confidences[:counted]))
             if outcome.second is not None and self._seconds is not None:
                 confidence = outcome.confidences[outcome.num_accepted]
                 self._seconds.add(exit_layer, confidence, outcome.second)
-        if plan.draft_bits is not None and self.tracker.num_lasting(exit_layer) >= KNOWN:
+        if plan.draft_bits is not None and self.tracker.num_lasting(exit_layer) >= MIN_PICKS:
             if plan.stop is not None:
                 covered = self._agreement.ratios()[exit_layer - 1]
                 bins = confidence_bins([one for _, confidences in judged for one in confidences])
@@ -289,8 +284,8 @@ class Adaptive(Policy):
             self.tracker.add_draft(exit_layer, right, confidences)
 
 
-def _told_by(costs: Costs) -> list[float]:
-    """Numbers by which one table of costs is told from another."""
+def _identity_of(costs: Costs) -> list[float]:
+    """Numbers that identify a cost table."""
     last = costs.num_layers
     return [
         last,

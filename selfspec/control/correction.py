@@ -1,7 +1,7 @@
-"""`Correction`: how much longer rounds that draft take than the table of costs says, and how far forecasts come true.
+"""`Correction` corrects predicted round times by measured ones; `ForecastRatio` corrects forecasts of emitted tokens.
 
-Both are ratios near 1. The first is set by the clock, per drafter and batch size: rounds that draft are held against
-plain rounds near them, so that a machine that is slow for all of them changes nothing.
+`Correction` has a ratio per drafter and batch size. Rounds that draft are compared with plain rounds of about the same
+time, so that a machine that is slower for all rounds changes no ratio.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from selfspec.control.decay import Decayed, Passed
+from selfspec.control.decay import Decayed, TokenClock
 from selfspec.control.plan import LOOKUP
 
 PLAIN, BY_EXIT, BY_COPIES, BY_LOOKUP = range(4)
-READINGS, LEAST = 9, 3  # of a kind of round that are kept, and that a ratio needs
-EARLY, NEAR = 48, 512  # rounds before the first comparison, and between readings that are compared
-GAIN, MOST = 0.35, math.log(3.0)  # of the logarithm of a ratio: the share of what is new, and how far it may go
-FORGET = 1024.0  # rounds after which a ratio that nothing confirms counts half
-BELIEVED, HALF_LIFE = 20.0, 60.0  # tokens that a forecast is believed for, and after which what came counts half
+READINGS, LEAST = 9, 3  # measurements kept per drafter and size, and the number that a ratio needs
+EARLY, NEAR = 48, 512  # rounds before the first comparison; largest age of compared measurements in rounds
+GAIN, MOST = 0.35, math.log(3.0)  # of a ratio's logarithm: step size of an update, and largest absolute value
+FORGET = 1024.0  # half-life of a ratio's logarithm without new measurements, in rounds
+PRIOR_TOKENS, HALF_LIFE = 20.0, 60.0  # pseudo-observations of a ratio of 1, and the half-life, in tokens per row
 
 
 def kind_of(exit_layer: int | None, draft_bits: int | None) -> int:
-    """Who drafts."""
+    """The drafter of a round: PLAIN, BY_EXIT, BY_COPIES or BY_LOOKUP."""
     if exit_layer is None:
         return PLAIN
     if exit_layer == LOOKUP:
@@ -33,11 +33,11 @@ def kind_of(exit_layer: int | None, draft_bits: int | None) -> int:
 
 
 class Correction:
-    """One ratio per drafter and batch size (by its bit length).
+    """Ratios of measured to predicted time, per drafter and bit length of the batch size.
 
     Args:
-        prior: what `state` of an earlier one on this machine returned; anything else is passed over.
-        table: numbers that tell one table of costs from another: a prior by other costs is passed over.
+        table: numbers that identify the cost table; a prior of another table is ignored.
+        prior: the `state` of an earlier instance on this machine; anything else is ignored.
     """
 
     def __init__(self, table: Sequence[float], prior: Any = None) -> None:
@@ -48,10 +48,11 @@ class Correction:
         self._read(prior)
 
     def pass_round(self) -> None:
+        """Count a round."""
         self._round += 1
 
-    def look(self, kind: int, num_rows: int, expected: float, took: float) -> None:
-        """Hold a round's seconds against those of the table."""
+    def add(self, kind: int, num_rows: int, expected: float, took: float) -> None:
+        """Compare the measured seconds of a round with the predicted ones."""
         if not (expected > 0 and took > 0):
             return
         size = num_rows.bit_length()
@@ -63,12 +64,15 @@ class Correction:
             self._compare(other, size)
 
     def ratio(self, kind: int, num_rows: int) -> float:
-        """By how much longer rounds of a kind take than plain ones, beside what the table says of both."""
+        """Measured over predicted time of rounds by this drafter, relative to that of plain rounds."""
         known = [(abs(size - num_rows.bit_length()), size) for of, size in self._ratios if of == kind]
         return math.exp(self._value((kind, min(known)[1]))) if known else 1.0
 
     def wants_plain(self, kind: int, apart: float) -> bool:
-        """Whether none was seen or wanted for so many rounds; for fewer, where nothing is known of a kind yet."""
+        """Whether `apart` rounds have passed since the last plain round or request for one.
+
+        Where the drafter has no ratio yet, `EARLY` rounds suffice.
+        """
         if not any(of == kind for of, _ in self._ratios):
             apart = min(apart, EARLY)
         if self._round - self._last_plain < apart:
@@ -77,7 +81,7 @@ class Correction:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers for a later one to start from."""
+        """The ratios as plain numbers, for the `prior` of a later instance."""
         return {
             "table": self._table,
             "ratios": [[kind, size, round(self._value((kind, size)), 4)] for kind, size in self._ratios],
@@ -109,17 +113,18 @@ class Correction:
             self._ratios = {(kind, size): (value, 0) for kind, size, value in ratios}
 
 
-class Trust:
-    """Tokens that came beside tokens that were forecast: the best of many estimates is too good on average."""
+class ForecastRatio:
+    """Emitted tokens over forecast tokens. Forecasts are too high on average, since the highest one is chosen."""
 
-    def __init__(self, passed: Passed) -> None:
-        self._counts = Decayed((2,), HALF_LIFE, passed)  # came, forecast
+    def __init__(self, clock: TokenClock) -> None:
+        self._counts = Decayed((2,), HALF_LIFE, clock)  # emitted, forecast
 
     @property
     def ratio(self) -> float:
-        came, forecast = self._counts.now().tolist()
-        return float((came + BELIEVED) / (forecast + BELIEVED))
+        emitted, forecast = self._counts.now().tolist()
+        return float((emitted + PRIOR_TOKENS) / (forecast + PRIOR_TOKENS))
 
-    def add(self, came: float, forecast: float) -> None:
-        self._counts.add(0, came)
+    def add(self, emitted: float, forecast: float) -> None:
+        """Count the tokens of a round, per row."""
+        self._counts.add(0, emitted)
         self._counts.add(1, forecast)

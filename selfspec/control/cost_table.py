@@ -1,7 +1,7 @@
 """`Table`: measured seconds by a number of tokens, rows or layers.
 
-Values between measured points are interpolated, values beyond the last continue its slope; nothing is fitted over the
-whole range, since real costs have steps (arXiv 2310.18813; the field's engines agree on tables).
+Values between measured points are interpolated linearly; beyond the last point the last slope continues. No curve is
+fitted over the whole range, since real costs have steps (arXiv 2310.18813).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Table:
 
     @classmethod
     def of(cls, measured: Mapping[int, float]) -> Table:
-        """From measurements, made ascending where noise is not (pooling adjacent violators)."""
+        """Make a table of measurements; where noise makes them fall, neighbours are pooled (isotonic regression)."""
         points = sorted(measured)
         pools: list[list[float]] = []  # [mean, how many]
         for point in points:
@@ -52,27 +52,27 @@ class Table:
 
     @classmethod
     def read(cls, given: Mapping[str, float]) -> Table:
-        """What `as_dict` wrote."""
+        """Read what `as_dict` returned."""
         return cls(tuple(int(p) for p in given), tuple(float(s) for s in given.values()))
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers for a profile file."""
+        """Seconds by point, for a profile file."""
         return {str(p): s for p, s in zip(self.points, self.seconds, strict=True)}
 
 
 def written(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:
-    """Plain numbers for a profile file."""
+    """Tables by number of rows, for a profile file."""
     return {str(rows): table.as_dict() for rows, table in tables.items()}
 
 
 def read_by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:
-    """What `written` wrote."""
+    """Read what `written` returned."""
     return {int(rows): Table.read(table) for rows, table in given.items()}
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Drafting by copies of the layers and the head in 4 bits: as `first`, `early` and `head` of `Costs`."""
+    """Costs of drafts by 4-bit copies of layers and head; the fields are those of `Costs`."""
 
     first: Mapping[int, Table]
     early: Mapping[int, Table]

@@ -1,4 +1,4 @@
-"""`Costs`: what rounds take on this machine, by measured tables of what they do, and how these are stored."""
+"""`Costs`: the seconds of rounds on this machine, from measured tables of their parts."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ from selfspec.control.cost_table import Copies, Table, read_by_rows, written
 from selfspec.control.plan import LOOKUP
 
 T = TypeVar("T")
-CONTEXT = 64  # cached tokens of a row at which the tables hold, and with fewer
-LOOKUP_SECONDS = 1e-5  # a row's draft by lookup, wherever there is an interpreter
+CONTEXT = 64  # cached tokens per row up to which the tables hold without a correction
+LOOKUP_SECONDS = 1e-5  # seconds of one row's draft by lookup
 _TABLES, _BY_ROWS = ("plain", "head", "pick", "rest", "short"), ("first", "early", "late", "contexts")
 _OPTIONAL, _NUMBERS = ("context_widths", "wide", "ragged", "plain_head"), ("context", "context_width", "padding")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a round by what it does. `first`, `early` and `late` are keyed by the number of rows in the batch.
+    """Seconds of the parts of a round. Mappings are keyed by the number of rows in the batch.
 
     Attributes:
-        plain: a whole forward, one token per row, by rows.
-        early: rows -> an early pass of one token per row, by the number of layers it runs.
-        first: the same of a round's first pass, which finds in the caches what verification left there; empty: no
-            other than later ones.
-        late: rows -> one layer of a verification, by tokens per row.
+        plain: a forward of all layers over one token per row, by rows.
+        early: by rows: an early pass over one token per row, by its number of layers.
+        first: the same for the first pass of a round, when the processor's caches hold later layers; empty: as `early`.
+        late: by rows: one layer of a verification, by tokens per row.
         head: final norm and vocabulary product, by tokens.
-        plain_head: the same of a token per row after a whole forward, by rows, where no early pass has brought the head
-            into the caches; None: as any other.
+        plain_head: the same after a plain forward, by rows, when the processor's caches do not hold the head; None: as
+            `head`.
         pick: picking tokens and copying them to the host, by tokens.
-        rest: everything else of a round, by rows.
+        rest: everything else in a round, by rows.
         short: shadow picks over a shortlist of the vocabulary, by positions times layers.
-        context: one layer's extra seconds per row and cached token beyond `CONTEXT`, see `context_of`.
-        contexts: rows -> one layer's extra seconds for each of so many rows, whose keys leave the caches sooner, by
-            cached tokens beyond `CONTEXT`. Each of more rows takes what each of the most does, further tokens what
-            those before took in the mean; empty: all as of a single row.
-        context_width: what a layer takes longer, per row and such token, for every further token of a row in the pass.
-        context_widths: the same for each of several rows, by their number; of more as of the most. None: as of one.
-        padding: how far reading goes by the longest row of a batch: 1 where all are read as far as that one goes, 0
-            where each is read as far as it goes itself.
-        wide: an early pass by its tokens, against that of a single one; None: it grows as verifications do.
-        ragged: how many times as long as `late` has it the layers of a verification take in which few rows have many
-            tokens and the others one, by rows; None where nobody measured it. It is 1 where tokens are packed end to
-            end, and up to 2 where attention is padded to the longest row.
-        copies: drafting by copies of the layers; None where there are none.
+        context: one layer's extra seconds per row and cached token beyond `CONTEXT`, for a single row.
+        contexts: by rows: one layer's extra seconds per row, by cached tokens beyond `CONTEXT`. Beyond the last point
+            seconds are proportional to tokens; beyond the largest number of rows, to rows. Empty: as `context`.
+        context_width: a layer's further seconds per row and such cached token, for every token of a row in the pass
+            after its first, for a single row.
+        context_widths: the same for several rows, by their number; None: as `context_width`.
+        padding: 1 where every row's keys are read up to the longest row's length, 0 where only up to its own length;
+            values between are measured mixtures.
+        wide: an early pass by its tokens; only ratios of it are used. None: its ratios are those of `late`.
+        ragged: by rows: factor on `late` where few rows have many tokens and the others one. About 1 where tokens are
+            packed, up to 2 where attention pads to the longest row; None: not measured.
+        copies: drafting by 4-bit copies of the layers; None: there are none.
     """
 
     num_layers: int
@@ -69,20 +67,12 @@ class Costs:
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
-        """One token for every row by the whole model."""
+        """Seconds of a round of plain decoding."""
         return self.round(None, (0,) * num_rows, context)
 
-    def round(
-        self,
-        exit_layer: int | None,
-        lengths: Sequence[int],
-        context: float = CONTEXT,
-        beside: Sequence[int] = (),
-        draft_share: float = 1.0,
-        copies: bool = False,
-    ) -> float:
-        """Seconds of a whole round; see `stages`."""
-        return sum(self.stages(exit_layer, lengths, context, beside, draft_share, copies).values())
+    def round(self, *shape: Any, **options: Any) -> float:
+        """Seconds of a whole round; the arguments are those of `stages`."""
+        return sum(self.stages(*shape, **options).values())
 
     def stages(
         self,
@@ -95,13 +85,13 @@ class Costs:
     ) -> dict[str, float]:
         """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
 
-        Where nothing comes of a lookup, the round is a plain one.
+        A round by lookup in which no row drafts is a plain round.
 
         Args:
-            context: cached tokens of every row, see `context_of`.
-            beside: per row, tokens that its last pass drafts beside the others; none where this is empty.
-            draft_share: the share of the vocabulary that is drafted over; its head and picks take that share.
-            copies: the draft is written by copies in 4 bits, and verified by all layers.
+            context: cached tokens per row, see `context_of`.
+            beside: second choices per row; empty: none.
+            draft_share: share of the vocabulary that drafts are over. Their head and picks take this share of the time.
+            copies: 4-bit copies draft, and all layers verify.
         """
         rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
         draft = head = pick = 0.0
@@ -123,9 +113,9 @@ class Costs:
     def _by_layers(
         self, exit_layer: int, lengths: Sequence[int], context: float, beside: Sequence[int]
     ) -> tuple[float, float, float]:
-        """Seconds of early passes, heads and picks; the row's last drafted token runs through the early layers too."""
+        """Seconds of early passes, heads and picks. The last drafted token runs through the early layers, too."""
         draft, head, pick = self.early_pass(exit_layer, len(lengths), context, True), 0.0, 0.0
-        for live, steps in _drafting(lengths):
+        for live, steps in _active_rows(lengths):
             draft += steps * self.early_pass(exit_layer, live, context)
             head, pick = head + steps * self.head(live), pick + steps * self.pick(live)
         for last in sorted({length for length, more in zip(lengths, beside, strict=False) if more}):
@@ -138,9 +128,9 @@ class Costs:
     def _by_copies(
         self, copies: Copies, exit_layer: int, lengths: Sequence[int], context: float
     ) -> tuple[float, float, float]:
-        """The same by copies in 4 bits, which need not read the last drafted token."""
+        """Seconds of the same stages by 4-bit copies, which do not run over the last drafted token."""
         draft = head = pick = 0.0
-        for i, (live, steps) in enumerate(_drafting(lengths)):
+        for i, (live, steps) in enumerate(_active_rows(lengths)):
             first = i == 0
             draft += (steps - first) * self.early_pass(exit_layer, live, context, copies=True)
             draft += first * self.early_pass(exit_layer, live, context, True, True)
@@ -148,24 +138,24 @@ class Costs:
         return draft, head, pick
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
-        """Shadow picks at `num_positions` positions for `num_layers` layers each."""
+        """Seconds of shadow picks of `num_layers` layers at `num_positions` positions."""
         tokens = num_layers * num_positions
         if not tokens:
             return 0.0
         return self.head(tokens) + self.pick(tokens) if exact else self.short(tokens)
 
     def seed(self, num_layers: int, num_positions: int) -> float:
-        """A look at a prompt's last positions: the whole model's logits there, and shadow picks."""
+        """Seconds of probing a prompt at its last positions: the model's logits and shadow picks."""
         return self.head(num_positions) + self.short(num_layers * num_positions) if num_layers else 0.0
 
     def early_pass(
         self, exit_layer: int, num_rows: int, context: float = CONTEXT, first: bool = False, copies: bool = False
     ) -> float:
-        """`exit_layer` layers over one token of each of `num_rows` rows.
+        """Seconds of `exit_layer` layers over one token per row.
 
         Args:
-            first: as the first pass of a round.
-            copies: by copies in 4 bits.
+            first: it is the first pass of a round.
+            copies: 4-bit copies run it.
         """
         passes = self.copies if copies and self.copies is not None else self
         name = "first" if first and passes.first else "early"
@@ -173,7 +163,7 @@ class Costs:
         return one + exit_layer * self.reading(num_rows, context)
 
     def wide_pass(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
-        """`exit_layer` layers over `num_tokens` tokens of `num_rows` rows in all."""
+        """Seconds of `exit_layer` layers over `num_tokens` tokens in all."""
         if self.wide is not None:
             one, wider = self.wide(num_rows), self.wide(num_tokens)
         else:
@@ -182,23 +172,23 @@ class Costs:
         return self.early_pass(exit_layer, num_rows) * wider / max(one, 1e-12) + reading
 
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
-        """The layers from `exit_layer` on over `num_tokens` tokens in all."""
+        """Seconds of the layers from `exit_layer` on over `num_tokens` tokens in all."""
         width = num_tokens / num_rows
         one = self._between(self.late, num_rows, width, "late")
         return (self.num_layers - exit_layer) * (one + self.reading(num_rows, context, width))
 
     def verify_head(self, num_tokens: float, num_rows: int) -> float:
-        """The head over so many tokens of so many rows, after all layers, none of which this head drafted for."""
+        """Seconds of the head over `num_tokens` tokens in all, where no early pass of the round used this head."""
         colder = 0.0 if self.plain_head is None else self.plain_head(num_rows) - self.head(num_rows)
         return self.head(num_tokens) + max(0.0, colder)
 
     def context_of(self, num_cached: Sequence[int]) -> float:
-        """The tokens that every row would have to hold for reading them to take as long as it does of these rows."""
+        """The equal context length per row at which reading the cache takes as long as with these lengths."""
         longest, mean = max(num_cached), sum(num_cached) / len(num_cached)
         return mean + self.padding * (longest - mean) if self.padding < 1 else longest
 
     def reading(self, num_rows: int, context: float, width: float = 1.0) -> float:
-        """One layer's extra seconds for the cached tokens beyond `CONTEXT` of rows that hold `context` each.
+        """One layer's extra seconds for reading the cached tokens beyond `CONTEXT` of rows with `context` tokens each.
 
         Args:
             width: tokens per row in the pass.
@@ -211,7 +201,7 @@ class Costs:
         return self._reading_of(num_rows, beyond) + num_rows * beyond * further * (width - 1)
 
     def _reading_of(self, num_rows: int, beyond: float) -> float:
-        """Of a token per row: between measured numbers of rows, of which more never take less, what lies between."""
+        """The same for one token per row. More rows never take less time; between measured numbers it is linear."""
         rows, seconds = 1, beyond * self.context
         for more, table in sorted(self.contexts.items()) if num_rows > 1 else ():
             measured = min(beyond, table.points[-1])
@@ -222,7 +212,7 @@ class Costs:
         return seconds * num_rows / rows
 
     def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, name: Hashable) -> float:
-        """Linear in the number of rows between the two measured ones around it, on along the last slope beyond."""
+        """A table's value at `at`, linear between measured numbers of rows; beyond the last, its slope continues."""
 
         def interpolated() -> float:
             rows = sorted(tables)
@@ -230,20 +220,20 @@ class Costs:
                 return tables[rows[0]](at)
             i = min(bisect_left(rows, num_rows), len(rows) - 1)
             low = tables[rows[i - 1]](at)
-            high = max(low, tables[rows[i]](at))  # more rows never take less, whatever noise says
+            high = max(low, tables[rows[i]](at))  # more rows never take less time
             return low + (num_rows - rows[i - 1]) / (rows[i] - rows[i - 1]) * (high - low)
 
         return self.cached((name, num_rows, at), interpolated)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is made of these costs, made once."""
+        """The value of `make()`, computed once per key."""
         if key not in self._cache:
             self._cache[key] = make()
         made: T = self._cache[key]
         return made
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers for a profile file."""
+        """All fields as plain numbers, for a profile file."""
         single: dict[str, Any] = {name: getattr(self, name).as_dict() for name in _TABLES}
         some = {name: getattr(self, name) for name in (*_OPTIONAL, "copies")}
         return {
@@ -256,19 +246,19 @@ class Costs:
 
     @classmethod
     def from_dict(cls, given: Any) -> Costs:
-        """What `as_dict` wrote.
+        """Read what `as_dict` returned.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: `given` is something else.
         """
         try:
-            # Tables that were written before some were measured.
+            # Older files lack these tables.
             read = {"first": {}, "contexts": {}, "context_width": 0.0, "padding": 1.0, **given}
             many = {name: read_by_rows(read[name]) for name in _BY_ROWS}
             if not all(1 in many[name] for name in ("first", "early", "late") if many[name] or name != "first"):
                 raise ValueError("tables of a single row are missing")
-            if not all(rows > 1 and _begins_at_nothing(table) for rows, table in many["contexts"].items()):
-                raise ValueError("contexts must be of several rows, each from 0 tokens in 0 seconds on")
+            if not all(rows > 1 and _starts_at_zero(table) for rows, table in many["contexts"].items()):
+                raise ValueError("contexts must be of several rows, and their tables begin at 0 tokens with 0 seconds")
             numbers = {name: float(read[name]) for name in _NUMBERS}
             for name, value in numbers.items():
                 most = 1.0 if name == "padding" else 1e9
@@ -283,8 +273,8 @@ class Costs:
             raise ValueError(f"not a table of costs: {problem}") from problem
 
 
-def _drafting(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """How many rows draft a token at first, and for how many steps; then fewer of them, and so on."""
+def _active_rows(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (number of rows that still draft, number of steps for which they all do), in the order of steps."""
     before = 0
     for ended, length in enumerate(sorted(lengths)):
         if length > before:
@@ -292,5 +282,5 @@ def _drafting(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
             before = length
 
 
-def _begins_at_nothing(table: Table) -> bool:
+def _starts_at_zero(table: Table) -> bool:
     return len(table.points) > 1 and table.points[0] == table.seconds[0] == 0

@@ -1,4 +1,4 @@
-"""`DynamicExit`: the exit layer that promises most tokens per loaded layer, by what every layer would have drafted."""
+"""`DynamicExit`: the exit layer with the most expected tokens per loaded layer, from the shadow picks of all layers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 from selfspec.control.plan import Plan, Policy, ShadowPlan
 from selfspec.control.rows import RoundOutcome, RowState, Shadow
 
-OMEGA = 0.95  # what a round leaves of the older counts
-MOST = 18  # drafted tokens
+OMEGA = 0.95  # decay of the counts per round
+MOST = 18  # maximum draft length
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class DynamicExit(Policy):
-    """DEL (arXiv 2504.05598): the exit layer by tokens per layer (TPL), the draft's length by its confidence.
+    """DEL (arXiv 2504.05598): the exit layer by tokens per layer (TPL), the draft length by confidence.
 
-    After each round every layer's picks are compared with the target's. Of exit layer l, with a share alpha of hits,
-    a draft of d tokens promises TPL = (1 + alpha + .. + alpha^d) / (d l + L). The best TPL chooses the layer only: a
-    draft ends after a token whose confidence is below the middle between the layer's mean confidences of hits and of
-    misses, or at 18 tokens. As published, the vocabulary product costs nothing in TPL.
+    After each round every layer's picks are compared with the target's. For exit layer l with hit rate alpha, a draft
+    of d tokens has TPL = (1 + alpha + .. + alpha^d) / (d l + L). The largest TPL chooses the layer only. A draft ends
+    after a token whose confidence is below the mean of the layer's average confidences of hits and of misses, or at 18
+    tokens. As published, TPL does not count the vocabulary product.
 
-    Counts belong to a row and start with the end of its prompt; a batch decides by their sum.
+    Counts are kept per row and start at the end of its prompt; a batch uses their sum.
     """
 
     num_layers: int
@@ -63,8 +63,8 @@ class DynamicExit(Policy):
                 continue
             counts *= OMEGA
             if plan.exit_layer is not None and outcome.num_judged:
-                # The draft is the exit layer's own picks. After it the layer picked nothing, so where all was accepted
-                # it has no datum at the target's own token, unlike the other layers.
+                # The exit layer has no pick after the draft's last token. Where all tokens were accepted, it therefore
+                # has one observation less than the other layers.
                 hits = tuple(i < outcome.num_accepted for i in range(outcome.num_judged))
                 confidences = (*outcome.confidences, *(0.0 for _ in hits))[: len(hits)]
                 _add(counts, Shadow((plan.exit_layer,), np.array([hits], bool), np.array([confidences], np.float32)))
@@ -72,11 +72,11 @@ class DynamicExit(Policy):
                 _add(counts, outcome.shadow)
 
     def _choose(self, counts: Floats) -> tuple[int, int, float]:
-        """Exit layer, longest draft, and the confidence below which it ends."""
+        """Exit layer, maximum draft length, and the confidence below which a draft ends."""
         hits, misses, sure, unsure = counts
         seen = hits + misses
         if not seen.any():
-            return 1, 1, 0.0  # only to get statistics
+            return 1, 1, 0.0  # a round that collects statistics
         alpha = np.divide(hits, seen, out=np.zeros_like(hits), where=seen > 0)
         tpl: Floats = (alpha[:, None] ** np.arange(MOST)).cumsum(1) / self._cost
         tpl[seen == 0] = -np.inf
@@ -86,7 +86,7 @@ class DynamicExit(Policy):
         return at + 1, MOST, float(sure[at] / hits[at] + unsure[at] / misses[at]) / 2
 
     def _prune(self, rows: Sequence[RowState]) -> None:
-        """Prompts are read in the order of their ids, so those still being read are newer than all rows here."""
+        """Drop the counts of ended rows. Ids ascend, so prompts still in prefill have larger ids than all rows."""
         live = {row.request_id for row in rows}
         newest = max(live, default=-1)
         self._rows = {i: counts for i, counts in self._rows.items() if i in live or i > newest}
@@ -98,7 +98,7 @@ class DynamicExit(Policy):
 
 
 def _add(counts: Floats, shadow: Shadow) -> None:
-    """Count hits, misses, and the confidences of each, by layer."""
+    """Count hits, misses, and the sums of their confidences, by layer."""
     if not shadow.layers:
         return
     at = np.array(shadow.layers) - 1

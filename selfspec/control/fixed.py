@@ -1,28 +1,28 @@
-"""Policies that learn nothing: plain decoding, one exit layer and draft length (arXiv 2404.16710), prompt lookup."""
+"""Policies without statistics: plain decoding, fixed exit layer and draft length (arXiv 2404.16710), prompt lookup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.control.plan import FOR_EVER, LOOKUP, Plan, Policy
+from selfspec.control.plan import LOOKUP, UNBOUNDED_ROUNDS, Plan, Policy
 from selfspec.control.rows import RowState
 
 
 @dataclass(frozen=True, slots=True)
 class Plain(Policy):
-    """Every token by the whole model."""
+    """Plain decoding."""
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        return Plan(None, (0,) * len(rows), num_rounds=FOR_EVER)
+        return Plan(None, (0,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed(Policy):
-    """Leave at `exit_layer`, draft `num_draft_tokens`, or as many as the row may still use.
+    """Draft `num_draft_tokens` tokens by `exit_layer` layers in every round.
 
-    With `draft_vocab`, drafts are over so many tokens, the most frequent; the target judges them over all. With
-    `draft_bits` 4, they are written by copies of the layers in 4 bits, where engine 'compiled' runs; all layers judge.
+    `draft_vocab` limits drafts to the N most frequent tokens; verification is over the whole vocabulary. With
+    `draft_bits` 4, 4-bit copies of the layers draft, where engine 'compiled' runs, and all layers verify.
     """
 
     exit_layer: int
@@ -38,15 +38,15 @@ class Fixed(Policy):
             self.min_confidence,
             draft_vocab=self.draft_vocab,
             draft_bits=self.draft_bits,
-            num_rounds=FOR_EVER,
+            num_rounds=UNBOUNDED_ROUNDS,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup(Policy):
-    """Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023): as many tokens in every round."""
+    """Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023) with a fixed draft length."""
 
-    num_draft_tokens: int = 10  # the author's
+    num_draft_tokens: int = 10  # as published
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        return Plan(LOOKUP, (self.num_draft_tokens,) * len(rows), num_rounds=FOR_EVER)
+        return Plan(LOOKUP, (self.num_draft_tokens,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)

@@ -1,4 +1,4 @@
-"""Draft lengths of the best goodput, tokens per second of the whole batch, by measured costs: SmartSpec and Synergy."""
+"""Draft lengths by goodput (tokens per second of the whole batch) and measured costs: SmartSpec and Synergy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from selfspec.control.plan import LOOKUP, Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState
 
 # SmartSpec:
-HANDICAP = 1.1  # drafting must promise this much more than plain decoding
+HANDICAP = 1.1  # factor on the goodput of plain decoding
 INTERVAL = 20  # rounds between decisions
-PROBE = 200  # rounds off after which drafting is tried again
+PROBE = 200  # plain rounds after which drafting is tried again
 WINDOW = 10_000  # drafts over which acceptance is averaged
-START = 0.8  # acceptance before any draft was judged
-UNKNOWN = 0.7  # acceptance of a row of which no draft was judged
+START = 0.8  # acceptance rate before any draft was judged
+UNKNOWN = 0.7  # acceptance rate of a row without judged drafts
 # Synergy:
-SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s: SCALE * s ** POWER, the paper's fit on its own models
+SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s tokens: SCALE * s ** POWER, as fitted in the paper
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class _Acceptance:
 class SmartSpec(Policy):
     """SmartSpec (arXiv 2406.14066), on a fixed exit layer, with measured costs in place of fitted ones.
 
-    Every 20 rounds it takes the length k = 0, 1, 2, .. before goodput first falls; k = 0 counts for 1.1 times its
-    goodput. The batch's B k tokens are then shared out by each row's own acceptance.
+    Every 20 rounds it increases the length k from 0 until goodput falls; the goodput of k = 0 counts 1.1 times. The
+    batch's B k tokens are then distributed by each row's acceptance rate.
 
-    While it drafts nothing it learns nothing about acceptance: only another batch or context can turn it on again. So,
-    as in TurboSpec, 200 rounds of that are followed by one decision for the longest draft, as a probe.
+    Plain rounds give no information about acceptance. So, as in TurboSpec, 200 plain rounds are followed by one
+    interval with the longest draft, as a probe.
     """
 
     exit_layer: int
@@ -50,7 +50,7 @@ class SmartSpec(Policy):
     most: int = 8
     _length: int = field(default=0, init=False)  # k
     _left: int = field(default=0, init=False)  # rounds until the next decision
-    _off: int = field(default=0, init=False)  # rounds decided to be plain, in a row
+    _off: int = field(default=0, init=False)  # consecutive plain rounds
     _all: _Acceptance = field(default_factory=_Acceptance, init=False, repr=False)  # sums over the window
     _window: deque[tuple[int, int]] = field(default_factory=deque, init=False, repr=False)
     _rows: dict[int, _Acceptance] = field(default_factory=dict, init=False, repr=False)  # by request
@@ -78,11 +78,11 @@ class SmartSpec(Policy):
 
     @property
     def acceptance(self) -> float:
-        """How often a judged token was accepted lately."""
+        """The share of accepted tokens among those judged in the window."""
         return self._all.rate(START)
 
     def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
-        """Tokens per second that all rows would emit if each drafted so many."""
+        """Expected tokens per second of all rows if each drafts `num_draft_tokens`."""
         tokens = num_rows * sum(self.acceptance**i for i in range(num_draft_tokens + 1))
         exit_layer = self.exit_layer if num_draft_tokens else None
         return tokens / max(self.costs.round(exit_layer, (num_draft_tokens,) * num_rows, context), 1e-12)
@@ -116,9 +116,9 @@ class SmartSpec(Policy):
 
 @dataclass(slots=True)
 class SmartSpecLookup(SmartSpec):
-    """SmartSpec (arXiv 2406.14066) with prompt lookup as its draft: goodput counts how often there is a match.
+    """SmartSpec (arXiv 2406.14066) with prompt lookup as its drafter: goodput includes the share of rows with a match.
 
-    That share is a moving average over rows and rounds that asked for a draft; it begins at 1.
+    That share is a moving average over the rows and rounds that may draft; it starts at 1.
     """
 
     exit_layer: int = field(default=LOOKUP, init=False)
@@ -134,7 +134,7 @@ class SmartSpecLookup(SmartSpec):
                 self._matched += 0.05 * ((outcome.num_drafted > 0) - self._matched)
 
     def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
-        """Tokens per second that all rows would emit if each with a match drafted so many."""
+        """Expected tokens per second of all rows if each row with a match drafts `num_draft_tokens`."""
         plain = self.costs.plain_round(num_rows, context)
         if not num_draft_tokens:
             return num_rows / max(plain, 1e-12)
@@ -146,16 +146,16 @@ class SmartSpecLookup(SmartSpec):
 
 @dataclass(slots=True)
 class Synergy(Policy):
-    """The adaptive length of arXiv 2310.18813: for each batch size, the one with the fewest seconds per token.
+    """The adaptive draft length of arXiv 2310.18813: for each batch size, the one with the fewest seconds per token.
 
-    A round of s drafted tokens per row emits accepted(s) + 1 tokens per row. Among the lengths is 0, plain decoding.
-    Nothing is learned while decoding.
+    A round with s drafted tokens per row emits accepted(s) + 1 tokens per row. Length 0 is plain decoding. The policy
+    does not learn during decoding.
     """
 
     exit_layer: int
     costs: Costs
     most: int = 8
-    accepted: tuple[float, ...] = ()  # measured accepted tokens per draft of 0, 1, 2, .. tokens; empty: the paper's fit
+    accepted: tuple[float, ...] = ()  # measured accepted tokens by draft length 0, 1, 2, ..; empty: the paper's fit
     _lengths: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by batch size
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
@@ -164,14 +164,14 @@ class Synergy(Policy):
         return Plan(self.exit_layer if any(lengths) else None, lengths)
 
     def length(self, batch_size: int) -> int:
-        """Tokens that each row of such a batch drafts."""
+        """Draft length per row of a batch of this size."""
         if batch_size not in self._lengths:
             most = min(self.most, len(self.accepted) - 1) if self.accepted else self.most
             self._lengths[batch_size] = min(range(most + 1), key=lambda s: self._seconds_per_token(batch_size, s))
         return self._lengths[batch_size]
 
     def table(self, batch_sizes: Iterable[int]) -> dict[int, int]:
-        """Draft length by batch size, to be shown."""
+        """Draft length by batch size, for display."""
         return {batch_size: self.length(batch_size) for batch_size in batch_sizes}
 
     def _seconds_per_token(self, batch_size: int, num_draft_tokens: int) -> float:

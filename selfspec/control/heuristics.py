@@ -1,4 +1,4 @@
-"""Published rules of draft lengths by what became of the drafts before, on a fixed exit layer."""
+"""Published rules that set draft lengths from the outcomes of earlier drafts, on a fixed exit layer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ SHORT_WINDOW, LONG_WINDOW = 10, 30  # tokens in the two windows
 SL_MIN = 2
 CALIBRATION = 4  # rounds; the paper's number is not given
 EPSILON = 1e-9
-LARGEST = 10.0  # nats; a filter that leaves the draft no chance makes the divergence infinite
+LARGEST = 10.0  # nats; filtered logits may make the divergence infinite
 
 
 @dataclass(slots=True)
 class FiniteState(Policy):
     """Each row's draft grows by one when all of it is accepted and shrinks by one otherwise.
 
-    The baseline FS-LayerSkip of DEL (arXiv 2504.05598). It never drafts less than one token: from none, it could not
-    grow again.
+    The baseline FS-LayerSkip of DEL (arXiv 2504.05598). The minimum is 1 token, since a length of 0 could not grow.
     """
 
     exit_layer: int
@@ -61,8 +60,9 @@ class _Length:
 class GammaTune(Policy):
     """GammaTune (arXiv 2504.00030), row by row.
 
-    After a draft that was accepted whole, the next is longer by two, and the average stays as it is. After any other,
-    the average moves towards what was accepted, and the next draft is as long as that, rounded up.
+    After a fully accepted draft, the next one is longer by two tokens, and the average does not change. After any other
+    draft, the average moves towards the number of accepted tokens, and the next draft has the average's length,
+    rounded up.
     """
 
     exit_layer: int
@@ -81,7 +81,7 @@ class GammaTune(Policy):
             row = self._rows.get(outcome.request_id)
             if row is None or not outcome.num_drafted:
                 continue
-            if outcome.num_accepted >= outcome.num_drafted:  # also of a draft that its confidence ended early
+            if outcome.num_accepted >= outcome.num_drafted:  # including drafts that ended early by low confidence
                 row.length = int(_clip(outcome.num_drafted + GROWTH))
             else:
                 row.average = _clip(row.average + ETA * (outcome.num_accepted - row.average))
@@ -90,7 +90,7 @@ class GammaTune(Policy):
 
 @dataclass(slots=True)
 class GammaTunePlus(GammaTune):
-    """GammaTune+: a draft also ends after a token the draft itself is unsure of.
+    """GammaTune+: a draft also ends after a token of low confidence.
 
     The paper gives no threshold; the default is that of transformers' `assistant_confidence_threshold`.
     """
@@ -112,8 +112,7 @@ class _Threshold:
 class DraftVerify(Policy):
     """The adaptive threshold of Draft & Verify (arXiv 2309.08168), with the values of DEL's baseline (2504.05598).
 
-    Each row has a threshold of its own. A plan has one for the batch, the rows' mean; of one row it is the published
-    rule.
+    Each row has a threshold. The plan's threshold is their mean; for a single row this is the published rule.
     """
 
     exit_layer: int
@@ -141,7 +140,7 @@ class DraftVerify(Policy):
 
     def _learn(self, row: _Threshold, accepted: float) -> None:
         row.acceptance += (1 - self.keep_acceptance) * (accepted - row.acceptance)
-        # Drafts that reach the longest length are no case of their own here; in the original they keep the threshold.
+        # Differs from the original, where drafts of the maximum length do not change the threshold.
         step = self.step if row.acceptance < self.target else -self.step
         row.threshold = max(0.0, min(row.threshold + (1 - self.keep_threshold) * step, 1.0))
 
@@ -160,13 +159,13 @@ class _Divergences:
 class DSDE(Policy):
     """DSDE (arXiv 2509.01083), on a fixed exit layer.
 
-    A row's first rounds draft `num_draft_tokens` and set the longest length it may get, SL_max. From then on
+    A row's first rounds draft `num_draft_tokens` and set its maximum length SL_max. After them
 
         SL = SL_min + (1 - SF WVIR) (SL_max - SL_min), and SL_min where SF WVIR > 1,
 
     with SF = exp(2 mean divergence of the last round) - 1, and WVIR the weighted variance of the last 10 divergences
-    over that of the last 30. No row drafts more than the batch's mean SL, since the round lasts as long as its longest
-    draft. Lengths are rounded up. It never turns drafting off.
+    over that of the last 30. No row drafts more than the batch's mean SL, since the longest draft determines the time
+    of a round. Lengths are rounded up. Every round drafts.
     """
 
     exit_layer: int
@@ -205,7 +204,7 @@ def _calibrate(row: _Divergences, divergences: Iterable[float], num_accepted: in
 
 
 def _instability(divergences: Iterable[float]) -> float:
-    """WVIR: the variance in the short window over that in the long one."""
+    """WVIR: the weighted variance in the short window over that in the long window."""
     newest_first = list(divergences)[::-1]
     long = _weighted_variance(newest_first)
     return _weighted_variance(newest_first[:SHORT_WINDOW]) / long if long > EPSILON else 1.0

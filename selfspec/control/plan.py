@@ -1,4 +1,4 @@
-"""`Plan`, a program of rounds for a batch; and `Policy`, the base class of those that make plans."""
+"""`Plan`, a program of rounds for a batch, and `Policy`, the base class of policies."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
     from selfspec.control.round_costs import Vocabulary
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
-"""Bounds between the bins in which statistics by confidence are kept: finer where drafts are nearly sure."""
+"""Bounds between the bins of confidence. Bins are narrower near 1."""
 NUM_BINS = len(CONFIDENCE_EDGES) + 1
-FEW_BINNED = 24  # confidences: an array of fewer takes longer
+FEW_BINNED = 24  # below so many confidences, `bisect` is faster than numpy
 MATCH_EDGES = (2, 3, 4, 6, 9, 16, 32, 64, 128)
-"""Bounds between the bins of match lengths, in tokens: 1, 2, 3, 4-5, 6-8, 9-15, 16-31, 32-63, 64-127, 128 and more.
+"""Bounds between the bins of match lengths in tokens: 1, 2, 3, 4-5, 6-8, 9-15, 16-31, 32-63, 64-127, 128 and more.
 
 The compiled index has the same bounds (`lookup.cpp`)."""
 NUM_MATCH_BINS = len(MATCH_EDGES) + 1
-SEED_POSITIONS = 16  # last positions of a prompt that a policy may look at (arXiv 2504.05598)
+SEED_POSITIONS = 16  # last positions of a prompt at which a policy may probe layers (arXiv 2504.05598)
 
 
 def match_bin(match: int) -> int:
-    """The bin of a match of at least one token."""
+    """The bin of a match length of at least 1 token."""
     return bisect_right(MATCH_EDGES, match)
 
 
 def confidence_bin(confidence: float) -> int:
+    """The bin of a confidence in 0..1."""
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
 def confidence_bins(confidences: Sequence[float]) -> list[int]:
-    """Of each."""
+    """The bin of each confidence."""
     if len(confidences) < FEW_BINNED:
         return [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences]
     bins: list[int] = np.searchsorted(CONFIDENCE_EDGES, confidences, "right").tolist()
@@ -45,71 +46,72 @@ def confidence_bins(confidences: Sequence[float]) -> list[int]:
 
 
 DRAFTS = ("exit", "copies", "lookup", "tree")
-"""Where drafts may come from: early layers, the row's own text or a corpus; "tree" lets drafts have branches, "copies"
-lets copies of early layers in 4 bits draft in their place."""
+"""Sources of drafts: "exit" is early layers, "copies" their copies in 4 bits, "lookup" the row's text or a corpus.
+
+"tree" allows branches in drafts."""
 REMOVED_DRAFTS = ("recycle", "cascade")
-"""Which there once were: naming one of these says so."""
-FOR_EVER = 1 << 30  # rounds of a plan that nothing changes but the end of a row
-LOOKUP = 0  # the exit layer of drafts by lookup: they run no layer, and the whole model verifies them
+"""Sources of earlier releases. The error for one of them says that it was removed."""
+UNBOUNDED_ROUNDS = 1 << 30  # `num_rounds` of a plan that never changes
+LOOKUP = 0  # the exit layer of drafts by lookup: no layer drafts, all layers verify
 
 
 class SurvivalStop(NamedTuple):
-    """Stop drafts that are too unlikely to be right to be worth another token.
+    """Stop drafting when the draft is unlikely to be accepted as a whole.
 
-    A row's survival is the chance that all its drafted tokens are right: the product, over them, of how often tokens of
-    such confidence were right. The rows of a batch go on together while their mean survival is at least `least`: a pass
-    costs nearly the same for all of them as for some, and ragged rows make every later step dearer.
+    A row's survival is the estimated probability that all its drafted tokens are accepted: the product of
+    `calibration` at their confidences. All rows of a batch continue while their mean survival is at least `least`,
+    since a pass over all rows takes nearly the same time as one over some of them.
     """
 
-    calibration: tuple[float, ...]  # by confidence bin: how often a drafted token of that confidence is right
+    calibration: tuple[float, ...]  # acceptance rate by confidence bin
     least: float
 
     def goes_on(self, survivals: Sequence[float]) -> bool:
-        """Whether the rows that are still drafting draft another token."""
+        """Whether the rows that are still drafting draft one more token."""
         return sum(survivals) >= self.least * len(survivals)
 
 
 class SecondChoices(NamedTuple):
-    """Beside which tokens of a draft its layer's second choice is drafted as well, for where the first is wrong.
+    """When to draft the exit layer's second most probable token as an alternative to its first.
 
-    They go through the early layers together, in the pass that feeds the draft's last token anyway.
+    All second choices of a round run through the early layers in the pass over the draft's last token.
     """
 
-    right: tuple[float, ...]  # by confidence bin of the first choice: how often that is right
-    second: tuple[float, ...]  # and how often the second is
-    least: float  # drafted are those likelier than this to be come to, and right
-    most: int  # of a row
-    enough: float = 0.0  # and none of a row where by all of them together that is exceeded by no more than this
+    right: tuple[float, ...]  # by confidence bin of the first choice: acceptance rate of the first choice
+    second: tuple[float, ...]  # the same bins: acceptance rate of the second choice after the first was rejected
+    least: float  # a second choice is drafted where its probability of being accepted exceeds this
+    most: int  # second choices per row
+    enough: float = 0.0  # a row has none unless their probabilities exceed `least` by more than this in sum
 
 
 class ShadowPlan(NamedTuple):
-    """At which layers, and for which rows, to see after a round what each layer would have picked."""
+    """A probe: the layers and rows whose shadow picks are computed after a round."""
 
-    layers: tuple[int, ...]  # ascending, none of them the exit layer (whose picks are the draft)
+    layers: tuple[int, ...]  # ascending, without the exit layer, whose picks are the draft
     rows: tuple[int, ...]  # indices into the round's rows
-    max_columns: int  # judged positions looked at per row, the first ones
-    exact: bool = False  # over the whole vocabulary, instead of the target's likeliest tokens and a sample
+    max_columns: int  # probed positions per row: the first judged ones
+    exact: bool = False  # over the whole vocabulary; False: over the target's most probable tokens and a sample
 
 
 class LookupTable(NamedTuple):
-    """Draft lengths by match length. In a round, every row with a match drafts by lookup, or none does.
+    """Draft lengths by match length. In a round, either all rows with a match draft by lookup, or none does.
 
-    A match is how many of a row's last tokens are found earlier, in its own text or in a corpus.
+    The match length is the number of a row's last tokens that occur earlier in its text or in a corpus.
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """Of every row, by bin of its match (`match_bin`): tokens to draft. Without a match none are drafted."""
+    """Per row and match bin (`match_bin`): tokens to draft. A row without a match drafts none."""
     gains: tuple[tuple[float, ...], ...]
-    """The same: how many of those are likely to be accepted."""
+    """Per row and match bin: expected accepted tokens."""
     needs: tuple[float, ...]
-    """By drafted tokens of all rows, more as the last: how many must be likely to be accepted."""
+    """By drafted tokens of all rows: the expected accepted tokens that a round needs. The last entry covers more."""
 
     def drafted(self, matches: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
-        """Tokens that every row drafts; None where no row drafts by lookup.
+        """The number of tokens that each row drafts; None where no row drafts by lookup.
 
         Args:
-            matches: of every row.
-            rooms: the most tokens that each may draft.
+            matches: match length per row.
+            rooms: maximum draft length per row.
         """
         drafted, gain = [], 0.0
         for lengths, gains, match, room in zip(self.lengths, self.gains, matches, rooms, strict=True):
@@ -123,7 +125,7 @@ class LookupTable(NamedTuple):
 
 @lru_cache(maxsize=64)
 def always(draft_lengths: tuple[int, ...]) -> LookupTable:
-    """Every row drafts so many tokens after any match."""
+    """The table by which row i drafts `draft_lengths[i]` tokens after a match of any length."""
     bins, none = NUM_MATCH_BINS, ((0.0,) * NUM_MATCH_BINS,) * len(draft_lengths)
     return LookupTable(tuple([(length,) * bins for length in draft_lengths]), none, (0.0,))
 
@@ -132,39 +134,41 @@ def always(draft_lengths: tuple[int, ...]) -> LookupTable:
 class Plan:
     """A program: up to `num_rounds` rounds of a batch, each with one draft and one verification.
 
-    A program ends early where a row ends or its deadline has come, and after the round that looked at layers, where a
-    `shadow` asks for that. At least one round runs.
+    A program ends early when a row ends, when its deadline has passed, and after the round with shadow picks. At least
+    one round runs.
 
-    Both stops end a row's draft after a token and never withdraw it, which would bias sampled output.
+    Both stop rules (`min_confidence`, `stop`) end a row's draft after a token. They never withdraw that token, which
+    would bias sampled output.
 
     Args:
-        exit_layer: layers that draft; None: none does, which is plain decoding; 0 (`LOOKUP`): rows draft what followed
-            the last time that their text ended as it does now, and all layers verify.
-        draft_lengths: most tokens to draft, per row; cut to what the row may still emit.
+        exit_layer: number of layers that draft. None: plain decoding. 0 (`LOOKUP`): every row drafts the tokens that
+            followed the latest earlier occurrence of its last tokens, and all layers verify.
+        draft_lengths: maximum tokens to draft per row; cut to the tokens that the row may still emit.
     """
 
     exit_layer: int | None
     draft_lengths: tuple[int, ...]
-    min_confidence: float = 0.0  # a row stops after a token less probable than this under the draft; not beside `stop`
+    min_confidence: float = 0.0  # a row stops after a drafted token of lower probability; excludes `stop`
     stop: SurvivalStop | None = None
-    keep_confidence: bool = False  # report the drafted tokens' confidences even where no stop needs them
-    keep_divergence: bool = False  # report how far the draft's distributions are from the target's
-    shadow: ShadowPlan | None = None  # of the first round that is not drafted by lookup
-    second_choices: SecondChoices | None = None  # drafted beside the exit's own
-    draft_vocab: int | None = None  # draft over so many tokens, the most frequent; not for rows with processors
-    draft_bits: int | None = None  # 4: draft by copies of the layers in 4 bits, if there are any; all layers judge
-    lookups: LookupTable | None = None  # rounds in which this says so are drafted by lookup instead
+    keep_confidence: bool = False  # report confidences of drafted tokens even where no stop rule needs them
+    keep_divergence: bool = False  # report KL(target || draft) at the judged positions
+    shadow: ShadowPlan | None = None  # a probe after the first round that is not drafted by lookup
+    second_choices: SecondChoices | None = None
+    draft_vocab: int | None = None  # draft over the N most frequent tokens; ignored for rows with processors
+    draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
+    lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
     num_rounds: int = 1
     deadline: float | None = None  # seconds after which no further round begins; None: the engine's
-    speedup: float | None = None  # what the policy expects over plain decoding; for people
+    speedup: float | None = None  # expected speedup over plain decoding, for display
 
     @property
     def table(self) -> LookupTable | None:
-        """When rows draft by lookup, and how much."""
+        """The lookup table of this plan, if rows may draft by lookup."""
         return always(self.draft_lengths) if self.exit_layer == LOOKUP else self.lookups
 
     @property
     def reads_confidence(self) -> bool:
+        """Whether confidences of drafted tokens are computed."""
         wants = (
             self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.second_choices is not None
         )
@@ -172,24 +176,24 @@ class Plan:
 
 
 class Policy:
-    """Makes plans, which change speed and never tokens. A subclass needs `plan` alone."""
+    """The base class of policies. Plans change speed, never tokens. A subclass must define `plan`."""
 
     def plan(self, rows: Sequence[RowState]) -> Plan:
-        """What to run for these rows next, and for how many rounds."""
+        """Decide what to run for these rows next, and for how many rounds."""
         raise NotImplementedError
 
     def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
-        """What came of a plan: all its rounds, in order."""
+        """Take the outcomes of all rounds of a plan, in order."""
 
     def seed_layers(self, row: RowState) -> Sequence[int]:
-        """Layers at which the last `SEED_POSITIONS` of a prompt are looked at while it is read."""
+        """Layers to probe at the last `SEED_POSITIONS` positions of a prompt during prefill."""
         return ()
 
     def seed(self, row: RowState, shadow: Shadow) -> None:
-        """What was seen there, perhaps in two parts."""
+        """Take the shadow picks of a prompt; a prompt may come in two parts."""
 
-    def tell_vocabulary(self, vocabulary: Vocabulary | None) -> None:
-        """The vocabulary that drafts may be over a part of; None: they are over all of it."""
+    def set_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+        """Allow drafts over a part of this vocabulary; None: only over the whole vocabulary."""
 
-    def tell_copies(self, has_copies: bool) -> None:
-        """Whether there are copies of the layers in 4 bits to draft by."""
+    def set_copies(self, has_copies: bool) -> None:
+        """Allow drafts by 4-bit copies of the layers, or not."""

@@ -1,9 +1,9 @@
-"""The draft of most expected tokens per second, over every drafter, exit layer, length and stop; or plain decoding.
+"""The drafter, exit layer, length and stop rule with the most expected tokens per second, or plain decoding.
 
-    promised(drafter, exit layer) = max over stops of  rows * (1 + E[accepted tokens]) / E[seconds of the round]
+    expected(drafter, exit layer) = max over stop rules of  rows * (1 + E[accepted tokens]) / E[seconds of the round]
 
-`RoundCosts.rates` has the fraction. It is divided by how much slower such rounds were than the table of costs says, and
-multiplied by how far forecasts came true. Where the best of it promises less than plain decoding, nothing is drafted.
+`RoundCosts.rates` computes the fraction. It is divided by the ratio of measured to predicted time of such rounds, and
+multiplied by the ratio of emitted to forecast tokens. Where the best value is below plain decoding, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from selfspec.control.decay import Floats
 from selfspec.control.plan import LookupTable, Plan, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, each_of, one_more
 
-HANDICAP = 1.05  # what a draft must promise over plain decoding before it is begun (cf. arXiv 2406.14066)
-OFF = 0.97  # and to go on: drafts show more of what they gain than shadow picks do
-STAY = 0.02  # what another exit layer must promise more than the present one, where one row shows which is better
-MARGIN = 1.1  # what drafts by copies must promise over those by layers, as long as nobody knows how good they are
-# A prior of the best exit layer. Models that were trained to leave early do so best near a quarter of the depth: until
-# a layer was seen, what it promises is raised by so much there, and by less the farther its depth's logarithm is away.
-# Evidence outweighs it: after so many picks of the layer, half of it is left.
+HANDICAP = 1.05  # expected speedup from which on drafting starts (cf. arXiv 2406.14066)
+CONTINUE = 0.97  # expected speedup below which drafting ends; drafts give better estimates than shadow picks
+SWITCH_MARGIN = 0.02  # relative gain that a change of the exit layer needs, for a batch of one row
+MARGIN = 1.1  # relative gain that drafts by copies need over drafts by layers, until their agreement is measured
+# The prior of the best exit layer. In models trained with early exits it is near a quarter of the depth. The expected
+# rate of a layer without observations is raised by EXIT_PRIOR there, by less at a distance in log depth; after
+# EXIT_PRIOR_WEIGHT observations of the layer, half of it is left.
 EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
-MOST_BESIDE = 8  # second choices drafted for a row
-TOO_SOON = 0.75  # of a draft's expected length: a stop that would end a middling one before that is not used
-UNKNOWN = 4  # tokens drafted at most by a layer of which as few picks were seen; of more, as many as those
+MAX_SECOND_CHOICES = 8  # per row
+MIN_LENGTH_SHARE = 0.75  # a stop rule must let drafts of average acceptance reach this share of the expected length
+UNKNOWN = 4  # maximum draft length of a layer with fewer observations; of other layers, the number of observations
 
 
 class Evidence(NamedTuple):
-    """What is known of every layer; arrays are `[L - 1, bins]` or `[L - 1]`, exit layer e in row e - 1."""
+    """Statistics of every layer; arrays are `[L - 1, bins]` or `[L - 1]`, exit layer e in row e - 1."""
 
-    right: Floats  # how often a pick of each bin of confidence is right
-    share: Floats  # how often each bin occurs
-    seen: Floats  # lasting picks
-    agreement: Floats  # how often copies are right where the layers would be
-    trust: float  # in forecasts of drafts by layers
-    slower: tuple[float, float]  # rounds that layers, and copies, draft in take so much longer, see `Correction`
-    margin: float = 1.0  # what drafts by copies must promise over those by layers
-    seconds: SecondRates | None = None  # of second choices; None: they are not drafted
+    right: Floats  # acceptance rate by bin of confidence
+    share: Floats  # share of the picks in each bin
+    seen: Floats  # lasting observations
+    agreement: Floats  # acceptance of copies relative to the layers
+    forecast_ratio: float  # emitted over forecast tokens of drafts by layers
+    time_ratios: tuple[float, float]  # measured over predicted time of drafts by layers and by copies, see `Correction`
+    margin: float = 1.0  # relative gain that drafts by copies need over drafts by layers
+    seconds: SecondRates | None = None  # acceptance rates of second choices; None: they are not drafted
 
 
 class Decision(NamedTuple):
-    """How layers draft, if any does."""
+    """How layers draft, or that none does."""
 
-    usual: float = 0.0  # tokens per second believed, of all rows: of plain rounds where nothing is drafted
-    speedup: float = 1.0  # that over plain rounds; where nothing is drafted, what drafts would have come to
+    usual: float = 0.0  # expected tokens per second of all rows, corrected
+    speedup: float = 1.0  # the best draft's expected speedup over plain rounds, also where nothing is drafted
     exit_layer: int | None = None
     drafter: Drafter = BY_LAYERS
-    length: float = 0.0  # drafted tokens expected per row
-    tokens: float = 0.0  # per row and second, by the table
-    rounds: Sequence[float] = (0.0,) * (MOST + 1)  # their seconds, by drafted tokens per row
+    length: float = 0.0  # expected drafted tokens per row
+    tokens: float = 0.0  # expected tokens per row and second, not corrected
+    rounds: Sequence[float] = (0.0,) * (MOST + 1)  # seconds of a round by drafted tokens per row
     stop: SurvivalStop | None = None
     second_choices: SecondChoices | None = None
-    most: int = MOST  # tokens drafted per row
+    most: int = MOST  # maximum draft length
 
     def plan(
         self, num_rows: int, num_rounds: int, most: int, lookups: LookupTable | None, shadow: ShadowPlan | None
     ) -> Plan:
-        """Rounds of rows that draft at most so many tokens each, by layers or as the table says by lookup."""
+        """The plan of `num_rounds` rounds by this decision; `most` limits the draft length of every row."""
         return Plan(
             self.exit_layer,
             (0 if self.exit_layer is None else min(most, self.most),) * num_rows,
@@ -81,28 +81,29 @@ class Decision(NamedTuple):
 def decide(
     now: Decision, costs: RoundCosts, drafters: Sequence[Drafter], layers: Sequence[int], evidence: Evidence
 ) -> Decision:
-    """The best way to draft.
+    """Choose drafter, exit layer and stop rule, or plain decoding.
 
     Args:
-        now: what holds until then; another way must promise more.
-        drafters: ways of drafting to choose from, the layers themselves first.
+        now: the decision before, which others must exceed by a margin.
+        drafters: drafters to choose from, the layers themselves first.
         layers: exit layers to choose from.
     """
     costs.drafters = drafters
     coverages = np.array([[drafter.coverage] for drafter in drafters]).repeat(len(evidence.right), 1)
     coverages[[drafter.by_copies for drafter in drafters]] *= evidence.agreement
     rates, drafted = costs.rates(evidence.right, evidence.share, coverages)  # [drafters, L - 1, stops], [L - 1, stops]
-    promised = np.maximum.reduce(rates, 2) / np.array([[evidence.slower[drafter.by_copies]] for drafter in drafters])
-    at, exit_layer = _choose(now, costs.num_rows, drafters, layers, promised, evidence)
+    time_ratios = np.array([[evidence.time_ratios[drafter.by_copies]] for drafter in drafters])
+    expected = np.maximum.reduce(rates, 2) / time_ratios
+    at, exit_layer = _choose(now, costs.num_rows, drafters, layers, expected, evidence)
     line, plain = exit_layer - 1, costs.num_rows / costs.plain_seconds
-    trusted = evidence.trust * float(promised[at, line])
-    if trusted < (HANDICAP if now.exit_layer is None else OFF) * plain:
-        return Decision(plain, trusted / plain)
+    corrected = evidence.forecast_ratio * float(expected[at, line])
+    if corrected < (HANDICAP if now.exit_layer is None else CONTINUE) * plain:
+        return Decision(plain, corrected / plain)
     stop = int(rates[at, line].argmax())
     rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
     drafting = _drafting(exit_layer, drafters[at], rate, length, right, costs, evidence)
-    return drafting._replace(usual=trusted, speedup=trusted / plain)
+    return drafting._replace(usual=corrected, speedup=corrected / plain)
 
 
 def _choose(
@@ -110,28 +111,28 @@ def _choose(
     num_rows: int,
     drafters: Sequence[Drafter],
     layers: Sequence[int],
-    promised: Floats,
+    expected: Floats,
     evidence: Evidence,
 ) -> tuple[int, int]:
-    """Which of the drafters, and the exit layer."""
-    weighed = promised * (1 + _exit_prior(evidence.seen) / num_rows)  # many rows soon show which layers are right
-    weighed[:, [e - 1 for e in range(1, weighed.shape[1] + 1) if e not in layers]] = 0
-    for line, drafter in zip(weighed, drafters, strict=True):
+    """The index of the drafter, and the exit layer."""
+    weighted = expected * (1 + _exit_prior(evidence.seen) / num_rows)  # larger batches soon have observations
+    weighted[:, [e - 1 for e in range(1, weighted.shape[1] + 1) if e not in layers]] = 0
+    for line, drafter in zip(weighted, drafters, strict=True):
         if drafter.by_copies:
             line /= evidence.margin
         if drafter.deepest is not None:
             line[drafter.deepest :] = 0
-    at, line = divmod(int(weighed.argmax()), weighed.shape[1])
+    at, line = divmod(int(weighted.argmax()), weighted.shape[1])
     present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
     if now.exit_layer is not None and present:
         before = present[0], now.exit_layer - 1
-        if weighed[at, line] < (1 + STAY / num_rows) * weighed[before]:
+        if weighted[at, line] < (1 + SWITCH_MARGIN / num_rows) * weighted[before]:
             return present[0], now.exit_layer
     return at, line + 1
 
 
 def _exit_prior(seen: Floats) -> Floats:
-    """What every exit layer's promise is raised by, `[L - 1]`."""
+    """The relative bonus of every exit layer, `[L - 1]`."""
     num_layers = len(seen) + 1
     away = np.log(4 * np.arange(1, num_layers) / num_layers)
     return np.asarray(
@@ -148,15 +149,16 @@ def _drafting(
     costs: RoundCosts,
     evidence: Evidence,
 ) -> Decision:
-    """How the chosen layer drafts; `right` is by bin of confidence, `rate` by the table.
+    """The decision for the chosen layer; `right` is its acceptance rate by bin, `rate` tokens per second.
 
-    A row goes on while its draft is likelier to be right than a token more takes of what the round gains per second.
+    The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
+    tokens by the rate of the round.
     """
     line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
     acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
-    value = rate / max(acceptance, 1e-6)  # of a second, in chances of being right so far
+    value = rate / max(acceptance, 1e-6)  # of a second, in survival
     least, most = value * one_more(rounds, length, rows), MOST
-    if least > acceptance ** (TOO_SOON * length):  # costs rise in steps: the next token is dearer than the last
+    if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
         least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
     return Decision(
         exit_layer=exit_layer,
@@ -179,18 +181,18 @@ def _second_choices(
     costs: RoundCosts,
     seconds: SecondRates | None,
 ) -> SecondChoices | None:
-    """Which of them are drafted beside a draft of about `length` tokens; None where none gains more than it takes."""
+    """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost."""
     if seconds is None:
         return None
     second = seconds.of(exit_layer)
     fixed, each = costs.beside(exit_layer, length, drafter)
-    # Of a first token; later ones are come to less often.
+    # The bound for the first token; later second choices are accepted less often.
     if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
         return None
-    return SecondChoices(right, second, each * rate, MOST_BESIDE, fixed * rate / costs.num_rows)
+    return SecondChoices(right, second, each * rate, MAX_SECOND_CHOICES, fixed * rate / costs.num_rows)
 
 
-def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, slower: float) -> tuple[int, ...]:
-    """Exit layers of such a speedup if they were always right: to probe the others would be for nothing."""
-    least, limits = slower * speedup * costs.num_rows / costs.plain_seconds, costs.limits()
+def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, time_ratio: float) -> tuple[int, ...]:
+    """The exit layers that would reach `speedup` with an acceptance rate of 1. Only these are worth a probe."""
+    least, limits = time_ratio * speedup * costs.num_rows / costs.plain_seconds, costs.limits()
     return tuple([layer for layer in layers if limits[layer - 1] >= least])

@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""The policies and their names."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ DEFAULT_POLICY = "adaptive"
 DEFAULT_DRAFT_TOKENS = 4
 
 
-class Asked(NamedTuple):
-    """What a caller asks for, see `make_policy`."""
+class PolicyRequest(NamedTuple):
+    """The arguments of `make_policy`."""
 
     num_layers: int
-    given_exit: int | None
-    given_tokens: int | None
+    requested_exit: int | None
+    requested_tokens: int | None
     costs: Callable[[], Costs]
     prior: Any
     drafts: Sequence[str]
 
     @property
     def exit_layer(self) -> int:
-        return max(1, self.num_layers // 4) if self.given_exit is None else self.given_exit
+        return max(1, self.num_layers // 4) if self.requested_exit is None else self.requested_exit
 
     @property
     def num_draft_tokens(self) -> int:
-        return self.given_tokens or DEFAULT_DRAFT_TOKENS
+        return self.requested_tokens or DEFAULT_DRAFT_TOKENS
 
 
 class Entry(NamedTuple):
-    """A policy that has a name."""
+    """A named policy."""
 
-    make: Callable[[Asked], Policy]
-    chooses_exit: bool = False  # or has none; the others are given one
-    needs_costs: bool = False
-
-
-def _adaptive(asked: Asked) -> Policy:
-    exits = None if asked.given_exit is None else [asked.given_exit]
-    return Adaptive(asked.costs(), asked.prior, exits, asked.given_tokens, asked.drafts)
+    make: Callable[[PolicyRequest], Policy]
+    chooses_exit: bool = False  # the policy chooses the exit layer or has none; the others need one
+    needs_costs: bool = False  # the policy needs the cost table
 
 
-def _prompt_lookup(asked: Asked) -> Policy:
-    return PromptLookup() if asked.given_tokens is None else PromptLookup(asked.given_tokens)
+def _adaptive(request: PolicyRequest) -> Policy:
+    exits = None if request.requested_exit is None else [request.requested_exit]
+    return Adaptive(request.costs(), request.prior, exits, request.requested_tokens, request.drafts)
 
 
-def _of_length(policy: Callable[[int, int], Policy]) -> Callable[[Asked], Policy]:
-    """Policies of an exit layer and a draft length, which may be that of the first round."""
-    return lambda asked: policy(asked.exit_layer, asked.num_draft_tokens)
+def _prompt_lookup(request: PolicyRequest) -> Policy:
+    return PromptLookup() if request.requested_tokens is None else PromptLookup(request.requested_tokens)
+
+
+def _with_length(policy: Callable[[int, int], Policy]) -> Callable[[PolicyRequest], Policy]:
+    """For policies with an exit layer and an initial or fixed draft length."""
+    return lambda request: policy(request.exit_layer, request.num_draft_tokens)
 
 
 POLICIES = {
-    "adaptive": Entry(_adaptive, chooses_exit=True, needs_costs=True),  # most tokens per measured second, or none
-    "plain": Entry(lambda asked: Plain(), chooses_exit=True),
-    "fixed": Entry(_of_length(Fixed)),  # LayerSkip
-    "fs": Entry(_of_length(FiniteState)),  # a token longer after a full acceptance, else shorter
-    "dv": Entry(lambda asked: DraftVerify(asked.exit_layer)),  # a threshold of confidence that follows acceptance
-    "gammatune": Entry(_of_length(GammaTune)),  # length from a moving average of acceptance
-    "gammatune+": Entry(_of_length(GammaTunePlus)),  # and a threshold of confidence
-    "del": Entry(lambda asked: DynamicExit(asked.num_layers), chooses_exit=True),  # tokens per loaded layer
-    "dsde": Entry(_of_length(DSDE)),  # lengths from how steady the divergence is
-    "smartspec": Entry(lambda asked: SmartSpec(asked.exit_layer, asked.costs()), needs_costs=True),  # goodput
-    "smartspec-lookup": Entry(lambda asked: SmartSpecLookup(asked.costs()), chooses_exit=True, needs_costs=True),
-    "synergy": Entry(lambda asked: Synergy(asked.exit_layer, asked.costs()), needs_costs=True),  # length by batch size
-    "pld": Entry(_prompt_lookup, chooses_exit=True),  # as many tokens by lookup every round
+    "adaptive": Entry(_adaptive, chooses_exit=True, needs_costs=True),  # most expected tokens per second
+    "plain": Entry(lambda request: Plain(), chooses_exit=True),
+    "fixed": Entry(_with_length(Fixed)),  # LayerSkip
+    "fs": Entry(_with_length(FiniteState)),  # a token longer after a full acceptance, else shorter
+    "dv": Entry(lambda request: DraftVerify(request.exit_layer)),  # a threshold of confidence that follows acceptance
+    "gammatune": Entry(_with_length(GammaTune)),  # length from a moving average of acceptance
+    "gammatune+": Entry(_with_length(GammaTunePlus)),  # and a threshold of confidence
+    "del": Entry(lambda request: DynamicExit(request.num_layers), chooses_exit=True),  # tokens per loaded layer
+    "dsde": Entry(_with_length(DSDE)),  # length from the variance of the divergence
+    "smartspec": Entry(lambda request: SmartSpec(request.exit_layer, request.costs()), needs_costs=True),  # goodput
+    "smartspec-lookup": Entry(lambda request: SmartSpecLookup(request.costs()), chooses_exit=True, needs_costs=True),
+    "synergy": Entry(lambda request: Synergy(request.exit_layer, request.costs()), needs_costs=True),
+    "pld": Entry(_prompt_lookup, chooses_exit=True),  # prompt lookup with a fixed length
 }
 BY_LOOKUP = ("pld", "smartspec-lookup")  # they have no exit layer
 CHOOSES_EXIT = tuple(name for name, entry in POLICIES.items() if entry.chooses_exit)
@@ -88,20 +88,20 @@ def make_policy(
     prior: Any = None,
     drafts: Sequence[str] | None = None,
 ) -> Policy:
-    """The policy a caller named, or the one they made.
+    """Make the policy of a name; a `Policy` object is returned as it is.
 
     Args:
-        exit_layer: layers the draft runs, 1..num_layers - 1; default: a quarter of them. `adaptive` chooses by itself,
-            and is held to this one if it is given; `del` always chooses.
-        num_draft_tokens: drafted tokens per round, at least 0 (0 is plain decoding); default: 4. Where lengths vary,
-            that of a row's first round; `pld` has 10; `adaptive` drafts no more if it is given; `dv`, `del`, `synergy`
-            and both `smartspec` ignore it.
-        costs: measures this machine, for the policies that weigh costs.
-        prior: what an earlier `Adaptive` of this model returned as its `state`, for `adaptive`.
-        drafts: where those of `adaptive` may come from, some of `DRAFTS`; default: all.
+        exit_layer: number of layers that draft, 1..num_layers - 1; default: a quarter of them. `adaptive` uses only
+            this one if it is given, and chooses otherwise; `del` always chooses.
+        num_draft_tokens: drafted tokens per round, at least 0 (0 is plain decoding); default: 4, for `pld` 10. Where
+            lengths vary, that of a row's first round; the maximum for `adaptive`; ignored by `dv`, `del`, `synergy`
+            and both `smartspec`.
+        costs: returns the cost table of this machine, for the policies that need it.
+        prior: the `state` of an earlier `Adaptive` for this model, for `adaptive`.
+        drafts: sources of drafts of `adaptive`, some of `DRAFTS`; default: all.
 
     Raises:
-        ValueError: no policy has the name, or an argument is of no use.
+        ValueError: there is no policy of this name, or an argument is out of range.
     """
     if isinstance(policy, Policy):
         return policy
@@ -116,13 +116,13 @@ def make_policy(
     if num_draft_tokens == 0 or num_layers == 1:
         return Plain()
     if POLICIES[policy].needs_costs and costs is None:
-        raise ValueError(f"the policy {policy!r} weighs costs: give a function that measures them")
-    asked = Asked(num_layers, exit_layer, num_draft_tokens, costs or _unmeasured, prior, drafts or DRAFTS)
-    return POLICIES[policy].make(asked)
+        raise ValueError(f"the policy {policy!r} needs costs, got none; give a function that returns a Costs")
+    request = PolicyRequest(num_layers, exit_layer, num_draft_tokens, costs or _unmeasured, prior, drafts or DRAFTS)
+    return POLICIES[policy].make(request)
 
 
 def removed_among(drafts: Sequence[str]) -> str:
-    """How a refusal of these ends where some were removed; empty else."""
+    """The end of an error message that names removed sources among `drafts`; empty without any."""
     removed = [name for name in REMOVED_DRAFTS if name in drafts]
     return f" (removed: {', '.join(removed)})" if removed else ""
 
@@ -133,8 +133,8 @@ def _check_drafts(drafts: Any) -> None:
         removed = removed_among(drafts) if are_several else ""
         raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}{removed}")
     if set(drafts) <= {"copies", "tree"}:
-        raise ValueError("drafts must name a source beside 'copies' and 'tree': exit or lookup")
+        raise ValueError(f"drafts must hold exit or lookup, which copies and tree only modify, got {drafts!r}")
 
 
 def _unmeasured() -> Costs:
-    raise AssertionError("asked for by a policy that does not need costs")
+    raise AssertionError("request for by a policy that does not need costs")

@@ -1,4 +1,4 @@
-"""What a policy may know of a row, `RowState`, and what became of a round, `RoundOutcome`."""
+"""The input of policies: `RowState` for planning, `RoundOutcome` for observing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 
 class Tally(NamedTuple):
-    """Tokens of a row, and by bin of the match before each: how many came after one, and as what followed it last."""
+    """Statistics of lookup over a row's new tokens, by bin of the match before each token."""
 
     num_tokens: int
-    seen: Sequence[int]
-    right: Sequence[int]
+    seen: Sequence[int]  # tokens after a match of this bin
+    right: Sequence[int]  # those that equal the token after the earlier occurrence
 
 
 class Lookup(Protocol):
-    """What lookup finds of a row, see `selfspec.drafting.row_lookup`. Its index is made when it is first asked."""
+    """Lookup for one row, see `selfspec.drafting.row_lookup`. Its index is built at the first use."""
 
     @property
     def match(self) -> int: ...
@@ -28,77 +28,78 @@ class Lookup(Protocol):
 
 
 class RowState(NamedTuple):
-    """What a policy may know of a row when it makes a plan."""
+    """The state of a row before a plan is made."""
 
     request_id: int
-    content_length: int  # prompt and output so far, in tokens
-    room: int  # tokens it may still emit, at least 1
-    lookup: Lookup | None = None  # None: no lookup is to be had
-    has_processors: bool = False  # its drafts are then over the whole vocabulary
+    content_length: int  # tokens of prompt and output so far
+    room: int  # tokens that the row may still emit, at least 1
+    lookup: Lookup | None = None  # None: lookup is not available
+    has_processors: bool = False  # drafts of such a row are over the whole vocabulary
     is_sampled: bool = False
+    speculates: bool = True  # else nothing that a plan drafts for it is drafted
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Which row, and how long it may become: the same from its first round to its last, and of no other row."""
+        """Request id and maximum length: constant while the row lives, and different from other rows."""
         return self.request_id, self.content_length + self.room
 
 
 class Shadow(NamedTuple):
-    """Shadow picks of one row: what layers that were not the exit would have picked, against the target's picks."""
+    """Shadow picks of one row: the picks of layers that did not draft, compared with the target's picks."""
 
     layers: tuple[int, ...]
-    hits: NDArray[np.bool_]  # [layers, judged positions in order]
-    confidences: NDArray[np.float32]  # the same: probability of the shadow pick under that layer
+    hits: NDArray[np.bool_]  # [layers, judged positions in order]: equal to the target's pick
+    confidences: NDArray[np.float32]  # the same shape: probability of the shadow pick under its layer
 
 
 class RowOutcome(NamedTuple):
-    """What became of a row's draft in a round. Second choices are counted in `second` alone."""
+    """The outcome of a row's draft in a round. Second choices are counted in `second` and `num_beside` only."""
 
     request_id: int
     num_drafted: int
     num_accepted: int
     confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
-    divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged drafted positions, where asked
+    divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged positions, if the plan keeps them
     shadow: Shadow | None = None
-    second: bool | None = None  # where the first choice was wrong, whether the second was right; None: it had none
-    num_beside: int = 0  # second choices drafted
-    is_left_out: bool = False  # whether the target's token, where a draft was refused, was none it was picked among
-    match: int = 0  # of a draft by lookup: tokens of the match that it follows
-    is_stored: bool = False  # whether that draft came from a corpus
+    second: bool | None = None  # whether the second choice at the first rejection was accepted; None: there was none
+    num_beside: int = 0  # drafted second choices
+    is_left_out: bool = False  # the target's pick at the first rejection was outside the draft vocabulary
+    match: int = 0  # of a draft by lookup: its match length
+    is_stored: bool = False  # whether a draft by lookup came from a corpus
 
     @property
     def num_emitted(self) -> int:
-        """Tokens that came, the target's own included, unless the row ended before it."""
+        """Emitted tokens, the bonus token included, which a row may lack that has ended."""
         return self.num_accepted + 1 + bool(self.second)
 
     @property
     def num_judged(self) -> int:
-        """Drafted tokens that the target judged: those it accepted, and the first it refused."""
+        """Judged drafted tokens: the accepted ones, and the first rejected one."""
         return min(self.num_accepted + 1, self.num_drafted)
 
 
 @dataclass(slots=True)
 class StageSeconds:
-    """Wall time of a round by stage; on CUDA, without a synchronisation, the time to launch it."""
+    """Wall time of a round by stage, in seconds. On CUDA, stages are not synchronised: it is the time of launching."""
 
     prefill: float = 0.0
     draft: float = 0.0  # early layers
     verify: float = 0.0  # remaining layers (all layers when nothing is drafted)
     head: float = 0.0  # final norm and vocabulary product
     pick: float = 0.0  # processors, filters, noise, argmax, and the copy to the host
-    shadow: float = 0.0  # what other layers would have picked
+    shadow: float = 0.0  # shadow picks
     control: float = 0.0  # plans and statistics
-    rest: float = 0.0  # acceptance, stops, text; what is spent around a round in one compiled call
+    rest: float = 0.0  # acceptance, stop strings, text, and overhead of compiled calls
     _last: float = field(default_factory=perf_counter, repr=False)
 
     def lap(self, stage: str) -> None:
-        """All time since the last lap went to this stage."""
+        """Add the time since the last lap to this stage."""
         now = self.now()
         self.add(stage, now - self._last)
         self._last = now
 
     def restart(self) -> None:
-        """What passed since the last lap is in another stage already."""
+        """Start a new lap without adding the time since the last one."""
         self._last = self.now()
 
     def add(self, stage: str, seconds: float) -> None:
@@ -114,8 +115,8 @@ class StageSeconds:
 
 
 class RoundOutcome(NamedTuple):
-    """What became of a round of a plan."""
+    """The outcome of one round of a plan."""
 
-    exit_layer: int | None  # what drafted: a layer, `LOOKUP`, or None
-    rows: Sequence[RowOutcome]  # of the rows that had not ended before
+    exit_layer: int | None  # as in `Plan`, for this round
+    rows: Sequence[RowOutcome]  # of the rows that were alive
     seconds: StageSeconds

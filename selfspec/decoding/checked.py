@@ -1,15 +1,17 @@
-"""`CheckedPolicy`: a policy whose plans are checked before they are run."""
+"""`CheckedPolicy`: a policy whose plans are checked before they are run, and which rows may opt out of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from selfspec.control.plan import LookupTable, Plan, Policy
-from selfspec.control.rows import RowState
+from selfspec.control.plan import NUM_MATCH_BINS, UNBOUNDED_ROUNDS, LookupTable, Plan, Policy
+from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.decoding.checks import check_lookups, check_plan
 
-MOST_CHECKED = 4  # plans that are known to be fit
+MOST_CHECKED = 4  # checked plans that are remembered
+PLAIN = Plan(None, (), num_rounds=UNBOUNDED_ROUNDS)
 
 
 class Planned(Protocol):
@@ -20,12 +22,13 @@ class Planned(Protocol):
 
 
 class CheckedPolicy:
-    """Asks a policy, and refuses what rows cannot follow."""
+    """Asks a policy for plans, refuses what rows cannot follow, and drafts nothing for rows that opted out."""
 
     def __init__(self, policy: Policy, num_layers: int) -> None:
         self.policy, self._num_layers = policy, num_layers
-        self._table: tuple[LookupTable | None, int] = None, 0  # that was fit last
+        self._table: tuple[LookupTable | None, int] = None, 0  # the last one that was checked, and its rows
         self._checked: list[tuple[Plan, int, Plan]] = []  # plans, rows, and the plans as they are run; the last first
+        self._is_planned = True  # the last plan by the policy
 
     def plan(self, rows: Sequence[Planned]) -> Plan:
         """The plan of a program of these rows.
@@ -33,7 +36,12 @@ class CheckedPolicy:
         Raises:
             ValueError: the rows cannot follow it.
         """
-        asked = self.policy.plan([row.state for row in rows])
+        states = [row.state for row in rows]
+        speculate = [state.speculates for state in states]
+        self._is_planned = any(speculate)
+        if not self._is_planned:
+            return check_plan(PLAIN, len(rows), self._num_layers)
+        asked = self.policy.plan(states)
         plan = next((fit for one, count, fit in self._checked if one is asked and count == len(rows)), None)
         if plan is None:
             plan = check_plan(asked, len(rows), self._num_layers)
@@ -41,4 +49,22 @@ class CheckedPolicy:
         if plan.lookups is not None and (plan.lookups is not self._table[0] or len(rows) != self._table[1]):
             check_lookups(plan.lookups, len(rows))
             self._table = plan.lookups, len(rows)
-        return plan
+        return plan if all(speculate) else _without(plan, speculate)
+
+    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+        """Tell the policy what came of its last plan; of rounds that it did not plan it is told nothing."""
+        if self._is_planned:
+            self.policy.observe(plan, rounds)
+
+
+def _without(plan: Plan, speculate: Sequence[bool]) -> Plan:
+    """The plan without drafts and shadow picks for rows that do not speculate."""
+    none, table, shadow = (0,) * NUM_MATCH_BINS, plan.lookups, plan.shadow
+    lengths = tuple([n if may else 0 for n, may in zip(plan.draft_lengths, speculate, strict=True)])
+    if table is not None:
+        own = tuple([row if may else none for row, may in zip(table.lengths, speculate, strict=True)])
+        table = table._replace(lengths=own)
+    if shadow is not None:
+        rows = tuple([i for i in shadow.rows if speculate[i]])
+        shadow = shadow._replace(rows=rows) if rows else None
+    return replace(plan, draft_lengths=lengths, lookups=table, shadow=shadow)

@@ -215,7 +215,7 @@ class Engine:
 
     def _observe(self, plan: Plan, outcomes: Sequence[RoundOutcome]) -> None:
         clock = StageSeconds()
-        self.policy.observe(plan, outcomes)
+        self._checked.observe(plan, outcomes)
         clock.lap("control")
         outcomes[-1].seconds.control += clock.control
         self._round_seconds = outcomes[-1].seconds.total
@@ -294,12 +294,14 @@ class Engine:
         accepted, branch = min(verdict.accepted, kept), verdict.branch()
         tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
         row.keep(tokens, verdict.logits, verdict.scores)
+        logprobs = None if verdict.logprobs is None else verdict.logprobs[:kept]
+        row.logprobs += logprobs or []
         self.frequencies.add(tokens, written=True)
         beside = len(verdict.drafted) - len(branch)
         row.stats.add_round(len(branch), accepted, kept, beside)
         row.finish_reason = reason
         self._wasted += len(verdict.block) - kept
-        return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside)
+        return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside, logprobs)
 
     def _ended(self, row: Row) -> Completion | None:
         if row.finish_reason is None:

@@ -16,6 +16,7 @@ from selfspec.executors.pick import Sampling
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
 FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order
+PENALTY_NAMES = ("repetition_penalty", "no_repeat_ngram_size")  # of processors that `Sampling` has, too, in their order
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 TOP_K = 50  # what `generate` samples with where nobody names it
 
@@ -150,7 +151,8 @@ class Stored:
                 ends = target.eos_token_ids if request.eos is None else request.eos
                 processors = self._processors(request, taken, ends)
                 rest, fields = peel(processors, sampling.temperature > 0)
-                sampling = Sampling(**fields, seed=sampling.seed)
+                fields |= {name: getattr(sampling, name) for name in ("presence_penalty", "frequency_penalty", "seed")}
+                sampling = Sampling(**fields)
                 request = replace(request, sampling=sampling, logits_processor=tuple(rest))
         except (ValueError, TypeError) as problem:
             raise ValueError(f"the generation config is of no use ({problem}); {OVERRIDE}") from problem
@@ -164,6 +166,9 @@ class Stored:
             setattr(config, name, taken.get(name))
         sampling = request.sampling
         config.do_sample = sampling.temperature > 0
+        for name in PENALTY_NAMES:  # of the request, where the config's are not taken; none where that asks for nothing
+            setattr(config, name, taken.get(name, getattr(sampling, name)))
+        config.repetition_penalty = float(config.repetition_penalty)
         for name in FILTER_NAMES:
             value = getattr(sampling, name)
             setattr(config, name, None if value == OFF[name] else type(OFF[name])(value))
@@ -213,7 +218,8 @@ def _taken(config: Settings, given: set[str], temperature: float) -> Settings:
             if name not in given and stored.get(name, OFF[name]) != OFF[name]:
                 taken[name] = stored[name]
     for names in (PROCESSORS, WARPERS) if is_sampled else (PROCESSORS,):
-        taken |= {name: config[name] for name, off in names.items() if _asks(config.get(name), off)}
+        asked = {name: config[name] for name, off in names.items() if _asks(config.get(name), off)}
+        taken |= {name: value for name, value in asked.items() if name not in given}
     if "min_new_tokens" in config:
         taken.pop("min_length", None)
     if "max_new_tokens" not in given:
@@ -261,12 +267,29 @@ def _say(settings: Settings) -> str:
     return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts)
 
 
-def peel(processors: Iterable[Any], do_sample: bool) -> tuple[list[Any], dict[str, Any]]:
-    """The list, and as fields of `Sampling`, which serves all rows at once, the filters that were at its end."""
+def peel(
+    processors: Iterable[Any], do_sample: bool, row: int = 0, num_padding: int = 0
+) -> tuple[list[Any], dict[str, Any]]:
+    """The rest of the list, and as fields of `Sampling` the penalties that began it and the filters that ended it.
+
+    Args:
+        row: of the batch that the processors are for.
+        num_padding: tokens of padding before the row's own; penalties that read them stay in the list.
+    """
     rest, fields = list(processors), {"temperature": 1.0 if do_sample else 0.0}
     for kind, name in list(zip(FILTERS, FILTER_NAMES, strict=True))[::-1] if do_sample else ():
         last = rest[-1] if rest else None
         usual = getattr(last, "filter_value", -torch.inf) == -torch.inf and getattr(last, "min_tokens_to_keep", 1) == 1
         if type(last) is kind and usual and getattr(last, name) > 0:
             fields[name] = getattr(rest.pop(), name)
+    if rest and type(rest[0]) is lp.RepetitionPenaltyLogitsProcessor and _skipped(rest[0], row) == num_padding:
+        fields["repetition_penalty"] = rest.pop(0).penalty
+    if rest and type(rest[0]) is lp.NoRepeatNGramLogitsProcessor and not num_padding:
+        fields["no_repeat_ngram_size"] = rest.pop(0).ngram_size
     return rest, fields
+
+
+def _skipped(penalty: lp.RepetitionPenaltyLogitsProcessor, row: int) -> int:
+    """First tokens of a row that a repetition penalty does not count."""
+    skipped = penalty.prompt_ignore_length
+    return int(skipped[row]) if isinstance(skipped, torch.Tensor) else skipped or 0

@@ -61,6 +61,6 @@ def policy_for(
 
     made = make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
     stack, ranks = target.exact_stack if exact else target.stack, target.stack.ranks
-    made.tell_vocabulary(stack.frequencies if stack.has_draft_heads else None)
-    made.tell_copies(stack.has_copies)
+    made.set_vocabulary(stack.frequencies if stack.has_draft_heads else None)
+    made.set_copies(stack.has_copies)
     return made if ranks is None else RankZeroPolicy(made, ranks.leads, ranks.agreed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor
@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import Criterion, FinishReason
-from selfspec.errors import refuse_empty, whole
+from selfspec.errors import flag, refuse_empty, whole
+from selfspec.executors.logprobs import MOST_LOGPROBS, TokenLogprobs
 from selfspec.executors.pick import Sampling
 
 Processor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
@@ -28,11 +29,19 @@ class Options(TypedDict, total=False):
     top_k: int  # default 0: all tokens
     top_p: float  # default 1: all tokens
     min_p: float  # default 0: all tokens
+    repetition_penalty: float  # default 1; this and the next three: see `Sampling`
+    presence_penalty: float  # default 0
+    frequency_penalty: float  # default 0
+    no_repeat_ngram_size: int  # default 0
     seed: int | Sequence[int]  # default 0; a row's output depends on its prompt and its own seed alone
     stop: str | Sequence[str] | None  # texts that end the output; they are not part of it
+    stop_token_ids: Sequence[int] | None  # more tokens that end the output; they are part of it
+    ignore_eos: bool  # default False; whether the output goes on after an end-of-text token
     logits_processor: Processor | Sequence[Processor] | None
     stopping_criteria: Criterion | Sequence[Criterion] | None
     keep_logits: bool  # default False; see `Request`
+    logprobs: int | None  # default None; see `Request`
+    speculative: bool  # default True; see `Request`
     generation_config: GenerationConfig | Literal[False] | None
     """What is not named here is taken from the model's own generation config, as transformers' `generate` takes it:
     lengths, stop strings, penalties and other processors, and with `do_sample` temperature and filters. One that is
@@ -45,10 +54,15 @@ class Request:
 
     Args:
         logits_processor: pure functions of the prefix, as transformers' are; asked once per position, with its own
-            prefix.
+            prefix, after penalties.
         stopping_criteria: asked after every kept token, with `input_ids [1, length]`; the scores argument is None.
         keep_logits: keep every new token's logits `[vocab]` in `Completion.logits`, before processors, and in
-            `Completion.scores`, after processors and filters.
+            `Completion.scores`, after penalties, processors and filters.
+        stop_token_ids: tokens that end the output beside those of `eos`; the finish reason is then "stop".
+        ignore_eos: no token of `eos` ends the output.
+        logprobs: 0..20: tell every new token's log-probability and those of so many likeliest tokens, from the logits
+            before penalties, processors, temperature and filters, in `Completion.logprobs`; None: tell of none.
+        speculative: whether its tokens may be drafted.
     """
 
     prompt: Sequence[int]
@@ -59,16 +73,30 @@ class Request:
     logits_processor: Sequence[Processor] = ()
     stopping_criteria: Sequence[Criterion] = ()
     keep_logits: bool = False
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         if len(self.prompt) == 0:
             raise ValueError("prompt is empty; give at least one token to continue")
         whole("max_new_tokens", self.max_new_tokens, least=1)
         refuse_empty("stop", self.stop)
+        for token in self.stop_token_ids:
+            whole("a token id of stop_token_ids", token, least=0)
+        flag("ignore_eos", self.ignore_eos)
+        if self.logprobs is not None and whole("logprobs", self.logprobs, least=0) > MOST_LOGPROBS:
+            raise ValueError(f"logprobs must be at most {MOST_LOGPROBS} likeliest tokens, got {self.logprobs}")
         for name in ("logits_processor", "stopping_criteria"):
             for one in getattr(self, name):
                 if not callable(one):
                     raise ValueError(f"{name} must be a function or a list of functions, got {one!r}")
+        flag("speculative", self.speculative)
+
+    def with_seed(self, seed: int) -> Request:
+        """The same with other noise."""
+        return replace(self, sampling=replace(self.sampling, seed=seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +106,13 @@ class Completion:
     request_id: int
     tokens: list[int]
     text: str
-    finish_reason: FinishReason  # "eos", "stop" (a stop string or criterion), "length", "cancelled"
+    finish_reason: FinishReason  # "eos", "stop" (a stop string, stop token or criterion), "length", "cancelled"
     stats: SpecStats
     seed: int
     logits: list[Tensor] | None = None
     scores: list[Tensor] | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of every token, where asked
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it, if one did
 
 
 def make_request(
@@ -94,11 +124,19 @@ def make_request(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    no_repeat_ngram_size: int = 0,
     seed: int = 0,
     stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    ignore_eos: bool = False,
     logits_processor: Processor | Sequence[Processor] | None = None,
     stopping_criteria: Criterion | Sequence[Criterion] | None = None,
     keep_logits: bool = False,
+    logprobs: int | None = None,
+    speculative: bool = True,
 ) -> Request:
     """A request from a text or token ids and the options of `Target.generate`, checked.
 
@@ -114,7 +152,11 @@ def make_request(
     else:
         ids = [whole("a prompt's token id", i) for i in prompt]
     stops = tuple(stop or ()) if isinstance(stop, list | tuple | None) else (stop,)
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    penalties = repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed, *penalties)
+    ends: Any = () if stop_token_ids is None else stop_token_ids
+    if isinstance(ends, str) or not hasattr(ends, "__iter__"):
+        raise ValueError(f"stop_token_ids must be a list of token ids or None, got {stop_token_ids!r}")
     return Request(
         ids,
         max_new_tokens,
@@ -123,6 +165,10 @@ def make_request(
         logits_processor=_several(logits_processor),
         stopping_criteria=_several(stopping_criteria),
         keep_logits=keep_logits,
+        stop_token_ids=tuple(ends),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        speculative=speculative,
     )
 
 

@@ -8,6 +8,7 @@ from selfspec.control.plan import Plan
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.request import Completion
 from selfspec.decoding.stopping import LateText
+from selfspec.executors.logprobs import TokenLogprobs
 
 
 class RowResult(NamedTuple):
@@ -20,6 +21,7 @@ class RowResult(NamedTuple):
     num_accepted: int  # drafted tokens among `tokens`
     completion: Completion | None  # once the row has ended
     num_beside: int = 0  # tokens drafted on other branches
+    logprobs: list[TokenLogprobs] | None = None  # of `tokens`, where the request asks for them
 
     @property
     def text(self) -> str:

@@ -14,6 +14,7 @@ from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.logprobs import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,7 @@ class Row:
     stats: SpecStats = field(default_factory=SpecStats)
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, where asked
     has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine cancels it
     has_pages: bool = True  # they are given back once
     datastore: Datastore | None = None
@@ -57,8 +59,9 @@ class Row:
     def state(self) -> RowState:
         """What a policy may know of it."""
         length, processes = len(self.content), bool(self.request.logits_processor)
-        is_sampled = self.request.sampling.temperature > 0
-        return RowState(self.request_id, length, self.limit - length, self.lookup, processes, is_sampled)
+        is_sampled, speculates = self.request.sampling.temperature > 0, self.request.speculative
+        room = self.limit - length
+        return RowState(self.request_id, length, room, self.lookup, processes, is_sampled, speculates)
 
     @property
     def lookup(self) -> RowLookup:
@@ -79,9 +82,11 @@ class Row:
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         seed = self.request.sampling.seed
-        scores = (self.logits, self.scores) if self.request.keep_logits else (None, None)
-        text = self.stopper.text
-        return Completion(self.request_id, self.tokens, text, self.finish_reason, self.stats, seed, *scores)
+        logits, scores = (self.logits, self.scores) if self.request.keep_logits else (None, None)
+        text, tokens, reason = self.stopper.text, self.tokens, self.finish_reason
+        logprobs = None if self.request.logprobs is None else self.logprobs
+        ended_by = self.stopper.stop_reason(tokens) if reason == "stop" else None
+        return Completion(self.request_id, tokens, text, reason, self.stats, seed, logits, scores, logprobs, ended_by)
 
     def keep(self, tokens: list[int], logits: Tensor | None, scores: Tensor | None) -> None:
         """Take a round's kept tokens; keys and values beyond the new content are left to be overwritten."""

@@ -87,9 +87,12 @@ class Scheduler:
 
     def _row(self, request_id: int, request: Request, pages: list[int]) -> Row:
         eos = self._target.eos_token_ids if request.eos is None else request.eos
+        ends = frozenset() if request.ignore_eos else eos, frozenset(request.stop_token_ids)
         tokenizer: Tokenizer | None = self._target.tokenizer
         text = None if tokenizer is None else RowText(tokenizer, request.prompt, request.stop)
-        stopper = Stopper(self._max_new_tokens(request), eos, text, request.stop, request.stopping_criteria)
+        stopper = Stopper(
+            self._max_new_tokens(request), ends[0], text, request.stop, request.stopping_criteria, ends[1]
+        )
         return Row(request_id, request, stopper, pages, list(request.prompt))
 
     def _max_new_tokens(self, request: Request) -> int:

@@ -160,8 +160,11 @@ class Stopper:
         text: RowText | None = None,
         stop: Sequence[str] = (),
         criteria: Sequence[Criterion] = (),
+        stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.max_new_tokens, self.eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
+        self.ends = eos | stop_tokens
+        """Tokens that end the row."""
         self._by_token = bool(stop) or bool(criteria)
 
     @property
@@ -188,10 +191,10 @@ class Stopper:
                 raise
         reason: FinishReason | None = None
         kept = min(len(block), self.max_new_tokens - emitted)
-        if not self.eos.isdisjoint(block):
-            end = next(i for i, token in enumerate(block, 1) if token in self.eos)
+        if not self.ends.isdisjoint(block):
+            end = next(i for i, token in enumerate(block, 1) if token in self.ends)
             if end <= kept:
-                return end, self._push(block[:end], last=True), "eos"
+                return end, self._push(block[:end], last=True), self._reason(block[end - 1])
         if emitted + kept >= self.max_new_tokens:
             reason = "length"
         return kept, self._push(block[:kept], last=reason is not None), reason
@@ -203,8 +206,8 @@ class Stopper:
         reason: FinishReason | None = None
         text, kept = "", len(block)
         for i, token in enumerate(block):
-            if token in self.eos:
-                reason = "eos"
+            if token in self.ends:
+                reason = self._reason(token)
             text += str(self._push([token], last=False))
             asked = self._criterion([*content, *block[: i + 1]])
             if reason is None and (asked or self._stopped()):
@@ -215,6 +218,16 @@ class Stopper:
                 kept = i + 1
                 break
         return kept, text + str(self._push([], last=reason is not None)), reason
+
+    def _reason(self, token: int) -> FinishReason:
+        """Why a row ends with one of the tokens that end it."""
+        return "eos" if token in self.eos else "stop"
+
+    def stop_reason(self, tokens: Sequence[int]) -> int | str | None:
+        """The token or text that ended a row of these tokens whose finish reason is "stop"; None: a criterion did."""
+        if tokens and tokens[-1] in self.ends:
+            return tokens[-1]
+        return None if self._text is None else self._text.found
 
     def flush(self) -> str:
         """The text still held back, for a row that ends with no further token."""

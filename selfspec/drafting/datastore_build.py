@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 from selfspec.drafting.datastore_file import DEPTH, MOST_CELLS, PAGE, About, checksum, header
 from selfspec.drafting.suffixes import CHUNK, sort_suffixes
 from selfspec.errors import whole
+from selfspec.files import write_whole
 
 Tokens = Sequence[int] | NDArray[Any]
 
@@ -44,17 +43,7 @@ def build(
     size, file = whole("vocab_size", vocab_size, 1), Path(path).expanduser()
     if file.is_dir():
         raise IsADirectoryError(21, "it is a folder", str(file))
-    unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        with unfinished.open("xb+") as stream:
-            about = _write(stream, documents, tokenizer, size, say)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(unfinished, file)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    return about
+    return write_whole(file, lambda stream: _write(stream, documents, tokenizer, size, say))
 
 
 def _write(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from selfspec.control.plan import Plan
 from selfspec.executors.draft_picks import DraftPicker
+from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
 from selfspec.executors.rows import Row
 from selfspec.executors.shadow import part_of, shadow_picks
@@ -31,7 +32,7 @@ def hand_on(
 ) -> None:
     """Lessons from where each row's draft was refused; where no layer drafted, from every row that was looked at.
 
-    Rows with processors give none: what those make of the logits holds for their requests only.
+    Logits are those before penalties. Rows with processors give none: what they pick holds for their requests only.
     """
     starts, lessons = _starts(verdicts), []
     for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
@@ -76,6 +77,7 @@ def with_shadows(
     verdicts: list[Verdict],
     taps: Sequence[Tensor],  # [some of the plan's layers, N, hidden_size], in order: all of them together
     logits: Tensor,
+    penalties: Penalties | None = None,
 ) -> list[Verdict]:
     """Look at the judged positions of the rows the plan names; positions beyond a rejection say nothing."""
     assert plan.shadow is not None
@@ -101,7 +103,12 @@ def with_shadows(
     hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
     picks = torch.tensor(judged, device=logits.device)
     exact, layers = plan.shadow.exact, plan.shadow.layers
-    seen = shadow_picks(stack, picker, layers, hidden, samplings, where, logits[at], picks, exact)
+    penalty, target = None, logits[at]
+    if penalties is not None:
+        counts = {i: high - low for i, low, high in cuts}
+        penalty = penalties.along([verdict.block[: counts.get(i, 0)] for i, verdict in enumerate(verdicts)])
+        target = penalty.applied(target)
+    seen = shadow_picks(stack, picker, layers, hidden, samplings, where, target, picks, exact, penalty)
     for i, low, high in cuts:
         out[i] = out[i]._replace(shadow=part_of(seen, low, high))
     return out

@@ -11,6 +11,7 @@ from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import Plan, confidence_bin
 from selfspec.control.rows import StageSeconds
 from selfspec.drafting.early_exit import Branch
+from selfspec.executors.penalties import DraftPenalties, Penalties
 from selfspec.executors.pick import Sampling, Subset
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
@@ -20,9 +21,18 @@ from selfspec.model.stack import Stack
 
 
 class DraftPicker:
-    """Picks drafted tokens exactly as the target would, from the exit's logits: same processors, filters and noise."""
+    """Picks drafted tokens as the target would, from the exit's logits: same penalties, processors, filters, noise."""
 
-    def __init__(self, stack: Stack, picker: Picker, rows: Sequence[Row], plan: Plan, seconds: StageSeconds) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        picker: Picker,
+        rows: Sequence[Row],
+        plan: Plan,
+        seconds: StageSeconds,
+        penalties: Penalties | None = None,
+    ) -> None:
+        self._penalties = None if penalties is None else DraftPenalties(penalties)
         self._stack, self._picker, self._rows, self._plan, self._seconds = stack, picker, rows, plan, seconds
         self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
         self._processes = any(row.request.logits_processor for row in rows)
@@ -36,12 +46,17 @@ class DraftPicker:
         rows = [self._rows[i] for i in members]
         logits, tokens = self._logits(hidden)
         self._seconds.lap("head")
+        if self._penalties is not None:
+            penalty = self._penalties.at(members)
+            logits = penalty.applied(logits, None if tokens is None else tokens.tokens)
         if self._processes:
             pairs = zip(members, logits, strict=True)
             logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
         positions = [len(row.content) + step for row in rows]
         samplings = [row.request.sampling for row in rows]
         picks, sure, seconds = self._picks(logits, samplings, positions, tokens)
+        if self._penalties is not None:
+            self._penalties.add(picks)
         going = members if sure is None else self._confident(sure.tolist(), members)
         if seconds is not None:
             for i, token in zip(members, seconds.tolist(), strict=True):

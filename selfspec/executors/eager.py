@@ -17,12 +17,14 @@ from selfspec.drafting.early_exit import Draft, DraftRow, draft_by_exit
 from selfspec.drafting.prompt_lookup import given_draft
 from selfspec.executors.after_round import Teach, hand_on, with_divergences, with_shadows
 from selfspec.executors.draft_picks import DraftPicker
+from selfspec.executors.logprobs import token_logprobs
+from selfspec.executors.penalties import Penalties, paths_to
 from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
 from selfspec.executors.program import Executed, Executor, RoundDraft
 from selfspec.executors.rows import Row
-from selfspec.executors.verdict import Verdict, drawable, walk
+from selfspec.executors.verdict import Verdict, accept, drawable, walk
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps
 
@@ -52,7 +54,8 @@ class EagerExecutor(Executor):
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
         plan, seconds = draft.plan, self.new_seconds()
         tapped = plan.shadow.layers if plan.shadow is not None else ()
-        drafted, chooser = self._draft(rows, draft, seconds, tapped)
+        penalties = Penalties.of(rows, self.stack.vocab_size, self.stack.device)
+        drafted, chooser = self._draft(rows, draft, seconds, tapped, penalties)
         start = 0 if drafted.is_unread else plan.exit_layer or 0
         trees = drafted.trees or [None] * len(rows)
         spans = [
@@ -67,7 +70,7 @@ class EagerExecutor(Executor):
         logits = self.stack.logits(hidden)
         seconds.lap("head")
         positions = [at + 1 for span in spans for at in span.positions()]
-        verdicts, scores = self._accept(rows, drafted, logits, positions)
+        verdicts, scores = self._accept(rows, drafted, logits, positions, penalties)
         seconds.lap("pick")
         if drafted.trees is not None:
             settle(self.cache, rows, verdicts)
@@ -79,14 +82,19 @@ class EagerExecutor(Executor):
         if plan.shadow is not None:
             seen = [h for h in (later or {}).values() if h is not None]
             taps = [*([] if drafted.taps is None else [drafted.taps]), *([torch.stack(seen)] if seen else [])]
-            verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, taps, logits)
+            verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, taps, logits, penalties)
             seconds.lap("shadow")
         if self._teach is not None:
             hand_on(self._teach, rows, plan, verdicts, drafted.hidden, taps, logits)
         return Executed(plan.exit_layer if any(drafted.lengths) else None, verdicts, seconds)
 
     def _draft(
-        self, rows: Sequence[Row], draft: RoundDraft, seconds: StageSeconds, tapped: Sequence[int]
+        self,
+        rows: Sequence[Row],
+        draft: RoundDraft,
+        seconds: StageSeconds,
+        tapped: Sequence[int],
+        penalties: Penalties | None,
     ) -> tuple[Draft, DraftPicker | None]:
         """The round's draft, and who picked its tokens, if a layer drafted."""
         plan, device, ends = draft.plan, self.stack.device, [row.content[-1] for row in rows]
@@ -97,24 +105,27 @@ class EagerExecutor(Executor):
             return Draft(last, last, [0] * len(rows)), None
         plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
-        chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds)
+        chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
         beside = None if plan.second_choices is None else chooser.branches
         last = torch.tensor(ends, device=device)
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.stack, self.cache, places, last, exit_layer, chooser, tapped, beside), chooser
 
     def _accept(
-        self, rows: Sequence[Row], draft: Draft, logits: Tensor, positions: Sequence[int]
+        self,
+        rows: Sequence[Row],
+        draft: Draft,
+        logits: Tensor,
+        positions: Sequence[int],
+        penalties: Penalties | None,
     ) -> tuple[list[Verdict], Tensor]:
         """The longest prefix of each draft that equals the target's picks, and the pick after it.
 
         Also the scores `[N, vocab]` that all were picked from.
         """
-        owners = [row for row, n in zip(rows, draft.lengths, strict=True) for _ in range(n + 1)]
-        scores = logits
-        if any(row.request.logits_processor for row in rows):
-            scores = process_packed(rows, draft.lengths, draft.tokens.tolist(), logits, draft.trees)
-        samplings = [row.request.sampling for row in owners]
+        owners = [i for i, n in enumerate(draft.lengths) for _ in range(n + 1)]
+        scores = _processed(rows, owners, draft, logits, penalties)
+        samplings = [rows[i].request.sampling for i in owners]
         picks = self.picker(scores, samplings, positions).tokens
         known = [draft.tokens, picks]
         if any(sampling.temperature > 0 for sampling in samplings):
@@ -126,8 +137,7 @@ class EagerExecutor(Executor):
             tree = None if draft.trees is None else draft.trees[i]
             path: Sequence[int]
             if tree is None:
-                accepted = next((i for i, (g, o) in enumerate(zip(guess, own, strict=False)) if g != o), drafted)
-                path = range(accepted + 1)
+                path = range(accept(guess, own) + 1)
             else:
                 path = walk(tree, guess, own)
             if drawn and row.request.sampling.temperature > 0:
@@ -138,9 +148,26 @@ class EagerExecutor(Executor):
             raw = logits[kept].clone() if keep else None
             filtrate = filtered(scores[kept], row.request.sampling).clone() if keep else None
             chain = 0 if draft.chains is None else draft.chains[i]
-            verdicts.append(Verdict(guess, path, block, raw, filtrate, tree, chain))
+            asked = row.request.logprobs
+            told = None if asked is None else token_logprobs(logits[kept], block, asked)
+            verdicts.append(Verdict(guess, path, block, raw, filtrate, tree, chain, logprobs=told))
             at += drafted + 1
         return verdicts, scores
+
+
+def _processed(
+    rows: Sequence[Row], owners: Sequence[int], draft: Draft, logits: Tensor, penalties: Penalties | None
+) -> Tensor:
+    """Logits `[N, vocab]` after penalties and processors, at every packed token with that token's own prefix."""
+    processes = any(row.request.logits_processor for row in rows)
+    if penalties is None and not processes:
+        return logits
+    paths = paths_to(draft.lengths, draft.trees)
+    if penalties is not None:
+        longest = max(map(len, paths))
+        index = penalties.sent([[*path, *[0] * (longest - len(path))] for path in paths])
+        logits = penalties.at(owners, draft.tokens[index], [len(path) for path in paths]).applied(logits)
+    return process_packed(rows, owners, paths, draft.tokens.tolist(), logits) if processes else logits
 
 
 def _with_chosen(verdicts: list[Verdict], chooser: DraftPicker, plan: Plan, scores: Tensor) -> list[Verdict]:

@@ -33,13 +33,21 @@ LIKELIEST = 256  # tokens that top-p looks at first
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a row picks: the field's usual names, applied in transformers' order (temperature, top-k, top-p, min-p)."""
+    """How a row picks: the field's usual names.
+
+    Penalties come first, see `selfspec.executors.penalties`; then the request's logits processors; then temperature,
+    top-k, top-p and min-p, in transformers' order.
+    """
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of likeliest tokens with this probability
     min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest
     seed: int = 0
+    repetition_penalty: float = 1.0  # above 0: divides logits of tokens in prompt and output, multiplies negative ones
+    presence_penalty: float = 0.0  # -2..2: is subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # -2..2: likewise, once for each time that the output holds the token
+    no_repeat_ngram_size: int = 0  # no n tokens stand twice in prompt and output; 0 allows all
 
     def __post_init__(self) -> None:
         if not (is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
@@ -57,10 +65,29 @@ class Sampling:
             raise ValueError(f"min_p must lie in [0, 1] (0 keeps all tokens), {got(self.min_p)}")
         if not -(1 << 63) <= whole("seed", self.seed) < 1 << 63:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
+        if not (is_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
+            raise ValueError(
+                f"repetition_penalty must be a number above 0 (1 changes nothing), {got(self.repetition_penalty)}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not (is_number(value) and -2 <= value <= 2):
+                raise ValueError(f"{name} must be a number in [-2, 2] (0 changes nothing), {got(value)}")
+        if whole("no_repeat_ngram_size", self.no_repeat_ngram_size) < 0:
+            raise ValueError(f"no_repeat_ngram_size must be at least 0 (0 allows all), got {self.no_repeat_ngram_size}")
 
     @property
     def filters(self) -> tuple[float, int, float, float]:
         return (self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def penalties(self) -> tuple[float, float, float, int]:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether its picks depend on which tokens the row holds."""
+        return self.penalties != (1.0, 0.0, 0.0, 0)
 
 
 class _TopP:
@@ -129,7 +156,7 @@ def scored(
     """The scores `[N, vocab]` whose argmax is the pick: logits when greedy, else filtered logits plus noise.
 
     Args:
-        logits: fp32 `[N, vocab]`, after any logits processor.
+        logits: fp32 `[N, vocab]`, after penalties and any logits processor.
         samplings: how each of the N positions' rows picks.
         positions: int64 `[N]`, the index in its row's content of the token to be picked.
         noise: where the same noise is kept, if it is.

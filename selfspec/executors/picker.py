@@ -59,7 +59,7 @@ def told_of(samplings: Sequence[Sampling]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _told(sampling: Sampling) -> bytes:
-    return told(*sampling.filters, sampling.seed)
+    return told(*sampling.filters, sampling.seed, *sampling.penalties)
 
 
 @lru_cache(maxsize=1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
+from selfspec.executors.penalties import Penalties, Text
 from selfspec.executors.picker import Picker
 from selfspec.executors.rows import Row
 from selfspec.executors.shadow import shadow_picks
@@ -57,7 +59,7 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
 def _look(row: Row, start: int, count: int, at: int, policy: Policy) -> _Look | None:
     """What to look at of the prompt tokens [start, start + count), which begin at `at` in the packed call."""
     first = max(start, len(row.content) - 1 - SEED_POSITIONS)
-    if row.request.logits_processor or first >= start + count:
+    if row.request.logits_processor or not row.request.speculative or first >= start + count:
         return None
     layers = tuple(policy.seed_layers(row.state))
     return _Look(row, layers, slice(at + first - start, at + count), first) if layers else None
@@ -65,9 +67,16 @@ def _look(row: Row, start: int, count: int, at: int, policy: Policy) -> _Look | 
 
 def _show(stack: Stack, picker: Picker, look: _Look, last: Tensor, taps: Taps, policy: Policy) -> None:
     final = last[look.where]
-    samplings = [look.row.request.sampling] * len(final)
-    positions = range(look.first + 1, look.first + 1 + len(final))
-    logits = stack.logits(final)
+    sampling, content, start = look.row.request.sampling, look.row.content, look.first + 1
+    samplings = [sampling] * len(final)
+    positions = range(start, start + len(final))
+    logits, penalty = stack.logits(final), None
+    if sampling.penalizes:
+        as_prompt = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0)  # nothing is output yet
+        penalties = Penalties([Text(as_prompt, content[:start], start)], stack.vocab_size, stack.device)
+        penalty = penalties.along([content[start : start + len(final)]])
+        logits = penalty.applied(logits)
     judged = picker(logits, samplings, positions).tokens
     hidden = torch.stack([taps[layer][look.where] for layer in look.layers])  # type: ignore[index]
-    policy.seed(look.row.state, shadow_picks(stack, picker, look.layers, hidden, samplings, positions, logits, judged))
+    seen = shadow_picks(stack, picker, look.layers, hidden, samplings, positions, logits, judged, penalty=penalty)
+    policy.seed(look.row.state, seen)

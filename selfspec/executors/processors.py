@@ -8,33 +8,21 @@ import torch
 from torch import Tensor
 
 from selfspec.executors.rows import Row
-from selfspec.model.kv_cache import Tree
 
 
 def process_packed(
-    rows: Sequence[Row],
-    lengths: Sequence[int],
-    fed: list[int],
-    logits: Tensor,
-    trees: Sequence[Tree | None] | None = None,
+    rows: Sequence[Row], owners: Sequence[int], paths: Sequence[Sequence[int]], fed: list[int], logits: Tensor
 ) -> Tensor:
     """Apply each row's processors at every position, each with its own prefix: the content and the drafts before it.
 
     Args:
-        lengths: drafted tokens per row.
+        owners: of every packed token, the index of its row.
+        paths: of every packed token, the packed drafted tokens on the way to it, with its own.
         fed: every packed token, row after row: the row's last token, then its drafts.
         logits: `[N, vocab]`, at those tokens.
-        trees: per row, how its tokens go on from each other; None: one after the other.
     """
-    out, at = [], 0
-    for row, drafted, tree in zip(rows, lengths, trees or [None] * len(rows), strict=True):
-        tokens = fed[at : at + drafted + 1]
-        before: list[list[int]] = [[]]
-        for j in range(1, drafted + 1):
-            before.append([*before[j - 1 if tree is None else tree.parents[j]], tokens[j]])
-        out += [process(row, before[j], logits[at + j]) for j in range(drafted + 1)]
-        at += drafted + 1
-    return torch.stack(out)
+    each = zip(owners, paths, logits, strict=True)
+    return torch.stack([process(rows[i], [fed[at] for at in path], one) for i, path, one in each])
 
 
 def process(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ class Stopper(Protocol):
     """Which tokens end a row."""
 
     @property
-    def eos(self) -> Collection[int]: ...
+    def ends(self) -> Collection[int]: ...
 
 
 class Request(Protocol):
@@ -27,12 +27,17 @@ class Request(Protocol):
     def logits_processor(self) -> Sequence[Any]: ...
     @property
     def keep_logits(self) -> bool: ...
+    @property
+    def speculative(self) -> bool: ...
+    @property
+    def logprobs(self) -> int | None: ...
 
 
 class Row(Protocol):
     """A sequence. Valid keys and values: those of its first `num_cached` tokens; all but the last once it decodes."""
 
     num_cached: int
+    num_prompt_tokens: int
 
     @property
     def request_id(self) -> int: ...

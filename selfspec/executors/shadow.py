@@ -14,6 +14,7 @@ from torch import Tensor
 from selfspec.control.rows import Shadow
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.shadow import can_look, look
+from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling, filtered
 from selfspec.executors.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel
@@ -30,18 +31,19 @@ def shadow_picks(
     hidden: Tensor,  # [layers, N, hidden_size], after each of them
     samplings: Sequence[Sampling],  # per position
     positions: Sequence[int],  # [N]: index in its row's content of the token picked there
-    target: Tensor,  # [N, vocab]: the target's logits
+    target: Tensor,  # [N, vocab]: the target's logits, after penalties
     judged: Tensor,  # int64 [N]: its picks
     exact: bool = False,
+    penalty: Penalty | None = None,
 ) -> Shadow:
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
     if not exact and picker.is_compiled and isinstance(stack.compiled, CompiledBody) and can_look(stack.compiled):
-        hits, sure = in_one_call(stack, stack.compiled, layers, hidden, samplings, positions, target, judged)
+        hits, sure = in_one_call(stack, stack.compiled, layers, hidden, samplings, positions, target, judged, penalty)
     elif not exact:
-        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged)
+        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged, penalty)
     if hits is None or sure is None:
-        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged)
+        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged, penalty)
     if hits.device.type == "cpu":
         return Shadow(tuple(layers), hits.numpy(), sure.float().numpy())
     told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
@@ -57,13 +59,14 @@ def in_one_call(
     positions: Sequence[int],
     target: Tensor,
     judged: Tensor,
+    penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `over_shortlist` gives, with the same arguments, in one call."""
     heads = stack.exit_heads  # read once: another thread may set it
     if heads is not None:
         hidden = heads.of_layers(hidden, layers)
     num_likely = min(NUM_TOP, target.shape[1]) - 1
-    return look(body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others)
+    return look(body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others, penalty)
 
 
 def over_shortlist(
@@ -75,6 +78,7 @@ def over_shortlist(
     positions: Sequence[int],
     target: Tensor,
     judged: Tensor,
+    penalty: Penalty | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Hits, bool, and confidences, fp32, `[layers, N]`, or None where the head is of an unknown kind.
 
@@ -86,6 +90,8 @@ def over_shortlist(
     logits = stack.short_logits(hidden, top, layers)
     if logits is None:
         return None, None
+    if penalty is not None:
+        logits = penalty.applied(logits, torch.cat((top, stack.others.expand(len(top), -1)), 1))
     twice = (stack.others[:, None] == top[:, None, :]).any(-1)  # [N, others]
     num_top, num_others = top.shape[1], len(stack.others)
     logits[:, :, num_top:].masked_fill_(twice, float("-inf"))
@@ -120,6 +126,7 @@ def _over_vocabulary(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     judged: Tensor,
+    penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Hits and confidences `[layers, N]`."""
     count = hidden.shape[1]
@@ -127,8 +134,9 @@ def _over_vocabulary(
     hits, sure = [], []
     for first in range(0, len(layers), per_call):
         some = layers[first : first + per_call]
-        logits = stack.early_logits(hidden[first : first + per_call], some).flatten(0, 1)
-        picks = picker(logits, [*samplings] * len(some), [*positions] * len(some), with_sure=True)
+        logits = stack.early_logits(hidden[first : first + per_call], some)
+        logits = logits if penalty is None else penalty.applied(logits)
+        picks = picker(logits.flatten(0, 1), [*samplings] * len(some), [*positions] * len(some), with_sure=True)
         assert picks.sure is not None
         hits.append(picks.tokens == judged.repeat(len(some)))
         sure.append(picks.sure)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from selfspec.control.rows import RowOutcome, Shadow
+from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.executors.rows import Row
 from selfspec.model.kv_cache import Tree
 
@@ -27,6 +28,7 @@ class Verdict(NamedTuple):
     shadow: Shadow | None = None
     match: int = 0  # of a draft by lookup: tokens of the match that it follows
     is_stored: bool = False  # whether that draft came from a corpus
+    logprobs: list[TokenLogprobs] | None = None  # of the block, where the row asks for them
 
     @property
     def accepted(self) -> int:
@@ -79,6 +81,19 @@ class Verdict(NamedTuple):
         return self.accepted > right
 
 
+def accept(drafted: Sequence[int], picks: Sequence[int]) -> int:
+    """The acceptance rule: how many drafted tokens are kept, which is up to the first that is not the target's pick.
+
+    Draft and target pick with the same noise, so this holds at every temperature, and the output is plain decoding's.
+    `kernels/cpu/round.cpp` and `kernels/fused_accept.py` have the same rule for rounds that run outside Python.
+
+    Args:
+        drafted: n tokens.
+        picks: the target's, at the n drafted positions and after the last.
+    """
+    return next((i for i, (token, pick) in enumerate(zip(drafted, picks, strict=False)) if token != pick), len(drafted))
+
+
 def walk(tree: Tree, guesses: Sequence[int], picks: Sequence[int]) -> list[int]:
     """From node 0 on to the child that equals the target's pick, as far as there is one: the nodes on the way.
 
@@ -109,5 +124,5 @@ def drawable(row: Row, path: Sequence[int], drawn: Sequence[int]) -> Sequence[in
     with row.blamed():
         raise ValueError(
             f"no token can be sampled at position {len(row.content)}, where all logits are -inf or one of them is no "
-            "number; let logits_processor leave a token"
+            "number; let logits_processor and no_repeat_ngram_size leave a token"
         )

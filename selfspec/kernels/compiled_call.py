@@ -48,7 +48,10 @@ class Call(Structure):
 
 
 class How(Structure):
-    _fields_ = (*_all("temperature top_p min_p", c_float), *_all("top_k seed", c_int64))
+    _fields_ = (
+        *_all("temperature top_p min_p repetition presence frequency", c_float),
+        *_all("top_k seed ngram", c_int64),
+    )
 
 
 class Stop(Structure):
@@ -69,6 +72,7 @@ class Drafting(Structure):
         *_all("stop", Stop),
         *_all("counts tokens seconds sure hidden taken waits", c_void_p),
         *_all("num_kept", c_int64),
+        *_all("histories places", c_void_p),
     )
 
 
@@ -92,7 +96,9 @@ class Judging(Structure):
         *_all("are_copies longest few threads_few threads", c_int64),
         *_all("seconds", c_void_p),
         *_all("most", c_int64),
-        *_all("counts tokens parents chains accepted path picks taps logits taken", c_void_p),
+        *_all("counts tokens parents chains accepted path picks taps logits taken num_likely", c_void_p),
+        *_all("most_likely", c_int64),
+        *_all("logprobs ranks likely likely_logprobs", c_void_p),
     )
 
 
@@ -102,7 +108,7 @@ class Program(Structure):
         *_all("seconds", c_double),
         *_all("rooms ends stops indices lengths gains needs", c_void_p),
         *_all("num_needs", c_int64),
-        *_all("given matches", c_void_p),
+        *_all("given matches texts text_ends num_prompts", c_void_p),
         *_all("done", c_int64),
     )
 
@@ -112,6 +118,7 @@ class Looking(Structure):
         *_all("num_layers num_positions hidden vocab num_likely num_others", c_int64),
         *_all("head bias norm others states target judged how positions hits sure", c_void_p),
         *_all("eps", c_float),
+        *_all("known added", c_void_p),
     )
 
 

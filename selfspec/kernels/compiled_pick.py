@@ -22,9 +22,19 @@ class Picks(NamedTuple):
     seconds: Tensor | None  # int64 [N], what would have been picked instead, where asked
 
 
-def told(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> bytes:
-    """How a row picks, as `compiled_pick` is told."""
-    return bytes(c.How(temperature, top_p, min_p, top_k, seed))
+def told(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    ngram: int = 0,
+) -> bytes:
+    """How a row picks, as compiled functions are told. `compiled_pick` takes logits after penalties, whatever these."""
+    return bytes(c.How(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
 
 
 def compiled_pick(

@@ -145,12 +145,18 @@ def _mask(group: Group, reach: Reach, dtype: torch.dtype) -> Tensor:
         seen = keys <= at
     else:
         keys = group.branches.positions[:, None, None, :]
-        seen = group.branches.seen[:, None].clone()
-    if reach.window is not None:
-        seen &= at - keys < reach.window
-    if reach.chunk is not None:
-        seen &= keys // reach.chunk == at // reach.chunk
+        seen = group.branches.seen[:, None]
+    seen = limit_reach(seen, at, keys, reach)
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(~seen, float("-inf"))
+
+
+def limit_reach(seen: Tensor, at: Tensor, keys: Tensor, reach: Reach) -> Tensor:
+    """`seen`, without the keys at positions that queries at `at` cannot reach; all three tensors broadcast."""
+    if reach.window is not None:
+        seen = seen & (at - keys < reach.window)
+    if reach.chunk is not None:
+        seen = seen & (keys // reach.chunk == at // reach.chunk)
+    return seen
 
 
 def _read(pages: Tensor, group: Group) -> Tensor:

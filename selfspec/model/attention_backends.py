@@ -46,12 +46,12 @@ def importable(device: torch.device | str) -> dict[str, Backend]:
     found = {"sdpa": Backend("sdpa", attend_rows)}
     if torch.device(device).type == "cuda":
         if has_triton():
-            found["triton"] = Backend("triton", _triton)
+            found["triton"] = Backend("triton", _else_sdpa(_triton))
         if importlib.util.find_spec("flash_attn") is not None and _flash_function() is not None:
-            found["flash"] = Backend("flash", _flash, FLASH_PAGE)
+            found["flash"] = Backend("flash", _else_sdpa(_flash), FLASH_PAGE)
         if _varlen_function() is not None:
-            found["varlen"] = Backend("varlen", _varlen, FLASH_PAGE)
-    found["reference"] = Backend("reference", _reference)
+            found["varlen"] = Backend("varlen", _else_sdpa(_varlen), FLASH_PAGE)
+    found["reference"] = Backend("reference", _else_sdpa(_reference))
     return found
 
 
@@ -127,86 +127,82 @@ def _trees(rows: PackedRows) -> Trees | None:
     )
 
 
-def _reference(
-    rows: PackedRows,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    reach: Reach,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    if not fits_masks(rows.spans):
-        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
-    return reference.attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
+class Call(NamedTuple):
+    """The arguments of `attend_rows`."""
+
+    rows: PackedRows
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    reach: Reach
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
-def _triton(
-    rows: PackedRows,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    reach: Reach,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    if not fits_masks(rows.spans):
-        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
+def _else_sdpa(serve: Callable[[Call], Tensor | None]) -> Attend:
+    """An attention function that leaves to `attend_rows` the calls for which `serve` returns None."""
+
+    def attend(*given: Any) -> Tensor:
+        call = Call(*given)
+        out = serve(call)
+        return attend_rows(*call) if out is None else out
+
+    return attend
+
+
+def _reference(call: Call) -> Tensor | None:
+    return _by_kernel(call, reference.attend)
+
+
+def _triton(call: Call) -> Tensor | None:
     from selfspec.kernels.paged_attention import attend
 
+    return _by_kernel(call, attend)
+
+
+def _by_kernel(call: Call, attend: Callable[..., Tensor]) -> Tensor | None:
+    if not fits_masks(call.rows.spans):
+        return None
+    rows, queries, keys, values, reach, scale, softcap, sinks = call
     return attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
 
 
-def _flash(
-    rows: PackedRows,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    reach: Reach,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    call = _flash_function()
-    if call is None or sinks is not None or not _flash_serves(rows, queries, reach):
-        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
-    layout = layout_of(rows)
-    fed, held = _cumulative(rows, layout)
-    return call(
-        queries.transpose(0, 1), keys, values, fed, held, layout.most_new, layout.most_tokens, softmax_scale=scale,
-        causal=True, window_size=_sides(reach), softcap=softcap or 0.0, block_table=layout.pages,
+def _flash(call: Call) -> Tensor | None:
+    function = _flash_function()
+    if function is None or not _flash_serves(call):
+        return None
+    layout = layout_of(call.rows)
+    fed, held = _cumulative(call.rows, layout)
+    return function(
+        call.queries.transpose(0, 1), call.keys, call.values, fed, held, layout.most_new, layout.most_tokens,
+        softmax_scale=call.scale, causal=True, window_size=_sides(call.reach), softcap=call.softcap or 0.0,
+        block_table=layout.pages,
     )  # fmt: skip
 
 
-def _varlen(
-    rows: PackedRows,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    reach: Reach,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    call = _varlen_function()
-    if call is None or softcap is not None or sinks is not None or not _flash_serves(rows, queries, reach):
-        return attend_rows(rows, queries, keys, values, reach, scale, softcap, sinks)
-    layout = layout_of(rows)
-    fed, held = _cumulative(rows, layout)
-    return call(
-        queries.transpose(0, 1), keys, values, fed, held, layout.most_new, layout.most_tokens, scale=scale,
-        window_size=(-1, 0) if reach.window is None else _sides(reach), enable_gqa=True,
+def _varlen(call: Call) -> Tensor | None:
+    function = _varlen_function()
+    if function is None or call.softcap is not None or not _flash_serves(call):
+        return None
+    layout = layout_of(call.rows)
+    fed, held = _cumulative(call.rows, layout)
+    return function(
+        call.queries.transpose(0, 1), call.keys, call.values, fed, held, layout.most_new, layout.most_tokens,
+        scale=call.scale, window_size=(-1, 0) if call.reach.window is None else _sides(call.reach), enable_gqa=True,
         seqused_k=layout.lengths, block_table=layout.pages,
     )  # fmt: skip
 
 
-def _flash_serves(rows: PackedRows, queries: Tensor, reach: Reach) -> bool:
-    paged = rows.cache.page_size % FLASH_PAGE == 0
-    kind = queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0 and queries.shape[-1] <= 256
-    chains = all(span.tree is None for span in rows.spans)
-    return paged and kind and chains and reach.chunk is None
+def _flash_serves(call: Call) -> bool:
+    dtype, head_dim = call.queries.dtype, call.queries.shape[-1]
+    return (
+        call.rows.cache.page_size % FLASH_PAGE == 0
+        and (dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256)
+        and all(span.tree is None for span in call.rows.spans)
+        and call.reach.chunk is None
+        and call.sinks is None
+    )
 
 
 def _sides(reach: Reach) -> tuple[int, int]:

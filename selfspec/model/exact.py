@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.exact_attention import NAME, Tile, attend_exactly
+from selfspec.model.attention_backends import Backend
+from selfspec.model.exact_attention import Tile, attend_exactly
 from selfspec.model.exact_check import difference
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.model.self_check import check_part_heads
 from selfspec.model.stack import Stack, Taps
-
-AttentionInterface.register(NAME, attend_exactly)  # no mask function: transformers then builds no mask
 
 ROWS, CPU_ROWS = 64, 8  # on a CPU, idle tokens are not free
 WIDE = 128
@@ -49,9 +47,9 @@ class ExactStack(Stack):
     def __init__(self, source: Stack, rows: int | None = None, wide: int = WIDE) -> None:
         self._source, self.wide = source, wide
         self.rows = rows or (CPU_ROWS if source.device.type == "cpu" else ROWS)
-        super().__init__(source.model, "sdpa")  # by name alone: it attends in a way of its own
+        super().__init__(source.model, "sdpa")
+        self.backend = Backend("exact", attend_exactly)
         _settle_experts(self._twin)
-        self._twin.set_attn_implementation(NAME)
         check_part_heads(self)
         differs = difference(self)
         if differs:

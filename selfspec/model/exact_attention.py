@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.model.attention import Reach, chunk_size
-
-if TYPE_CHECKING:
-    from selfspec.model.exact import BlockRows
-
-NAME = "selfspec_exact"
+from selfspec.model.attention import Reach, limit_reach
+from selfspec.model.kv_cache import PackedRows
 
 
 class Tile(NamedTuple):
@@ -31,40 +27,31 @@ class Tile(NamedTuple):
 
 
 def attend_exactly(
-    module: torch.nn.Module,
-    query: Tensor,  # [1, heads, N, head_dim]
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    packed: BlockRows | None = None,
+    rows: Any,  # `selfspec.model.exact.BlockRows`
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+    scale: float,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for `transformers.AttentionInterface`: returns `[1, N, heads, head_dim]` and no weights."""
-    if attention_mask is not None:
-        raise ValueError("the model hands its attention a mask of its own, which packed rows do not have")
-    rows: BlockRows = packed if packed is not None else key.packed  # type: ignore[attr-defined]
-    layer_idx: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    reach = Reach(sliding_window, chunk_size(module, layer_idx))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Does what `attend_rows` does, tile by tile, in calls whose shapes depend on the tiles' positions alone."""
+    heads, num_tokens, head_dim = queries.shape
+    out = queries.new_zeros(num_tokens, heads, values.shape[-1])
     for tile in rows.tiles:
         low = _lowest(tile, reach)
-        q = query.new_zeros(1, query.shape[1], tile.size, query.shape[-1])
+        q = queries.new_zeros(1, heads, tile.size, head_dim)
         mine = slice(tile.slot, tile.slot + tile.num)
-        q[:, :, mine] = query[:, :, tile.at : tile.at + tile.num]
+        q[0, :, mine] = queries[:, tile.at : tile.at + tile.num]
         k, v = _laid_out(keys, tile, low), _laid_out(values, tile, low)
         mask = _mask(rows, tile, low, reach, q)
-        if softcap is None and s_aux is None:
+        if softcap is None and sinks is None:
             result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         else:
-            result = _spelt_out(q, k, v, mask, scale, softcap, s_aux)
+            result = _spelt_out(q, k, v, mask, scale, softcap, sinks)
         out[tile.at : tile.at + tile.num] = result[0, :, mine].transpose(0, 1)
-    return out[None], None
+    return out
 
 
 def _lowest(tile: Tile, reach: Reach) -> int:
@@ -89,18 +76,14 @@ def _laid_out(storage: Tensor, tile: Tile, low: int) -> Tensor:
     return laid[None]
 
 
-def _mask(rows: BlockRows, tile: Tile, low: int, reach: Reach, like: Tensor) -> Tensor:
+def _mask(rows: PackedRows, tile: Tile, low: int, reach: Reach, like: Tensor) -> Tensor:
     """Additive mask `[size, keys]`: 0 where a slot may look, -inf elsewhere. The same for every row at this tile."""
     known = ("mask", tile.first, reach)
     mask: Tensor | None = rows.plans.get(known)
     if mask is None:
         at = torch.arange(tile.first, tile.first + tile.size, device=like.device)[:, None]
         keys = torch.arange(low, tile.first + tile.size, device=like.device)
-        seen = keys <= at
-        if reach.window is not None:
-            seen &= at - keys < reach.window
-        if reach.chunk is not None:
-            seen &= keys // reach.chunk == at // reach.chunk
+        seen = limit_reach(keys <= at, at, keys, reach)
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
         rows.plans[known] = mask
     return mask

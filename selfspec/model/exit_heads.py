@@ -8,10 +8,7 @@ block's size; these see a single position and are smaller still).
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_bytes
 from torch import Tensor, nn
+
+from selfspec.files import write_whole
 
 FILE = "exit_heads.safetensors"  # beside a model's weights, or in a folder of its own
 FORMAT = "selfspec exit heads 1"
@@ -85,18 +84,7 @@ class ExitHeads(nn.Module):
         about = {"layers": list(self.layers), "hidden_size": self.hidden_size, "rank": self.rank}
         metadata = {"format": FORMAT, "about": json.dumps(about), "weights": self.weights}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{FILE}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(as_bytes(tensors, metadata))
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(name, 0o666 & ~_umask())  # mkstemp lets nobody else read
-            os.replace(name, file)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(file, lambda stream: stream.write(as_bytes(tensors, metadata)))
         return file
 
     @classmethod
@@ -136,9 +124,3 @@ class ExitHeads(nn.Module):
                 f"exit_heads are of a model of width {self.hidden_size} with more than {self.layers[-1]} layers, and "
                 f"this one has width {hidden_size} and {num_layers} layers; train heads for it"
             )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

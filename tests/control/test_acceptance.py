@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eval.replay import replay
 from selfspec.control.acceptance import Agreement, SecondRates, Tracker, is_prior, likely_seconds, read_prior
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.decay import Decayed, Passed
+from selfspec.control.decay import Decayed, TokenClock
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices, confidence_bin
 from selfspec.control.rows import Shadow
 from tests.control.test_adaptive import LAYERS, traces
@@ -24,7 +24,7 @@ from tests.eval.replays import made_up_costs
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.floats(0, 4000), st.booleans()), max_size=30))
 def test_an_observation_counts_half_after_every_half_life_whenever_it_is_asked_for(seen):
-    clock, half_life = Passed(), 50.0
+    clock, half_life = TokenClock(), 50.0
     counts = Decayed((3,), half_life, clock)
     for cell, amount, tokens, asks in seen:
         counts.add(cell, amount)
@@ -207,7 +207,7 @@ def test_a_state_of_something_else_is_refused(given_):
 
 
 def test_full_agreement_is_believed_until_something_came():
-    copies = Agreement(LAYERS, Passed())
+    copies = Agreement(LAYERS, TokenClock())
     assert copies.pooled == 1 and not copies.is_good and (copies.ratios() == 1).all()
     copies.add(2, 10.0, 40.0)
     assert 0.25 < copies.pooled < 0.75 and copies.is_known and not copies.is_good
@@ -216,7 +216,7 @@ def test_full_agreement_is_believed_until_something_came():
 
 
 def test_agreement_is_never_more_than_full_and_older_observations_fade():
-    passed = Passed()
+    passed = TokenClock()
     copies = Agreement(LAYERS, passed)
     copies.add(1, 0.0, 60.0)
     before = copies.pooled
@@ -227,7 +227,7 @@ def test_agreement_is_never_more_than_full_and_older_observations_fade():
 
 
 def test_agreement_is_known_after_tens_of_tokens():
-    copies = Agreement(LAYERS, Passed())
+    copies = Agreement(LAYERS, TokenClock())
     known = []
     for _ in range(100):
         copies.add(1, 0.95, 1.0)
@@ -236,21 +236,21 @@ def test_agreement_is_known_after_tens_of_tokens():
 
 
 def test_a_later_agreement_starts_from_what_was_seen_and_from_nothing_that_is_nonsense():
-    passed = Passed()
+    passed = TokenClock()
     seen = Agreement(LAYERS, passed)
     seen.add(2, 10.0, 40.0)
     passed.tokens += 100
     seen.add(3, 5.0, 6.0)
-    later = Agreement(LAYERS, Passed(), seen.state())
+    later = Agreement(LAYERS, TokenClock(), seen.state())
     assert later.state() == seen.state()
     assert later.ratios().argmin() == 1 and later.ratios()[1] < 0.5 and not later.is_good
-    much = Agreement(LAYERS, Passed(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])
+    much = Agreement(LAYERS, TokenClock(), [[0.0] * (LAYERS - 1), [1000.0] * (LAYERS - 1)])
     for _ in range(4):
         much.add(1, 100.0, 100.0)
     assert much.ratios()[0] > 0.8, "what comes soon says more"
     ones, short = [1.0] * (LAYERS - 1), [1.0] * (LAYERS - 2)
     for given_ in (None, 3, "x", [ones], [short, short], [ones, [float("nan")] * (LAYERS - 1)], [ones, [-1.0, *short]]):
-        assert Agreement(LAYERS, Passed(), given_).pooled == 1
+        assert Agreement(LAYERS, TokenClock(), given_).pooled == 1
 
 
 # ------------------------------------------------------------------------------------------------------- second choices

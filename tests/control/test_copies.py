@@ -22,7 +22,7 @@ def drafted_by(policy, costs, copies_are_right, num_rounds):
 
 def policy_of(costs, prior=None):
     policy = Adaptive(costs, prior, drafts=["exit", "copies"])
-    policy.tell_copies(True)
+    policy.set_copies(True)
     return policy
 
 

@@ -41,7 +41,7 @@ def good_layers(rate=0.9):
 
 def planned(head, text, **kinds):
     policy = Adaptive(made_up_costs(LAYERS, head=head), good_layers(), drafts=["exit"])
-    policy.tell_vocabulary(text)
+    policy.set_vocabulary(text)
     return policy.plan([RowState(0, 40, 100, **kinds)])
 
 
@@ -90,7 +90,7 @@ def test_what_a_part_does_not_cover_lowers_the_chances_that_drafts_stop_by():
 def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer():
     def after(is_left_out):
         policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), exit_layers=[2], drafts=["exit"])
-        policy.tell_vocabulary(Text(s16384=0.9, s32768=0.9))
+        policy.set_vocabulary(Text(s16384=0.9, s32768=0.9))
         for _ in range(20):
             plan = policy.plan([RowState(0, 40, 100)])
             tell(policy, RowOutcome(0, 3, 2, (0.9,) * 3, is_left_out=is_left_out), plan=plan)
@@ -103,7 +103,7 @@ def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer()
 def test_it_leaves_a_part_that_no_longer_covers_the_text():
     text, costs = Text(s16384=1.0, s32768=1.0), made_up_costs(LAYERS, head=DEAR)
     policy = Adaptive(costs, good_layers(), drafts=["exit"])
-    policy.tell_vocabulary(text)
+    policy.set_vocabulary(text)
 
     def drive(num_rounds):
         return [one.plan.draft_vocab for one in play(policy, costs, num_rounds, most=3)]
@@ -143,7 +143,7 @@ def with_copies(costs, faster=4.0):
 
 def drafting(faster=4.0, has_copies=True, drafts=DRAFTS, **kinds):
     policy = Adaptive(with_copies(made_up_costs(LAYERS), faster), good_layers(), drafts=[*drafts])
-    policy.tell_copies(has_copies)
+    policy.set_copies(has_copies)
     return policy.plan([RowState(0, 40, 100, **kinds)])
 
 
@@ -158,7 +158,7 @@ def test_copies_that_are_known_draft_where_the_layers_themselves_do_not_pay(is_k
     prior = good_layers(0.3) | ({"agreement": [[60.0] * (LAYERS - 1)] * 2} if is_known else {})
     for has_copies in (False, True):
         policy = Adaptive(with_copies(made_up_costs(LAYERS), 1.7), prior, drafts=["exit", "copies"])
-        policy.tell_copies(has_copies)
+        policy.set_copies(has_copies)
         plan = policy.plan([RowState(0, 40, 100)])
         assert plan.draft_bits == (bits if has_copies else None)
         assert (plan.exit_layer is None) == (plan.draft_bits is None)
@@ -182,8 +182,8 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
     assert ways(2e-4) == [(None, None), (None, 4)]
     assert ways(DEAR) == [(None, None), (None, 4), (16384, None), (16384, 4), (32768, None), (32768, 4)]
     policy = Adaptive(with_copies(made_up_costs(LAYERS, head=DEAR), 4.0), good_layers(), drafts=["exit", "copies"])
-    policy.tell_copies(True)
-    policy.tell_vocabulary(Text(s16384=0.99))
+    policy.set_copies(True)
+    policy.set_vocabulary(Text(s16384=0.99))
     plan = policy.plan([RowState(0, 40, 100)])
     assert (plan.exit_layer, plan.draft_vocab, plan.draft_bits) == (2, 16384, 4)
 
@@ -204,7 +204,7 @@ def test_rounds_that_copies_draft_in_take_what_the_table_says(rows, share):
 def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
     costs = with_copies(made_up_costs(LAYERS), 1.5)
     policy = Adaptive(costs, good_layers(), exit_layers=[2], drafts=["exit", "copies"])
-    policy.tell_copies(True)
+    policy.set_copies(True)
     slow = lambda plan: 40.0 if plan.draft_bits else 1.0  # noqa: E731  # copies are far slower than the table says
     seen = [one.plan.draft_bits for one in play(policy, costs, 200, slower=slow, most=3)]
     assert seen[0] == 4 and seen[-1] is None
@@ -212,7 +212,7 @@ def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
 
 def test_a_row_with_processors_is_noticed_whoever_left():
     policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), drafts=["exit"])
-    policy.tell_vocabulary(Text(s16384=1.0, s32768=1.0))
+    policy.set_vocabulary(Text(s16384=1.0, s32768=1.0))
     rows = [RowState(i, 40, 100) for i in range(2)]
     seen = [policy.plan([*rows[:1], row]).draft_vocab for row in (rows[1], RowState(2, 40, 100, has_processors=True))]
     assert seen == [16384, None] and policy.plan(rows).draft_vocab == 16384
@@ -222,7 +222,7 @@ def test_a_policy_that_serves_another_engine_decides_anew():
     costs = with_copies(made_up_costs(LAYERS), 4.0)
     policy = Adaptive(costs, good_layers())
     for has_copies in (True, False, True):
-        policy.tell_copies(has_copies)
+        policy.set_copies(has_copies)
         for one in play(policy, costs, 80, most=3):
             assert one.exit_layer is None or (one.plan.draft_bits == 4) == has_copies  # plain to compare the clock
 
@@ -234,6 +234,6 @@ def test_copies_are_of_no_more_than_half_of_the_layers():
         for layer in range(1, LAYERS):
             tracker.add(layer, [True] * (layer + 10) + [False], [0.9] * (layer + 11))
     policy = Adaptive(costs, tracker.state() | {"agreement": [[60.0] * (LAYERS - 1)] * 2}, drafts=["exit", "copies"])
-    policy.tell_copies(True)
+    policy.set_copies(True)
     plan = policy.plan([RowState(0, 40, 100)])
     assert plan.draft_bits == 4 and plan.exit_layer <= LAYERS // 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eval.replay import make, replay
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.decay import Passed
+from selfspec.control.decay import TokenClock
 from selfspec.control.fixed import PromptLookup
 from selfspec.control.goodput import SmartSpecLookup
 from selfspec.control.ngrams import LEAST_CHANCE, SHORTEST, NgramStats, table
@@ -65,7 +65,7 @@ def test_match_lengths_fall_into_bins():
 
 def test_what_was_right_after_such_matches_is_expected_again_and_what_was_not_is_not():
     for right in (0, 40):
-        stats = NgramStats(Passed())
+        stats = NgramStats(TokenClock())
         before = stats.rates(0)
         stats.take(tally(5, 0, 0), 0)  # its prompt
         stats.take(tally(5, right, 40), 0)
@@ -75,7 +75,7 @@ def test_what_was_right_after_such_matches_is_expected_again_and_what_was_not_is
 
 
 def test_a_row_that_only_seems_to_repeat_itself_is_told_from_those_that_do():
-    stats = NgramStats(Passed())
+    stats = NgramStats(TokenClock())
     for request_id, right in ((0, 50), (1, 0)):
         stats.take(tally(9, 0, 0), request_id)
         stats.take(tally(9, right, 50), request_id)
@@ -86,7 +86,7 @@ def test_a_row_that_only_seems_to_repeat_itself_is_told_from_those_that_do():
 
 
 def test_a_prompt_counts_for_few_tokens_and_older_ones_fade():
-    passed = Passed()
+    passed = TokenClock()
     stats = NgramStats(passed)
     stats.take(tally(9, 4000, 4000), 0)  # of a prompt
     for _ in range(3):
@@ -96,10 +96,10 @@ def test_a_prompt_counts_for_few_tokens_and_older_ones_fade():
 
 
 def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
-    stats = NgramStats(Passed())
+    stats = NgramStats(TokenClock())
     for _ in range(10):
         stats.add(4, 6, 3, 0)  # tokens after matches of 4, 5, 6 were right, and that after 7 was not
-    rates, prior = stats.rates(0), NgramStats(Passed()).rates(0)
+    rates, prior = stats.rates(0), NgramStats(TokenClock()).rates(0)
     assert rates[match_bin(4)] > prior[match_bin(4)] and rates[match_bin(7)] < prior[match_bin(7)]
 
 
@@ -241,7 +241,7 @@ def test_sources_that_were_removed_are_refused_as_such(name):
 
 
 def test_branches_of_nothing_are_refused():
-    with pytest.raises(ValueError, match=r"drafts must name a source beside 'copies' and 'tree'"):
+    with pytest.raises(ValueError, match=r"drafts must hold exit or lookup, which copies and tree only modify"):
         make_policy("adaptive", 4, costs=lambda: made_up_costs(4), drafts=("tree",))
 
 

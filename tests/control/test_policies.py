@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import selfspec
+from selfspec import SpeculativeConfig
 from selfspec.control.fixed import Fixed, Plain
 from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, always
 from selfspec.control.registry import make_policy
@@ -155,10 +156,10 @@ def test_a_plans_numbers_may_be_numpys_and_of_any_size(plan, engine):
 
 def test_the_policy_of_the_documentation_drafts_and_changes_no_token():
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
-    example = page[page.index("class Half(selfspec.Policy)") : page.index("selfspec.load(", page.index("class Half("))]
-    known = {"selfspec": selfspec}
+    example = page[page.index("import selfspec\n") : page.index("```", page.index("class Half("))]
+    known = {}
     exec(example, known)
-    target, how = selfspec.load("demo"), {"max_new_tokens": 16}
-    [wanted] = target.generate("def mean(values):", policy="plain", **how)
-    [got] = target.generate("def mean(values):", policy=known["Half"](), **how)
-    assert got.tokens == wanted.tokens and got.stats.num_draft_tokens > 0
+    llm, params = known["llm"], selfspec.SamplingParams(max_tokens=16)
+    [wanted] = llm.with_speculative(SpeculativeConfig(policy="plain")).generate("def mean(values):", params)
+    [got] = llm.generate("def mean(values):", params)
+    assert got.outputs[0].token_ids == wanted.outputs[0].token_ids and got.outputs[0].stats.num_draft_tokens > 0

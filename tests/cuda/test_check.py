@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.executors.cuda.runner import Runner, install
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.cuda.tape import Tape
 from tests.models import build
+from tests.target import Target
 
 
 def flawed(is_wrong):

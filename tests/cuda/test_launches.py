@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from tests.cuda.standin import with_runner
 from tests.helpers import make_prompts
 from tests.kernels.samples import layout_of
 from tests.models import build
+from tests.target import Target
 
 FILE = Path(__file__).with_name("launches.json")
 HOT = {"temperature": 0.8, "seed": 3}

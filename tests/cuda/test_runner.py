@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
@@ -23,6 +22,7 @@ from tests.decoding.test_trees import seconds
 from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, make_prompts
 from tests.models import EOS, build, tiny
 from tests.slow import slow
+from tests.target import Target
 
 SAMPLED = {
     "temperature": [0.0, 0.8, 1.0, 0.7],

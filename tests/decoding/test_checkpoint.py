@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from selfspec.api import Target
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Always, Schedule, audit_cache, decode, generate
 from tests.slow import slow
+from tests.target import Target
 
 PROMPTS = [
     "Once upon a time, there was a little girl",

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.control import round_costs
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
@@ -27,6 +26,7 @@ from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import generate, make_prompts
 from tests.models import build, tiny
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 MANY = 1000  # tokens of a text, enough for ranks to be learned anew

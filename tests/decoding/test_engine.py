@@ -8,14 +8,13 @@ from functools import partial
 
 import pytest
 
-from selfspec import load
-from selfspec.api import Target
 from selfspec.control.fixed import Fixed
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.errors import CacheFullError
 from tests.helpers import Always, Schedule, audit_cache, decode, drain, generate, make_prompts
 from tests.models import build, tiny
+from tests.target import Target, load
 
 
 @pytest.fixture

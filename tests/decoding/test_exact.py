@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from tests.helpers import Adversary, Schedule, ShortBlocks, drain, make_prompts
 from tests.models import build
+from tests.target import Target
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma2", "qwen3_moe")
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01}

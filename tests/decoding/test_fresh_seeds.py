@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from tests.cuda.test_runner import RECORDINGS, check_recorded
 from tests.decoding.test_greedy import SCHEDULES, check_any_batch
 from tests.decoding.test_sampling import SAMPLINGS, check_any_sampling
 from tests.models import FAMILIES, build
 from tests.slow import FRESH
+from tests.target import Target
 
 
 @FRESH

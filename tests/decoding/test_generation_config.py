@@ -17,11 +17,11 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.hf import SelfSpeculative
 from tests.helpers import Schedule, generate, make_prompts
 from tests.models import EOS, build
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 ENDS = [EOS, *range(20, 60)]  # so many that texts end early

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.decoding.request import Request
 from selfspec.model.stack import Stack
 from tests.helpers import Always, Schedule, audit_cache, decode, generate, make_prompts
 from tests.models import EAGER_ONLY, FAMILIES, build, tiny
 from tests.slow import of_each_kind, slow
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 

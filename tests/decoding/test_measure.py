@@ -11,7 +11,6 @@ from time import perf_counter
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.calibrate import measure as module
 from selfspec.calibrate import timed_rounds as timed
 from selfspec.calibrate.measure import exits_to_time, measure
@@ -23,6 +22,7 @@ from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
 from tests.models import build, tiny
 from tests.slow import slow
+from tests.target import Target
 
 
 def tables_of(costs):

@@ -20,11 +20,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from tests.helpers import Adversary, Always, Schedule, decode, make_prompts
 from tests.models import build, tiny
 from tests.slow import slow
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20, 3)
 WAYS = {  # how the rows of one batch sample, each row its own way

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.executors.cpu.shadow import ALONE, can_look
 from selfspec.executors.pick import Sampling, pick, pick_surely
 from selfspec.executors.picker import Picker
@@ -18,6 +17,7 @@ from selfspec.executors.shadow import in_one_call, over_shortlist, shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.helpers import Adversary, decode, make_prompts
 from tests.models import build, tiny
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 WAYS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.0, top_k=20, seed=4), Sampling(1.3, top_p=0.8, seed=5)]

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.decoding.request import Request
 from selfspec.decoding.stopping import RowText, Stopper, TextStream
 from tests.helpers import Always, Schedule, decode, generate, make_prompts
 from tests.models import build, tiny
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer, spaced_tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "spaced": spaced_tokenizer()}

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import NUM_BINS, Plan, SecondChoices
 from selfspec.executors.pick import second_choices
@@ -23,6 +22,7 @@ from tests.decoding.test_processors import PROCESSORS
 from tests.helpers import Schedule, ShortBlocks, audit_cache, decode, generate, make_prompts
 from tests.models import FAMILIES, build, tiny
 from tests.slow import of_each_kind
+from tests.target import Target
 
 RAGGED = (12, 1, 20)
 

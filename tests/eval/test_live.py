@@ -128,10 +128,8 @@ def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(workl
 
 
 def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_else_of_it(workload, monkeypatch):
-    told, tell = [], Adaptive.tell_correction
-    monkeypatch.setattr(
-        Adaptive, "tell_correction", lambda self, known: told.append((self, known)) or tell(self, known)
-    )
+    told, tell = [], Adaptive.set_correction
+    monkeypatch.setattr(Adaptive, "set_correction", lambda self, known: told.append((self, known)) or tell(self, known))
     ways = [method_of(workload, "plain"), method_of(workload, "adaptive")]
     interleave(workload, ways, 1, 2, 4, ignore)
     assert len({id(policy) for policy, _ in told}) == len(told) == 2

@@ -14,7 +14,6 @@ from eval.policies import BOUNDS, compare, with_head
 from eval.replay import make, replay
 from eval.tasks import MEASURED, Recorded, ReplayConfig, Task
 from eval.traces import load, save
-from selfspec import load as load_model
 from selfspec.calibrate.profile import store_prior
 from selfspec.control.acceptance import Tracker
 from selfspec.control.costs import Costs
@@ -23,6 +22,7 @@ from selfspec.control.rows import RowState
 from selfspec.drafting.row_lookup import RowLookup
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
+from tests.target import load as load_model
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print("]
 

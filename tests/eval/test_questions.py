@@ -14,7 +14,7 @@ from eval.config import FOLDER
 from eval.questions import encode, fingerprint, prompt_text
 from eval.questions import read_questions as read
 from eval.run_config import read_run_config
-from selfspec import load
+from tests.target import load
 
 
 def write(path, *rows):

@@ -8,7 +8,6 @@ import pytest
 
 from eval.models import Endless
 from eval.replay import make
-from selfspec import load
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
 from selfspec.control.fixed import Fixed
@@ -18,6 +17,7 @@ from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
 from tests.models import tiny
 from tests.slow import slow
+from tests.target import load
 
 ALONE, TOGETHER = Setting(), Setting(max_batch_size=2, prefill_chunk=24)
 SAMPLED = [setting._replace(temperature=0.8) for setting in (ALONE, TOGETHER)]

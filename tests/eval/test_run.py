@@ -17,9 +17,9 @@ from eval.methods import file_name
 from eval.ours import Ours
 from eval.records import RunFolder
 from eval.run_config import read_run_config
-from selfspec import load
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
+from tests.target import load
 
 QUESTIONS = [
     {"question_id": "a", "category": "writing", "turns": ["def f(x):\n", "and then"]},
@@ -171,7 +171,7 @@ def test_seeded_sampling_is_compared_across_our_own_methods_only(run, out):
 
 def test_text_ends_at_the_models_end_unless_that_is_ignored(run, out, model, monkeypatch):
     token = load(model).generate(["x"], policy="plain", max_new_tokens=6)[0].tokens[2]
-    monkeypatch.setattr("selfspec.api.Target.eos_token_ids", property(lambda self: frozenset({token})))
+    monkeypatch.setattr("selfspec.target.Target.eos_token_ids", property(lambda self: frozenset({token})))
     names = ["plain", "fixed:2,3", "transformers", "transformers:early_exit:2"]
     assert run("--methods", *names) == 0
     for name in ("plain", "fixed-2,3", "transformers", "transformers-early_exit-2"):

@@ -266,6 +266,15 @@ def test_a_limit_on_a_method_that_one_run_lacks_is_refused_unless_it_is_left_out
     assert "share no method" in go(after, other)[2]
 
 
+def test_a_method_that_was_skipped_in_a_run_is_no_method_of_it(save, go):
+    runs = [Path(save(name, {**rows(), "llama.cpp": []})) for name in "ab"]
+    for run in runs:
+        told = {"complete": True, "baseline": "plain", "skipped": {"llama.cpp": "no file"}}
+        (run / "summary.json").write_text(json.dumps(told))
+    code, out, _ = go(*map(str, runs), "--fail", "speedup=0.05")
+    assert code == 0 and "llama.cpp" not in out
+
+
 def test_what_is_no_run_folder_or_has_nothing_in_common_is_refused(save, go, tmp_path):
     before = save("a", rows())
     for path in (tmp_path / "nowhere", tmp_path):

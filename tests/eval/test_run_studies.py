@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -60,7 +61,7 @@ def test_a_run_makes_all_studies_and_reports_them(run, out, capsys):
     assert grid["exit_layers"] == [1, 2] and grid["draft_lengths"] == [1, 2, 3, 4, 6, 8]
     assert [len(row) for row in grid["tokens_per_second"]] == [6, 6] and grid["best"]["exit_layer"] in (1, 2)
     batch = study(out, "batch")
-    assert batch["batch_sizes"] == [1, 2] and [m["method"] for m in batch["methods"]][0] == "adaptive"
+    assert batch["batch_sizes"] == [1, 2] and batch["methods"][0]["method"] == "adaptive"
     spread = batch["methods"][0]["speedup"][1]
     assert 0 < spread["low"] <= spread["median"] <= spread["high"]
     rows = {row["name"]: row for row in study(out, "policies")["rows"]}
@@ -84,7 +85,7 @@ def test_acceptance_is_how_often_an_early_layer_writes_the_models_own_tokens(run
         picks = target.stack.model.lm_head(target.stack.model.model.norm(states[layer]))[0].argmax(-1)
         right = [int(picks[i - 1]) == int(tokens[0, i]) for i in range(len(ids), len(ids) + 12)]
         assert each["joint"][0] == pytest.approx(sum(right) / 12)
-        pairs = [a and b for a, b in zip(right, right[1:], strict=False)]
+        pairs = [a and b for a, b in pairwise(right)]
         assert each["joint"][1] == pytest.approx(sum(pairs) / 11)
 
 

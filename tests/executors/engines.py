@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from selfspec.api import Target
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
@@ -31,13 +30,22 @@ from selfspec.executors.select import executors_for
 from tests.cuda.standin import with_runner
 from tests.helpers import Adversary, Always, drain, make_prompts
 from tests.models import build
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 EXECUTORS = ("views", "eager", "cpu", "cuda")  # the eager one on views and on the compiled body, and the other two
 BYTES = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256}
 WAYS = ({}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1}, {"temperature": 1.0, "top_k": 20})
+PENALTIES = (
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.1, "frequency_penalty": 0.4},
+    {"repetition_penalty": 0.8, "no_repeat_ngram_size": 2},
+    {"frequency_penalty": -0.6, "no_repeat_ngram_size": 3},
+    {"no_repeat_ngram_size": 1},
+)
 PAGE = 16
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
+NUM_REQUESTS = 2 * len(LENGTHS)  # the second half has penalties
 
 
 @cache
@@ -69,9 +77,11 @@ def engine_of(kind, made=None, **options):
 
 @cache
 def plain(kind, at):
-    """A request and what plain decoding makes of it: prompts that repeat themselves, ends of every kind."""
+    """A request and what plain decoding makes of it: prompts that repeat themselves, ends and penalties of any kind."""
+    penalties = PENALTIES[at % len(PENALTIES)] if at >= len(LENGTHS) else {}
+    at %= len(LENGTHS)
     [prompt] = make_prompts([LENGTHS[at]], seed=at)
-    sampling = Sampling(seed=at, **WAYS[at // 2 % 4])
+    sampling = Sampling(seed=at, **WAYS[at // 2 % 4], **penalties)
     request = Request(prompt * 2 if at % 3 == 0 else prompt, 12 + 5 * at, sampling, eos=frozenset())
     assert (len(request.prompt) + request.max_new_tokens - 1) % PAGE, "a fault may fill a place more than it has"
     free, middle = alone(kind, request), 6 + 3 * at

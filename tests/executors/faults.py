@@ -67,6 +67,19 @@ FAULTS = {
         "program.cpp", "last[r] = picks[count - 1],", "last[r] = picks[FAULT ? 0 : count - 1],"
     ),
     "indices are not told of tokens": Edit("program.cpp", "if (p.indices && !", "if (p.indices && !FAULT && !"),
+    "penalties leave out drafted tokens": Edit(
+        "round.cpp", "int64_t(before.size()), nullptr}", "FAULT ? 0 : int64_t(before.size()), nullptr}"
+    ),
+    "penalties leave out what rounds before have written": Edit(
+        "program.cpp", "if (p.texts && histories[r])", "if (p.texts && !FAULT && histories[r])"
+    ),
+    "the prompt is output to penalties": Edit("program.cpp", "p.num_prompts[r]);", "FAULT ? 0 : p.num_prompts[r]);"),
+    "repeated tokens are found by those before the last": Edit(
+        "penalties.h", "at(end - same) == at(total - same)", "at(end - same) == at(total - same - FAULT)"
+    ),
+    "penalties come after the temperature": Edit(
+        "penalties.h", "float logit = logits[place];", "float logit = logits[place] / (FAULT ? temperature : 1);"
+    ),
     "any lookup is worth it": Edit("program.cpp", "return total && gain >= ", "return total && gain + 99 * FAULT >= "),
 }
 NAMES = list(FAULTS)
@@ -84,12 +97,9 @@ def faulty_sources(folder: Path) -> None:
         )
     for file in {edit.file for edit in FAULTS.values()}:
         text = (folder / file).read_text("utf-8")
-        kind = (
-            'extern "C" { int64_t selfspec_fault = 0; }'
-            if file == "round.cpp"
-            else 'extern "C" int64_t selfspec_fault;'
-        )
-        (folder / file).write_text(text.replace("\nnamespace {\n", f"\n{kind}\n\nnamespace {{\n", 1), "utf-8")
+        start = text.index("\n", text.rindex("#include")) + 1
+        switch = "{ int64_t selfspec_fault = 0; }" if file == "round.cpp" else "int64_t selfspec_fault;"
+        (folder / file).write_text(f'{text[:start]}extern "C" {switch}\n{text[start:]}', "utf-8")
 
 
 @pytest.fixture(scope="session")

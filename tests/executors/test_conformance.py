@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
 from selfspec.decoding.row import Row
 from selfspec.executors.cpu.rounds import CompiledRounds
@@ -20,6 +19,8 @@ from selfspec.model.draft_vocabulary import Frequencies
 from tests.executors.engines import (
     EXECUTORS,
     LENGTHS,
+    NUM_REQUESTS,
+    PENALTIES,
     Both,
     Noted,
     Programs,
@@ -33,6 +34,7 @@ from tests.executors.engines import corpus as corpus
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
 from tests.models import build
 from tests.slow import slow
+from tests.target import Target
 
 LATE = {"cpu": (CompiledRounds, "run"), "cuda": (Runner, "round")}  # after what an executor's fast path has done
 every_executor = pytest.mark.parametrize("kind", EXECUTORS)
@@ -61,7 +63,7 @@ def check_programs(kind, dice_seed, store=None, audit=True, made=None):
     dice, policy = random.Random(dice_seed), Programs(dice_seed)
     most = dice.randint(1, 4)
     engine = engine_of(kind, made, policy=policy, max_batch_size=most, prefill_chunk=25, datastore=store)
-    waiting, names, doomed, rounds = dice.sample(range(len(LENGTHS)), 5), {}, set(), []
+    waiting, names, doomed, rounds = dice.sample(range(NUM_REQUESTS), 5), {}, set(), []
     while waiting or engine.has_work:
         if waiting and (dice.random() < 0.7 or not engine.has_work):
             at = waiting.pop()
@@ -87,7 +89,7 @@ def check_programs(kind, dice_seed, store=None, audit=True, made=None):
     return policy
 
 
-def check_policy(kind, policy, made=None, asked=(3, 0, 7, 4)):
+def check_policy(kind, policy, made=None, asked=(3, 0, 8, 7, 11, 4, 14, 10)):
     """Rows that end in the midst of a block, and that come to their last tokens, keep those of plain decoding."""
     engine, rounds = engine_of(kind, made, policy=policy, max_batch_size=2), []
     for at in asked:
@@ -153,14 +155,15 @@ def seen_in(outcome):
     return outcome._replace(shadow=looks)
 
 
-def decoded(family, num_rows, policy, new, sampled, **shape):
+def decoded(family, num_rows, policy, new, sampled, penalties=(), **shape):
     """What every row came to, round by round, and the keys and values that its rows wrote."""
     model = build("llama", **shape).bfloat16() if family == "bfloat16" else build(family, **shape)
     made = Target(model, engine="compiled")  # which has not seen yet which tokens are frequent
     engine = engine_of("cpu", made, policy=policy, max_batch_size=num_rows, max_cached_tokens=1024)
     ways = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1})
     for i, prompt in enumerate(make_prompts(LENGTHS[:num_rows], seed=num_rows)):
-        engine.submit(prompt * (1 + i % 2), max_new_tokens=new + i, seed=i, **ways[sampled[i] * (1 + i % 2)])
+        own = penalties[i] if penalties else {}
+        engine.submit(prompt * (1 + i % 2), max_new_tokens=new + i, seed=i, **ways[sampled[i] * (1 + i % 2)], **own)
     rounds, written = [], []
     while engine.has_work:
         rounds += engine.step()
@@ -189,12 +192,13 @@ def check_same_rounds(*given, make, **shape):
     family=st.sampled_from(["llama", "qwen3", "mistral", "bfloat16"]),
     threads=st.integers(1, 3),
     sampled=st.lists(st.booleans(), min_size=6, max_size=6),
+    penalties=st.lists(st.sampled_from([{}, {}, *PENALTIES]), min_size=6, max_size=6),
 )
-def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed, num_rows, family, threads, sampled):
+def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed, num_rows, family, threads, sampled, penalties):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_same_rounds(family, num_rows, 24, sampled, make=lambda: Programs(seed, bits=(None,)))
+        check_same_rounds(family, num_rows, 24, sampled, penalties, make=lambda: Programs(seed, bits=(None,)))
     finally:
         torch.set_num_threads(before)
 

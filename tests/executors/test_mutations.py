@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.control.plan import LOOKUP
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.row import Row
@@ -20,6 +19,7 @@ from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.early_exit import draft_by_exit
 from selfspec.executors import eager, verdict
 from selfspec.executors.cuda.whole_round import RoundInputs, WholeRound
+from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache, Tree
@@ -31,6 +31,7 @@ from tests.executors.test_conformance import check_policy, check_programs, check
 from tests.helpers import Always
 from tests.models import build
 from tests.slow import slow
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 SEEDS = 4
@@ -145,6 +146,18 @@ def noise_by_place_in_the_batch(self, logits, samplings, positions, *more, hones
     return honest(self, logits, samplings, [at + i for i, at in enumerate(positions)], *more, **named)
 
 
+def penalties_without_drafted_tokens(lengths, trees=None):
+    return [[] for drafted in lengths for _ in range(drafted + 1)]
+
+
+def the_prompt_is_output_to_penalties(self, texts, *more, honest=Penalties.__init__):
+    honest(self, [text._replace(num_prompt_tokens=0) for text in texts], *more)
+
+
+def repeated_tokens_by_those_before_the_last(self, text, end, size, honest=Penalties._repeating):
+    return honest(self, text, (end - 1).clamp(min=size), size)
+
+
 def sees_its_neighbours(self):
     return np.tri(len(self.parents), dtype=bool)
 
@@ -159,6 +172,9 @@ EAGER = [
     (eager, "settle", left_where_they_are),
     (eager, "walk", any_child_will_do),
     (Picker, "__call__", noise_by_place_in_the_batch),
+    (eager, "paths_to", penalties_without_drafted_tokens),
+    (Penalties, "__init__", the_prompt_is_output_to_penalties),
+    (Penalties, "_repeating", repeated_tokens_by_those_before_the_last),
 ]
 TREES = [(Tree, "ancestors", sees_its_neighbours), (Tree, "depths", stands_at_its_place)]  # as torch attends to them
 

@@ -10,7 +10,6 @@ import copy
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.model.attention import Reach
 from selfspec.model.attention_backends import importable
@@ -20,6 +19,7 @@ from tests.cuda.standin import with_runner
 from tests.helpers import Always, Schedule, decode, make_prompts
 from tests.model.test_backends import check, packed_call
 from tests.models import FAMILIES, GROUPED, build, rounded
+from tests.target import Target
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALF = {"cpu": torch.float32, "cuda": torch.bfloat16}

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from selfspec.api import Target
 from selfspec.decoding.engine import page_size_of
 from selfspec.kernels import reference
 from selfspec.kernels.suite import has_triton
@@ -28,6 +27,7 @@ from selfspec.model.self_check import split_error
 from selfspec.model.stack import Stack
 from tests.helpers import make_prompts
 from tests.models import build
+from tests.target import Target
 
 # Triton's kernels run in its interpreter where there is no device.
 HERE = importable("cpu") | ({"triton": importable("cuda")["triton"]} if has_triton() else {})

@@ -14,8 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec import hub
-from selfspec.api import Target
 from selfspec.errors import NoCompilerError
 from selfspec.executors.cpu import install as engines
 from selfspec.executors.cpu.body import CompiledBody
@@ -26,6 +24,7 @@ from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
 from selfspec.model.stack import Stack
 from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
 from tests.models import build, rounded, tiny
+from tests.target import Target, load
 
 RAGGED = (12, 7, 1, 20)
 LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
@@ -225,7 +224,7 @@ def test_engines_are_named_and_chosen():
     assert Target(build("llama").double()).engine == "views"
     assert tiny("gemma2").engine == "views"
     with pytest.raises(ValueError, match=r"^engine must be one of auto, views, compiled, got 'turbo'$"):
-        hub.load(model, engine="turbo")
+        load(model, engine="turbo")
     with pytest.raises(
         ValueError, match=r"^engine 'compiled' serves .* float32 or bfloat16 on CPU .*, got llama in float64 on cpu; "
     ):
@@ -234,7 +233,7 @@ def test_engines_are_named_and_chosen():
         Target(build("gemma2"), engine="compiled")
 
 
-@pytest.mark.parametrize("load", [hub.load, Target])
+@pytest.mark.parametrize("load", [load, Target])
 def test_the_engine_that_was_removed_is_refused_with_what_to_use(load):
     with pytest.raises(ValueError, match=r"^engine 'fused' was removed: choose auto, .*, or views$"):
         load(build("llama"), engine="fused")

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.errors import UnsupportedModelError
 from selfspec.model import exact
 from selfspec.model.exact import ExactStack, blocks_of
@@ -16,6 +15,7 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 from tests.models import FAMILIES, build
+from tests.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

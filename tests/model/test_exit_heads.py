@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selfspec import load
-from selfspec.api import Target
 from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import shadow_picks
@@ -18,6 +16,7 @@ from selfspec.model import exit_heads as module
 from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
 from tests.helpers import make_prompts
 from tests.models import build, tiny
+from tests.target import Target, load
 
 PROMPTS = make_prompts([9, 4, 12], seed=3)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
-from selfspec.api import Target
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.self_check import difference
 from tests.helpers import Adversary, decode, generate, make_prompts
 from tests.models import SMALL, build
+from tests.target import Target
 
 LOWEST = torch.finfo(torch.float32).min
 BANNED = [7, 20, 61, 62, 90]  # some within any part of the vocabulary, some beyond

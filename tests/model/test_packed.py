@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.executors.cpu.packed import Packed, fits_half
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import Room
@@ -18,6 +17,7 @@ from selfspec.model.draft_vocabulary import DraftHead
 from selfspec.model.llama_weights import Linear
 from tests.helpers import generate, make_prompts
 from tests.models import build, rounded
+from tests.target import Target
 
 KINDS = [pytest.param(getattr(c, name), id=name.lower()) for name in ("FULL", "HALF", "PAIRS", "AMX")]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import selfspec
 from selfspec import hub
 from selfspec.calibrate import profile
 from selfspec.model.quantized import KINDS, dense, is_dense
 from tests import cli_fixtures
 from tests.slow import slow
+from tests.target import load
 
 run, model_folder = cli_fixtures.run, cli_fixtures.model_folder
 PROMPTS = [[5, 9, 14, 5, 9], [1, 2, 3]]
@@ -23,7 +23,7 @@ PROMPTS = [[5, 9, 14, 5, 9], [1, 2, 3]]
 @pytest.mark.parametrize("kind", [KINDS[0], *map(slow, KINDS[1:])])
 @pytest.mark.parametrize("temperature", [0.0, slow(0.9)])
 def test_drafts_change_no_token_of_a_quantised_model(kind, temperature):
-    target = selfspec.load("demo", quantize=kind, device="cpu")
+    target = load("demo", quantize=kind, device="cpu")
     options = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
     plain = target.generate(PROMPTS, policy="plain", **options)
     for policy in ("fixed", "adaptive"):
@@ -67,14 +67,14 @@ def test_a_model_that_somebody_else_quantised_whole_is_served(model_folder):
     torchao = pytest.importorskip("torchao.quantization")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    target = selfspec.load(model)
+    target = load(model)
     plain, drafted = (target.generate([[1, 2, 3]], policy=name, max_new_tokens=16) for name in ("plain", "adaptive"))
     assert plain[0].tokens == drafted[0].tokens
 
 
 def test_its_costs_are_kept_apart(model_folder):
     keys = [
-        json.dumps(profile.costs_key(selfspec.load(model_folder, engine="views", quantize=kind).stack), sort_keys=True)
+        json.dumps(profile.costs_key(load(model_folder, engine="views", quantize=kind).stack), sort_keys=True)
         for kind in (None, "int8")
     ]
     assert keys[0] != keys[1]
@@ -82,11 +82,11 @@ def test_its_costs_are_kept_apart(model_folder):
 
 def test_what_cannot_be_rounded_is_one_sentence(model_folder, run, monkeypatch):
     with pytest.raises(ValueError, match="quantize must be one of int8, int4, got 'int3'"):
-        selfspec.load(model_folder, quantize="int3")
+        load(model_folder, quantize="int3")
     with pytest.raises(ValueError, match="quantize is for a model given by name"):
-        selfspec.load(AutoModelForCausalLM.from_pretrained(model_folder), quantize="int8")
+        load(AutoModelForCausalLM.from_pretrained(model_folder), quantize="int8")
     with pytest.raises(ValueError, match="merge it into them first"):
-        selfspec.load(model_folder, quantize="int8", adapter=model_folder)
+        load(model_folder, quantize="int8", adapter=model_folder)
     assert run("generate", "--model", model_folder, "--quantize", "int3", "hello").code == 2
     real = builtins.__import__
 

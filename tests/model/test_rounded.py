@@ -7,8 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec import load
-from selfspec.api import Target
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
@@ -17,6 +15,7 @@ from selfspec.kernels.room import Room
 from tests.helpers import generate, make_prompts
 from tests.model.test_packed import multiply, weights
 from tests.models import build
+from tests.target import Target, load
 
 RAGGED = (12, 7, 1, 20)
 GROUP = 64  # inputs whose activations share a scale

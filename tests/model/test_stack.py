@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from selfspec.api import Target
 from selfspec.errors import UnsupportedModelError
 from selfspec.executors.cpu.install import choose
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
@@ -16,6 +15,7 @@ from selfspec.model.self_check import TOLERANCE, self_check, split_error
 from selfspec.model.stack import Stack
 from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
 from tests.models import FAMILIES, build, tiny
+from tests.target import Target
 
 LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
 

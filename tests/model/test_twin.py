@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.stack import Stack
 from tests.helpers import Always, Schedule, decode, generate, make_prompts
 from tests.models import FAMILIES, build
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 

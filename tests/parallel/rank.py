@@ -14,13 +14,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.calibrate.measure import measure
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Plan, Policy
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.tensor_parallel import ranks_of
+from tests.target import Target
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [40] * 20]
 OPTIONS = {"max_new_tokens": 20, "seed": [1, 2, 3]}

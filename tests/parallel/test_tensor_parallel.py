@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.api import Target
 from tests.compiling import share_compiled
 from tests.models import build
 from tests.parallel.rank import OPTIONS, PROMPTS, SAMPLED
+from tests.target import Target
 
 ROOT = Path(__file__).parents[2]
 

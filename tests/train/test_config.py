@@ -43,13 +43,17 @@ def test_every_key_has_a_sentence(path):
         ({"run": {"step": 3}}, r"run has no key 'step'; did you mean 'max_steps'"),
         ({"run": {"max_steps": "many"}}, r"run\.max_steps must be of type int, got 'many'"),
         ({"run": {"max_steps": True}}, r"run\.max_steps must be of type int, got True"),
+        ({"run": {"max_steps": None}}, r"run\.max_steps must be of type int, got None"),
+        ({"run": {"windows": [8, "long"]}}, r"run\.windows must be a list of int, got \[8, 'long'\]"),
+        ({"run": 3}, r"run must be a mapping, got 3"),
+        ({"optimizer": None}, r"the configuration has no key 'optimizer'"),
         ({"run": {"max_steps": 0}}, r"run\.max_steps must be at least 1, got 0"),
-        ({"run": {"windows": 512}}, r"run\.windows must be a list, got 512"),
+        ({"run": {"windows": 512}}, r"run\.windows must be a list of int, got 512"),
         ({"run": {"windows": [300]}}, r"run\.tokens_per_batch must be a multiple of 300, got 4096"),
         ({"run": {"windows": [4096]}}, r"run\.windows must be at most model\.max_position_embeddings = 2048, got 4096"),
         (
             {"exits": {"weights": "steep"}},
-            r"exits\.weights must be one of uniform, linear, cumulative, sqrt, got",
+            r"exits\.weights must be one of uniform, cumulative, got",
         ),
         ({"exits": {"period": 17}}, r"exits\.period must be at most model\.num_hidden_layers = 16, got 17"),
         ({"exits": {"dropout_max": 1}}, r"exits\.dropout_max must be at least 0 and below 1, got 1\.0"),
@@ -81,6 +85,30 @@ def test_the_command_says_one_sentence(tmp_path, capsys):
     path.write_text("run:\n  max_steps: -1\n")
     assert main([str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err == "train: run.max_steps must be at least 1, got -1\n"
+    assert out == "" and err == f"train: {path}: run.max_steps must be at least 1, got -1\n"
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert "cannot read the configuration" in capsys.readouterr().err
+
+
+def test_overrides_of_the_command_line_win_over_the_file(tmp_path, capsys):
+    path = tmp_path / "some.yaml"
+    path.write_text("run:\n  max_steps: 5\n  windows: [16]\ndata:\nexits:\n")
+    config = load_config(path, ["run.max_steps=7", "run.windows=[32,64]", "optim.adamw_lr=2e-4", "run.output=a b"])
+    assert config.run.max_steps == 7 and config.run.windows == (32, 64) and config.run.output == "a b"
+    assert config.optim.adamw_lr == 2e-4
+    assert main([str(path), "run.windows=long"]) == 2
+    assert "run.windows must be a list of int, got 'long'" in capsys.readouterr().err
+    assert main([str(path), "max_steps=7"]) == 2
+    assert "an override must be of the form section.key=value, got 'max_steps=7'" in capsys.readouterr().err
+    assert main([str(path), "run.windows=[3"]) == 2
+    assert "run.windows=[3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "option"), [("exit_heads.yaml", ["--notes", "x"]), ("exit_heads.yaml", ["--export-only"])]
+)
+def test_an_option_of_the_other_kind_of_run_is_refused(path, option, capsys):
+    assert main([str(Path("configs/train") / path), *option]) == 2
+    assert f"{option[0]} is no option for configurations with a section heads" in capsys.readouterr().err
+    assert main(["configs/train/smoke.yaml", "--model", "x"]) == 2
+    assert "--model is no option for configurations without a section heads" in capsys.readouterr().err

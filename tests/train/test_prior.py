@@ -7,9 +7,9 @@ import json
 import pytest
 import yaml
 
-from selfspec import load
 from selfspec.calibrate.profile import STORED
 from tests.models import build
+from tests.target import load
 from tests.tokenizers import byte_tokenizer
 from train.prior import main
 

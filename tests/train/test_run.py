@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from train.__main__ import main
-from train.agreement import evaluating, exit_agreement, exit_losses
+from train.agreement import evaluating, exit_agreement, held_out_scores
 from train.config import parse_config
 from train.models import build_model
 from train.optim import MuonWithAdamW, warmup_stable_decay
@@ -33,7 +33,7 @@ def test_a_small_run_ends_with_an_ordinary_model_folder(small_settings, tmp_path
     assert tokenizer.decode(tokenizer("x = 'é'\n")["input_ids"]) == "x = 'é'\n"
     files = {each.name for each in folder.iterdir()}
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert files == wanted | {"README.md", "training.csv", "training.svg"}
+    assert files == wanted | {"README.md", "training.csv"}
     assert "| 4 | " in (folder / "README.md").read_text("utf-8")
     assert (folder / "training.csv").read_text().startswith("step,learning_rate,loss_exit_1,")
 
@@ -89,7 +89,7 @@ def test_measuring_exits_leaves_the_model_as_it_was(small_settings):
         assert not model.training and "forward" not in vars(layer)
     assert model.training and "forward" in vars(layer)
     tokens = torch.randint(1, 320, (3, 20), generator=torch.Generator().manual_seed(0))
-    losses = exit_losses(model, tokens, rows=2)
+    losses, _, _ = held_out_scores(model, tokens, rows=2)
     assert losses[-1] == pytest.approx(model(tokens, labels=tokens).loss.item(), abs=1e-5)
     agreement, counted = exit_agreement(model, tokens, new_tokens=5, rows=2)
     assert agreement[-1] == 1.0 and counted <= 15

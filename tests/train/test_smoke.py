@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import yaml
 
@@ -15,7 +13,6 @@ from train.callbacks import HeldOut
 from train.config import parse_config
 from train.material import gather
 from train.run import train
-from train.throughput import measure_throughput, without_exits
 
 SMOKE = Path(__file__).parents[2] / "configs" / "train" / "smoke.yaml"
 
@@ -58,48 +55,6 @@ def test_held_out_agreement_is_in_the_log(small_settings):
     steps = [entry["step"] for entry in trainer.state.log_history if "loss_exit_4" in entry]
     assert steps == [1, 2, 3, 4]  # measuring takes no line from the log
     assert any(isinstance(each, HeldOut) for each in trainer.callback_handler.callbacks)
-
-
-def test_throughput_compares_with_the_same_training_without_exits(small_settings, config_file, monkeypatch, capsys):
-    plain = without_exits(parse_config(small_settings))
-    assert plain.exits.scale == 0 and plain.exits.dropout_max == 0
-    assert dataclasses.replace(plain, exits=parse_config(small_settings).exits) == parse_config(small_settings)
-    found = measure_throughput(parse_config(small_settings), rounds=2, steps=1)
-    assert found.rounds == 2 and found.low <= found.ratio <= found.high
-    monkeypatch.setattr("train.throughput.measure_throughput", lambda config: found)
-    assert main([config_file, "--throughput"]) == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) >= {"recipe", "plain", "ratio"}
-
-
-def test_the_finished_folder_is_uploaded(config_file, tmp_path, monkeypatch, capsys):
-    calls = []
-
-    class Hub:
-        def create_repo(self, repo, **options):
-            calls.append(("create", repo, options["exist_ok"]))
-            return f"https://hub/{repo}"
-
-        def upload_folder(self, *, repo_id, folder_path, **options):
-            files = {each.name for each in Path(folder_path).iterdir()}
-            calls.append(("upload", repo_id, {"README.md", "model.safetensors", "generation_config.json"} <= files))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert main([config_file, "--push-to-hub", "me/tiny"]) == 0
-    assert calls == [("create", "me/tiny", True), ("upload", "me/tiny", True)]
-    assert "uploaded to https://hub/me/tiny" in capsys.readouterr().out
-
-
-def test_an_upload_that_fails_leaves_the_folder(config_file, tmp_path, monkeypatch, capsys):
-    class Hub:
-        def create_repo(self, repo, **options):
-            raise ConnectionError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert main([config_file, "--push-to-hub", "me/tiny"]) == 1
-    assert "could not be uploaded to 'me/tiny' (no route)" in capsys.readouterr().err
-    assert (tmp_path / "model" / "model.safetensors").is_file()
-    assert main([config_file, "--export", "", "--push-to-hub", "me/tiny"]) == 2
-    assert "run.export must name the folder that --push-to-hub uploads" in capsys.readouterr().err
 
 
 def test_the_same_material_comes_again(small_settings):

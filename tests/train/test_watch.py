@@ -7,12 +7,11 @@ import json
 import pytest
 import torch
 
-from selfspec import load
-from selfspec.api import Target
 from selfspec.calibrate import profile
 from selfspec.model.exit_heads import ExitHeads
 from tests.helpers import make_prompts
 from tests.models import build, tiny
+from tests.target import Target, load
 from train.prior import Watch
 
 

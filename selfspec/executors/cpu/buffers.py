@@ -11,6 +11,8 @@ from torch import Tensor
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.packed import Packed
+from selfspec.executors.cpu.told import Logprobs, Told
+from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.kernels import compiled_call as c
 from selfspec.model.kv_cache import Span
 
@@ -77,6 +79,7 @@ class Judged(NamedTuple):
     block: list[int]  # what the target picked at these
     sure: list[float]  # of the chain
     match: int  # that a draft by lookup follows, else 0
+    logprobs: list[TokenLogprobs] | None = None  # of the block, where asked
 
 
 class Seen(NamedTuple):
@@ -124,6 +127,7 @@ class Buffers:
         self._hidden = body.embedding.new_empty(count, most, body.embedding.shape[1])
         self._pages: tuple[list[Sequence[int]], Any] = [], None
         self._how: tuple[bytes, Any] = b"", None
+        self._told: Told | None = None
         self._stops: Stops | None = None
         self._numbers: Any = None  # which the stop points to
         self._beside: tuple[Beside | None, Any, Any] = None, None, None
@@ -205,6 +209,18 @@ class Buffers:
             judging.taps = ctypes.addressof(self._taps) if seen.layers else None
             judging.logits = seen.logits.data_ptr()
 
+    def mind(self, told: Told | None) -> Logprobs | None:
+        """What rows with penalties hold; where log-probabilities will stand, if any are asked for."""
+        self._told = told  # what the program points to
+        none = (None, None, None)
+        program, judging = self._program, self.judging
+        program.texts, program.text_ends, program.num_prompts = none if told is None else told.texts()
+        logprobs = None if told is None else told.logprobs(self.most, self.size[2])
+        judging.num_likely = None
+        if logprobs is not None:
+            logprobs.show(judging)
+        return logprobs
+
     def go_on(self, further: Further, is_given: bool) -> None:
         """How far, after the first round, whose drafts are given or not."""
         program, table = self._program, further.table
@@ -228,7 +244,7 @@ class Buffers:
         program.lengths, program.gains, program.needs = map(ctypes.addressof, self._table[1])
         program.num_needs = len(table[2])
 
-    def done(self, drafter: Drafter | None) -> list[Done]:
+    def done(self, drafter: Drafter | None, logprobs: Logprobs | None = None) -> list[Done]:
         """What came of every round."""
         num_rounds, count = self._program.done, self.count
         own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure
@@ -245,7 +261,8 @@ class Buffers:
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
                 path, tree = self._path[to : to + right], parents
             block, certain = picks[to : to + right], sure[first : first + chain] if with_sure else []
-            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, certain, match))
+            told = None if logprobs is None else logprobs.read(at, block)
+            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, certain, match, told))
         done = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * most

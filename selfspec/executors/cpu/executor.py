@@ -13,6 +13,8 @@ from selfspec.executors.after_round import with_shadows
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Beside, Done, Drafter, Further, Judged, Seen, Stops
 from selfspec.executors.cpu.rounds import CompiledRounds, most_rounds
+from selfspec.executors.cpu.told import Told
+from selfspec.executors.penalties import Penalties
 from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, told_of
 from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
@@ -39,6 +41,8 @@ class CpuExecutor(Executor):
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
         if self._rounds is None or plan.keep_divergence or any(row.request.logits_processor for row in rows):
             return False
+        if any(_may_ban_all(row, self.stack.vocab_size) for row in rows):
+            return False
         if plan.exit_layer and self._drafter(plan) is None:
             return False
         keeps = any(row.request.keep_logits for row in rows)
@@ -56,7 +60,7 @@ class CpuExecutor(Executor):
         if looks_up:
             own = [row.lookup.own for row in rows]
             indices = [one.address for one in own if isinstance(one, CompiledLookup)]
-        ends = [sorted(row.stopper.eos) for row in rows]
+        ends = [sorted(row.stopper.ends) for row in rows]
         further = Further(min(plan.num_rounds, most_rounds(len(rows))), deadline, ends, indices, table)
         yield from self._executed(rows, plan, further)
 
@@ -64,15 +68,17 @@ class CpuExecutor(Executor):
         plan, given = draft.plan, None if draft.given is None else [guess.tokens for guess in draft.given]
         keeps = any(row.request.keep_logits for row in rows)
         seen = self._seen(rows, plan) if keeps or plan.shadow is not None else None
+        penalties = None if seen is None else Penalties.of(rows, self.stack.vocab_size, self.stack.device)
         further = Further(1, 0.0, [()] * len(rows))
         executed = next(self._executed(rows, plan, further, given, seen))
         verdicts, seconds = executed.verdicts, executed.seconds
         verdicts = draft.with_matches(verdicts)
         if seen is not None and keeps:
-            verdicts = _with_logits(rows, verdicts, seen)
+            verdicts = _with_logits(rows, verdicts, seen, penalties)
         if seen is not None and plan.shadow is not None:
             seconds.restart()
-            verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, [seen.hidden], seen.logits)
+            taps, logits = [seen.hidden], seen.logits
+            verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, taps, logits, penalties)
             seconds.lap("shadow")
         return Executed(executed.exit_layer if draft.given is None else LOOKUP, verdicts, seconds)
 
@@ -93,7 +99,8 @@ class CpuExecutor(Executor):
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
-        done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen)
+        told = Told.of(rows, self.stack.vocab_size)
+        done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen, told)
         around = seconds.now() - begin - sum([sum(one.steps) + sum(one.taken) for one in done])
         for one in done:
             _add_stages(seconds, one, around)
@@ -124,6 +131,12 @@ class CpuExecutor(Executor):
             longest = tuple([max(length, *own) for length, own in zip(longest, plan.table.lengths, strict=True)])
         cut = [min(n, row.room - 1) for n, row in zip(longest, rows, strict=True)]
         return Seen.of(self._rounds.body, layers, sum([1 + n + min(beside, n) for n in cut]))
+
+
+def _may_ban_all(row: Row, vocab_size: int) -> bool:
+    """Whether no token may be left to be sampled, which the eager executor refuses in words."""
+    sampling = row.request.sampling
+    return sampling.no_repeat_ngram_size > 0 < sampling.temperature and len(row.content) + row.room > vocab_size
 
 
 @lru_cache(maxsize=64)
@@ -158,16 +171,21 @@ def _add_stages(seconds: StageSeconds, one: Done, around: float) -> None:
 def _verdict(one: Judged) -> Verdict:
     tree = None if one.parents is None else Tree((-1, *one.parents))
     chain = 0 if tree is None else one.chain
-    return Verdict(one.drafted, one.path, one.block, None, None, tree, chain, tuple(one.sure), match=one.match)
+    sure, match, logprobs = tuple(one.sure), one.match, one.logprobs
+    return Verdict(one.drafted, one.path, one.block, None, None, tree, chain, sure, match=match, logprobs=logprobs)
 
 
-def _with_logits(rows: Sequence[Row], verdicts: Sequence[Verdict], seen: Seen) -> list[Verdict]:
+def _with_logits(
+    rows: Sequence[Row], verdicts: Sequence[Verdict], seen: Seen, penalties: Penalties | None
+) -> list[Verdict]:
     """With the logits of rows that keep them, and what their tokens were picked from."""
     out, at = [], 0
-    for row, verdict in zip(rows, verdicts, strict=True):
+    for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         if row.request.keep_logits:
-            raw = seen.logits[[at + node for node in verdict.path]]
-            verdict = verdict._replace(logits=raw, scores=filtered(raw, row.request.sampling).clone())
+            raw = scores = seen.logits[[at + node for node in verdict.path]]
+            if penalties is not None:
+                scores = penalties.along([()] * i + [verdict.block]).applied(raw)
+            verdict = verdict._replace(logits=raw, scores=filtered(scores, row.request.sampling).clone())
         out.append(verdict)
         at += len(verdict.drafted) + 1
     return out

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.buffers import Buffers, Done, Drafter, Further, Seen
+from selfspec.executors.cpu.told import Told
 from selfspec.kernels import compiled_call as c
 from selfspec.model.kv_cache import PagedCache, Span
 
@@ -41,6 +42,7 @@ class CompiledRounds:
         further: Further,
         given: Sequence[Sequence[int]] | None = None,
         seen: Seen | None = None,
+        told: Told | None = None,
     ) -> list[Done]:
         """Draft and verify for every row; keys and values are written from its last token on, and stand in its order.
 
@@ -53,6 +55,7 @@ class CompiledRounds:
             further: how far rounds go on, at most `most_rounds` of them.
             given: every row's draft in the only round, where no layer makes it.
             seen: where to leave what layers are looked at by, of a single round; all of them then read all of it.
+            told: what rows with penalties hold, and which log-probabilities are asked for.
 
         Raises:
             MemoryError: there is too little of it.
@@ -91,9 +94,10 @@ class CompiledRounds:
             judging.draft_head = ctypes.addressof(draft_head)
             buffers.draft_by(drafter)
         buffers.look(seen)
+        logprobs = buffers.mind(told)
         buffers.go_on(further, drafter is None)
         has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.places)
-        done = [] if has_failed else buffers.done(drafter)
+        done = [] if has_failed else buffers.done(drafter, logprobs)
         body.spare.give_back(buffers)
         if has_failed:
             tokens_in_all = sum(drafts) + len(rows)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.executors.cpu.body import CompiledBody
+from selfspec.executors.penalties import Penalty
 from selfspec.kernels import compiled_call as c
 
 ALONE = 1 << 22  # products up to which one thread looks
@@ -37,6 +38,7 @@ def look(
     judged: Tensor,
     num_likely: int,
     others: Tensor,
+    penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Whether each layer would have picked the target's own token, bool `[K, N]`, and how sure it would have been.
 
@@ -44,10 +46,11 @@ def look(
         hidden: fp32 `[K, N, hidden_size]`, before the final norm.
         how: what `compiled_pick.told` says of each position, one after another.
         positions: `[N]`, the index in its row's content of the token picked there.
-        target: fp32 `[N, vocab]`, the target's logits.
+        target: fp32 `[N, vocab]`, the target's logits, after penalties.
         judged: int64 `[N]`, its picks.
         num_likely: of its other tokens, the likeliest that are looked at, fewer than there are.
         others: int64, a sample of the vocabulary that stands for all that is not looked at.
+        penalty: of the N positions.
     """
     weight, bias, lib = *body.head, c.functions()
     hidden, target, judged = hidden.contiguous(), target.contiguous(), judged.contiguous()
@@ -55,11 +58,13 @@ def look(
     hits = judged.new_empty(num_layers, num_positions, dtype=torch.bool)
     sure = hidden.new_empty(num_layers, num_positions)
     at, told = (ctypes.c_int64 * num_positions)(*positions), ctypes.create_string_buffer(how, len(how))
+    marks = () if penalty is None else (penalty.known.contiguous(), penalty.bias.contiguous())
     looking = c.Looking(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
         *(weight.data_ptr(), None if bias is None else bias.data_ptr(), body.last_norm.data_ptr(), others.data_ptr()),
         *(hidden.data_ptr(), target.data_ptr(), judged.data_ptr(), ctypes.addressof(told)),
         *(ctypes.addressof(at), hits.data_ptr(), sure.data_ptr(), body.norm.eps),
+        *(one.data_ptr() for one in marks),
     )
     products = hidden.numel() * (1 + num_likely + len(others))
     threads = min(body.threads(num_positions), num_positions) if products > ALONE else 1

@@ -16,6 +16,7 @@ from selfspec.executors.verdict import Verdict
 class CudaExecutor(Executor):
     """Replays recorded rounds of the stack's runner.
 
+    Rows with penalties, and those that ask for log-probabilities, are left to the eager executor.
     Second choices are left out, since the host would have to wait for every drafted token to know where they belong.
 
     Args:
@@ -30,7 +31,10 @@ class CudaExecutor(Executor):
         runner = self.stack.runner
         if runner is None or len(rows) > runner.most_rows or plan.shadow is not None or plan.keep_divergence:
             return False
-        return not any(row.request.logits_processor or row.request.keep_logits for row in rows)
+        requests = [row.request for row in rows]
+        if any(one.sampling.penalizes or one.logprobs is not None for one in requests):
+            return False
+        return not any(one.logits_processor or one.keep_logits for one in requests)
 
     @torch.inference_mode()
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
@@ -51,7 +55,7 @@ class CudaExecutor(Executor):
 def _described(row: Row, length: int, given: Sequence[int]) -> RoundRow:
     how, content = row.request.sampling, row.content
     return RoundRow(
-        row.pages, len(content), content[-1], row.room, sorted(row.stopper.eos), length, given,
+        row.pages, len(content), content[-1], row.room, sorted(row.stopper.ends), length, given,
         how.temperature, how.top_k, how.top_p, how.min_p, how.seed,
     )  # fmt: skip
 

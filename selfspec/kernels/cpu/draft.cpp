@@ -1,5 +1,6 @@
 // Picks, and drafts in one call: the first layers, the head and the pick of one token after another.
 
+#include <optional>
 #include <vector>
 
 #include "drafting.h"
@@ -86,7 +87,10 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
             bool is_kept = d.waits && step < d.num_kept;
             float* kept = is_kept ? d.waits + (live[i] * d.num_kept + step) * filled_up(d.vocab) : nullptr;
             if (kept) kept[0] = NAN;
-            const Row row{logits + i * d.vocab, d.vocab, asked[i], d.names, kept};
+            const History* history = d.histories ? d.histories[live[i]] : nullptr;
+            Row row{logits + i * d.vocab, d.vocab, asked[i], d.names, kept};
+            std::optional<Prefix> prefix;
+            if (history) row.prefix = &prefix.emplace(Prefix{*history, d.tokens + live[i] * d.most, step, d.places});
             Picked one = pick_row(row, how[i], room, d.sure, d.seconds);
             picks[i] = d.names ? d.names[one.best] : one.best, sure[i] = one.sure;
             seconds[i] = d.names ? d.names[one.second] : one.second;

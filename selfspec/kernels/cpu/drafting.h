@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "model.h"
+#include "penalties.h"
 
 // When rows stop drafting, see `selfspec.control.plan`: all of them where they are too unlikely to be right, or else
 // each after a token that is not sure.
@@ -27,6 +28,8 @@ struct Drafting {
     double* taken;         // [most, 3]: seconds of layers, head and pick
     float* waits;      // [num_rows, num_kept, vocab filled up]: room to keep picks' noise in, see `Row`; or null
     int64_t num_kept;  // of so many first tokens
+    const History* const* histories;  // [num_rows], null for rows without penalties; null: of all rows
+    const int32_t* places;            // of the tokens that the head is of, see `Prefix`; null: it is of all
 };
 
 static inline double now() {

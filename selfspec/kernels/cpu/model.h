@@ -38,8 +38,8 @@ struct Call {
 };
 
 struct How {  // a row picks: see `selfspec.executors.pick.Sampling`
-    float temperature, top_p, min_p;
-    int64_t top_k, seed;
+    float temperature, top_p, min_p, repetition, presence, frequency;
+    int64_t top_k, seed, ngram;
 };
 
 extern "C" {

@@ -8,12 +8,14 @@
 #include "filters.h"
 #include "model.h"
 #include "noise.h"
+#include "penalties.h"
 
 struct Row {
     const float* logits;
     int64_t vocab, position;
     const int64_t* tokens;  // that the logits are of, ascending; null: all of a vocabulary
     float* kept = nullptr;  // what `arrivals` says of all of it at this position, or a NaN where nobody asked; or null
+    const Prefix* prefix = nullptr;  // what penalties are for; null: there are none
 };
 
 struct Picked {
@@ -57,7 +59,7 @@ static int64_t first_of(const float* x, int64_t n, float value) {
 // Logits over temperature, filled up with -inf.
 static void scale(const Row& row, float temperature, float* out) {
     int64_t i = 0, end = filled_up(row.vocab);
-    bool is_one = temperature == 0 || temperature == 1;
+    bool is_one = temperature == 1;
     for (; i + LANES <= row.vocab; i += LANES)
         store(out + i, is_one ? load(row.logits + i) : load(row.logits + i) / temperature);
     for (; i < row.vocab; i++) out[i] = is_one ? row.logits[i] : row.logits[i] / temperature;
@@ -170,7 +172,9 @@ static Picked pick_row(const Row& row, const How& how, float* room, bool with_su
     int64_t n = filled_up(row.vocab);
     float *x = room, *weights = x + n;
     int64_t* places = reinterpret_cast<int64_t*>(weights + n);
-    scale(row, how.temperature, x);
+    float temperature = how.temperature > 0 ? how.temperature : 1;
+    scale(row, temperature, x);
+    if (row.prefix) row.prefix->penalize(how, row.logits, temperature, x);
     float most = largest(x, n);
     bool is_finite = std::isfinite(most);
     if (how.temperature > 0 && is_finite) return sampled(row, how, x, most, weights, places, places + n, with_second);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "round.h"
@@ -21,6 +22,9 @@ struct Program {
     int64_t num_needs;
     int64_t* given;    // [rounds]: whether no layer drafts; in: of the first where there are no indices, out: of all
     int64_t* matches;  // out: [rounds, num_rows]: the match that a draft by lookup follows, else 0
+    // The tokens of rows with penalties, row after row, of others none; [num_rows + 1] where they begin; [num_rows] how
+    // many of them are the prompt. Null where no row has penalties.
+    const int64_t *texts, *text_ends, *num_prompts;
     int64_t done;      // out: rounds
 };
 
@@ -39,6 +43,9 @@ class Run {
     Judging j;
     int64_t exit_layer;
     std::vector<int64_t> positions, last, lengths, matches, drafts;  // of every row
+    std::vector<std::optional<History>> histories;
+    std::vector<const History*> told;  // the same
+    std::vector<int32_t> places;       // in the drafter's part of the vocabulary
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
         const int64_t *first = p.ends + p.stops[row], *end = p.ends + p.stops[row + 1];
@@ -71,12 +78,30 @@ class Run {
         }
     }
 
+    // What rows with penalties hold.
+    void remember() {
+        int64_t vocab = j.head->out;
+        histories.resize(d.num_rows);
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            if (penalizes(d.how[r]))
+                histories[r].emplace(vocab, p.texts + p.text_ends[r], p.text_ends[r + 1] - p.text_ends[r],
+                                     p.num_prompts[r]);
+            told.push_back(histories[r] ? &*histories[r] : nullptr);
+        }
+        d.histories = told.data();
+        if (!exit_layer || !d.names) return;
+        places.assign(vocab, -1);
+        for (int64_t i = 0; i < d.vocab; i++) places[d.names[i]] = int32_t(i);
+        d.places = places.data();
+    }
+
     // To where the next round begins; whether there may be one.
     bool move() {
         bool goes_on = true, had_room = false, has_room = false;
         for (int64_t r = 0; r < d.num_rows; r++) {
             const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
             positions[r] += count, last[r] = picks[count - 1], p.rooms[r] -= count;
+            if (p.texts && histories[r]) histories[r]->add(picks, count, 1);
             if (p.indices && !selfspec_index_add(p.indices[r], picks, count)) throw std::bad_alloc();
             goes_on = goes_on && p.rooms[r] >= 0 && !ends(r, picks, count);
             had_room = had_room || lengths[r];
@@ -93,6 +118,11 @@ class Run {
         d.counts += rows, d.taken += 3 * most;
         if (d.sure) d.sure += rows * most;
         j.counts += rows, j.chains += rows, j.accepted += rows, j.taken += 4;
+        int64_t columns = rows * (most + 1);
+        if (j.num_likely) {
+            j.logprobs += columns, j.ranks += columns;
+            j.likely += columns * j.most_likely, j.likely_logprobs += columns * j.most_likely;
+        }
         j.tokens += rows * most, j.parents += rows * most, j.path += rows * (most + 1), j.picks += rows * (most + 1);
         for (int64_t* counts : {d.counts, j.counts, j.chains}) std::fill(counts, counts + rows, 0);
     }
@@ -103,6 +133,8 @@ class Run {
           positions(d.positions, d.positions + d.num_rows), last(d.last, d.last + d.num_rows),
           lengths(d.lengths, d.lengths + d.num_rows), matches(d.num_rows), drafts(d.num_rows) {
         d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
+        d.histories = nullptr, d.places = nullptr;
+        if (p.texts) remember();
     }
 
     int64_t run(const Model* m) {

@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "drafts.h"
+#include "logprobs.h"
 #include "pick.h"
 #include "round.h"
 #include "team.h"
@@ -78,7 +80,30 @@ class Round {
         bool is_kept = d.waits && node < j.chains[row] && node < d.num_kept;
         float* kept = is_kept ? d.waits + (row * d.num_kept + node) * filled_up(vocab) : nullptr;
         Row one{logits + at * vocab, vocab, nodes.positions[at] + 1, nullptr, kept};
+        const History* history = d.histories ? d.histories[row] : nullptr;
+        std::vector<int64_t> before;
+        std::optional<Prefix> prefix;
+        if (history) {
+            before = before_node(row, node);
+            one.prefix = &prefix.emplace(Prefix{*history, before.data(), int64_t(before.size()), nullptr});
+        }
         return pick_row(one, d.how[row], room, false, false).best;
+    }
+
+    // The drafted tokens on the way to a node, with its own.
+    std::vector<int64_t> before_node(int64_t row, int64_t node) const {
+        std::vector<int64_t> before;
+        for (; node; node = j.parents[row * j.most + node - 1]) before.push_back(j.tokens[row * j.most + node - 1]);
+        std::reverse(before.begin(), before.end());
+        return before;
+    }
+
+    // What is told of a row's pick, the one after so many accepted tokens.
+    void report(const float* logits, int64_t row, int64_t accepted, int64_t token, float* room) const {
+        int64_t at = row * (j.most + 1) + accepted, first = at * j.most_likely, wanted = j.num_likely[row];
+        if (wanted < 0) return;
+        LogProbs out{j.logprobs + at, j.ranks + at, wanted, j.likely + first, j.likely_logprobs + first};
+        log_probabilities(logits, j.head->out, token, room, out);
     }
 
     // The target's picks at all nodes, by threads that share them; room: `pick_floats` for each.
@@ -111,6 +136,7 @@ class Round {
                 int64_t next = node + 1;
                 int64_t made = is_shared ? picks[nodes.rows[r] + node] : pick_at(nodes, logits, r, node, room.get());
                 path[length] = node, out[length] = made;
+                if (j.num_likely) report(logits + (nodes.rows[r] + node) * vocab, r, length, made, room.get());
                 while (next <= count && !(parents[next - 1] == node && tokens[next - 1] == made)) next++;
                 node = next <= count ? next : -1;
             }

@@ -23,6 +23,11 @@ struct Judging {
     // out, or null: hidden states after some layers, [num_layers] of [nodes, hidden] or null, and logits [nodes, vocab].
     float *const *taps, *logits;
     double* taken;                // out: [4] seconds: early layers after the draft, layers, head, picks
+    const int64_t* num_likely;    // [num_rows]: likeliest tokens that are told of, -1: no logprobs; null: of all rows
+    int64_t most_likely;          // of any row
+    float* logprobs;              // out: [num_rows, most + 1], of accepted picks, and the same of
+    int64_t *ranks, *likely;      // [num_rows, most + 1], and [num_rows, most + 1, most_likely] tokens
+    float* likely_logprobs;       // as `likely`
 };
 
 extern "C" {

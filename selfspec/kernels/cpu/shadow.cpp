@@ -15,6 +15,10 @@ struct Looking {
     bool* hits;                // [num_layers, num_positions]
     float* sure;
     float eps;
+    // Penalties: [num_positions, vocab] whether a token stands before, and what is added to its logit; or null. The
+    // target's logits have them already.
+    const bool* known;
+    const float* added;
 };
 
 template <int... I>
@@ -99,6 +103,18 @@ class Looker {
         for (k = 0; all.bias && k < all.num_layers; k++) out[k * most] += all.bias[token];
     }
 
+    // All layers' logits of the tokens that are looked at.
+    void penalize(int64_t n, int64_t count) {
+        const bool* known = all.known + n * all.vocab;
+        const float *added = all.added + n * all.vocab, repetition = all.how[n].repetition;
+        for (int64_t k = 0; k < all.num_layers; k++)
+            for (int64_t i = 0; i < count; i++) {
+                float& logit = logits[k * most + i];
+                if (known[tokens[i]]) logit = logit < 0 ? logit * repetition : logit / repetition;
+                logit += added[tokens[i]];
+            }
+    }
+
     // Whether the first of a layer's logits is the largest, and how sure that is.
     bool is_first(float* own, int64_t count, float* sure) const {
         int64_t end = filled_up(count);
@@ -147,6 +163,7 @@ class Looker {
         std::fill_n(stands_for + num_top, all.num_others, std::max(unseen, 1.f));
         std::fill(stands_for + count, stands_for + most, 0.f);
         const How& how = all.how[n];
+        if (all.known) penalize(n, count);
         for (int64_t k = 0; k < all.num_layers; k++) {
             float* own = logits + k * most;
             int64_t at = k * all.num_positions + n;

@@ -1,13 +1,13 @@
-"""`Target`: a loaded model that drafts and verifies itself."""
+"""`Target`: an opened model: what drafts, what verifies, and what is known of its speed and of its acceptance."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.generation_config import Stored
-from selfspec.decoding.request import Completion, Options, Prompts, make_requests
+from selfspec.decoding.request import Options, Prompts, Request, make_requests
 from selfspec.decoding.results import Round
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import got, refuse_unknown, whole
@@ -32,20 +32,6 @@ from selfspec.model.views import copied_state
 from selfspec.remembered import Remembered, Way, way_of
 
 _log = logging.getLogger("selfspec")
-
-
-class CallOptions(Options, total=False):
-    """All that `generate` and `stream` can be told: how to continue prompts, and how to draft meanwhile."""
-
-    policy: str | Policy | None
-    exit_layer: int | None
-    num_draft_tokens: int | None
-    drafts: Sequence[str] | None
-    datastore: str | Path | Datastore | None
-    max_batch_size: int  # default 8
-    learn: Learner | bool
-    exact: bool
-    burst: float | None
 
 
 MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_engine", "_attention", "_graphs")  # a target is
@@ -226,48 +212,27 @@ class Target:
     def _generation_config(self) -> Any:
         return getattr(self.stack.model, "generation_config", None)
 
-    def generate(self, prompts: Prompts, **options: Unpack[CallOptions]) -> list[Completion]:
-        """Continue every prompt; the tokens are those of plain decoding, whatever the policy.
+    def requests(self, prompts: Prompts, options: Mapping[str, Any]) -> list[Request]:
+        """A request per prompt, completed by the model's own generation config.
 
         Args:
             prompts: a text, a list of texts, or a list of token-id lists.
-            policy: one of `selfspec.control.registry.POLICIES`, or an object of your own; default: `adaptive`, which
-                chooses exit layer and draft lengths round by round, or `fixed` where one of the next two is named.
-            exit_layer: layers the draft runs, 1..num_layers - 1; `fixed` and its kin default to the model's own, else a
-                quarter of the layers.
-            num_draft_tokens: tokens drafted per round, likewise; else 4.
-            drafts: where those of `adaptive` may come from: "exit" (early layers), "lookup" (what followed earlier in
-                the row's own text); "copies" lets copies of early layers in 4 bits draft in their place, "tree" lets
-                drafts have branches; default: all.
-            datastore: where `adaptive` drafts by lookup, it looks in this corpus too: a file that `selfspec datastore
-                build` wrote with this tokenizer, opened at every call, or an open `selfspec.Datastore`.
-            max_batch_size: rows decoded together; the others wait and join as rows end.
-            learn: improve the exit heads meanwhile by what is refused, see `selfspec.learn.Learner`; True: with one
-                that is made at the first such call and kept. The tokens stay the same.
-            exact: run every call in constant shapes: a row's tokens and logits are then the same bits whatever the
-                policy, the batch and the number format, at the cost of idle tokens; see `selfspec.model.exact`.
-            burst: seconds of rounds that may be decoded in one compiled call, where nobody else can interrupt; default:
-                a quarter of a second, and for `stream` a thirtieth.
-            generation_config: what the other options do not name comes from the model's own generation config, as
-                transformers' `generate` has it (lengths, stop strings, penalties and other processors, and with
-                `do_sample` temperature and filters), which a log line names once. A `GenerationConfig` wins over the
-                model's, value by value; False: nothing but ends of text comes from it.
+            options: some of `decoding.request.Options`, shared by all prompts.
 
         Raises:
-            ValueError: an empty or too long prompt, or an option out of range; a generation config that asks for beams
-                or another kind of decoding; a `DatastoreError` where the datastore is damaged, or of another tokenizer.
-            OSError: the datastore is not there, or cannot be read.
-            UnsupportedModelError: `exact` where it is not exact for this model on this device.
+            ValueError: an empty prompt, an unknown option or one out of range; a generation config that asks for beams
+                or another kind of decoding.
         """
-        if options.get("burst") is None:
-            options["burst"] = WHOLE_BURST
-        rounds = self.stream(prompts, **options)
-        done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
-        return sorted(done, key=lambda completion: completion.request_id)
+        refuse_unknown(options, Options.__optional_keys__)
+        requests = make_requests(prompts, self.tokenizer, options)
+        if self.stored is None:
+            return requests
+        self.stored.mind_chat(prompts, self.tokenizer)
+        return self.stored.complete(requests, options, self)
 
-    def stream(
+    def rounds(
         self,
-        prompts: Prompts,
+        requests: Sequence[Request],
         *,
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
@@ -278,22 +243,38 @@ class Target:
         learn: Learner | bool = False,
         exact: bool = False,
         burst: float | None = None,
-        **options: Unpack[Options],
     ) -> Iterator[Round]:
-        """Like `generate`, but yields every round as it ends; a row's `request_id` is its prompt's index.
+        """Decode requests in an engine of their own; a row's `request_id` is the request's index.
 
-        Arguments are checked at the call, before the first round is asked for.
+        Arguments are checked at the call, before the first round is asked for. `adaptive` goes on with the statistics
+        of the call before, and leaves its own to the next one.
+
+        Args:
+            policy: one of `selfspec.control.registry.POLICIES`, or an object of your own; default: `adaptive`, which
+                chooses exit layer and draft lengths, or `fixed` where one of the next two is named.
+            exit_layer: layers the draft runs, 1..num_layers - 1; `fixed` and its kin default to the model's own, else a
+                quarter of the layers.
+            num_draft_tokens: tokens drafted per round, likewise; else 4.
+            drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
+            datastore: a file that `selfspec corpus build` wrote with this tokenizer, opened at every call, or an open
+                `selfspec.Datastore`: `adaptive` looks drafts up in this corpus, too.
+            max_batch_size: rows decoded together; the others wait and join as rows end.
+            learn: train the exit heads on refused drafts meanwhile, see `selfspec.learn.Learner`; True: with one that
+                is made at the first such call and kept.
+            exact: run every call in constant shapes, see `selfspec.model.exact`.
+            burst: seconds after which no further round of a program begins; default: a thirtieth.
+
+        Raises:
+            ValueError: an argument out of range, or a request that does not fit the model; a `DatastoreError` where the
+                datastore is damaged, or of another tokenizer.
+            OSError: the datastore cannot be read.
+            UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
-        refuse_unknown(options, CallOptions.__optional_keys__)
         whole("max_batch_size", max_batch_size, 1)
-        requests = make_requests(prompts, self.tokenizer, options)
-        if self.stored is not None:
-            self.stored.mind_chat(prompts, self.tokenizer)
-            requests = self.stored.complete(requests, options, self)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._open()
         self.stack.refresh(deeply=True)
-        learner = self._learner(learn, exit_layer)
+        learner = self.learner_of(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
         longest = max((min(len(r.prompt) + r.max_new_tokens, limit) for r in requests), default=1)
@@ -324,7 +305,8 @@ class Target:
             raise
         return self._remembering(engine, way)
 
-    def _learner(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
+    def learner_of(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
+        """Who trains exit heads for a caller who says `learn`, see `rounds`; None: nobody does."""
         if learn is True:
             learn = self.learner = self.learner or Learner(self)
         if not isinstance(learn, Learner):

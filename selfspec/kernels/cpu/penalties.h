@@ -1,0 +1,84 @@
+// What the tokens before a position do to its logits: see `selfspec.executors.penalties`, which says the same in torch.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "model.h"
+
+static inline bool penalizes(const How& how) {
+    return how.repetition != 1 || how.presence != 0 || how.frequency != 0 || how.ngram > 0;
+}
+
+// A row's tokens, and how often its output holds each.
+struct History {
+    int64_t vocab;
+    std::vector<int64_t> tokens, distinct;  // all of them; those of the vocabulary, each once
+    std::vector<int32_t> written;           // [vocab]
+    std::vector<char> is_known;             // [vocab]
+
+    History(int64_t vocab, const int64_t* content, int64_t count, int64_t num_prompt)
+        : vocab(vocab), written(vocab), is_known(vocab) {
+        add(content, num_prompt, 0);
+        add(content + num_prompt, count - num_prompt, 1);
+    }
+
+    // times: 1 where they are output, else 0.
+    void add(const int64_t* more, int64_t count, int32_t times) {
+        for (int64_t i = 0; i < count; i++) {
+            int64_t token = more[i];
+            tokens.push_back(token);
+            if (token >= vocab) continue;
+            if (!is_known[token]) is_known[token] = 1, distinct.push_back(token);
+            written[token] += times;
+        }
+    }
+};
+
+// What stands before a position: a row's tokens, and the drafted ones that come after them.
+struct Prefix {
+    const History& row;
+    const int64_t* drafted;
+    int64_t count;          // of the drafted
+    const int32_t* places;  // [vocab]: where each token is among the logits, -1 where it is not; null: at its own number
+
+    int64_t place_of(int64_t token) const { return token >= row.vocab ? -1 : places ? places[token] : token; }
+
+    int64_t at(int64_t i) const {
+        int64_t known = int64_t(row.tokens.size());
+        return i < known ? row.tokens[i] : drafted[i - known];
+    }
+
+    // Calls `f` with every token that would end n tokens that there are already.
+    template <class F>
+    void each_repeating(int64_t n, F f) const {
+        int64_t total = int64_t(row.tokens.size()) + count;
+        for (int64_t end = n - 1; end < total; end++) {
+            int64_t same = 1;
+            while (same < n && at(end - same) == at(total - same)) same++;
+            if (same == n) f(at(end));
+        }
+    }
+
+    // Scores are logits over a temperature; those of tokens that stand before are made anew.
+    void penalize(const How& how, const float* logits, float temperature, float* scores) const {
+        auto one = [&](int64_t token, int64_t times) {
+            int64_t place = place_of(token);
+            if (place < 0) return;
+            float logit = logits[place];
+            logit = logit < 0 ? logit * how.repetition : logit / how.repetition;
+            logit += -(how.frequency * float(times) + how.presence * float(times > 0));
+            scores[place] = logit / temperature;
+        };
+        for (int64_t token : row.distinct) one(token, row.written[token]);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t before = drafted[i] < row.vocab ? row.written[drafted[i]] : 0;
+            one(drafted[i], before + std::count(drafted, drafted + count, drafted[i]));
+        }
+        if (!how.ngram) return;
+        each_repeating(how.ngram, [&](int64_t token) {
+            int64_t place = place_of(token);
+            if (place >= 0) scores[place] = -__builtin_inff();
+        });
+    }
+};

