@@ -48,7 +48,9 @@ class LiveConfig(TaskConfig):
     draft_lengths: tuple[int, ...] = option((1, 2, 3, 4, 6, 8), "Draft lengths D to try with every exit layer.")
     finalists: int = option(2, "Fixed settings, the best in replay, that are timed; the fastest is the best fixed one.")
     policies: tuple[str, ...] = option((), "Further policies to time, beside plain, adaptive and fixed.")
-    exact: bool = option(False, "Also time plain and adaptive in exact mode, at one prompt's costs of the usual mode.")
+    exact: bool = option(
+        False, "Also time plain and adaptive in exact mode; what is predicted of them is the usual mode."
+    )
     repeats: int = option(7, "How often every method decodes all prompts.")
     warmup_tokens: int = option(16, "Tokens per prompt that every method writes untimed at every batch size.")
     cost_repeats: int = option(15, "How often every piece of a round is timed, for the costs.")

@@ -53,8 +53,6 @@ def record(
 # shortlist sees them.
 _Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
 
-_Wrong = tuple[Floats, NDArray[np.int32]]  # confidences and tokens after a wrong token
-
 
 class _Recorder:
     def __init__(
@@ -80,9 +78,8 @@ class _Recorder:
         at = self.prompt_length - 1 - self.first
         own = torch.cat(self.picks, 1)[:, at:]
         wrong = np.full((*hits[:, at:].shape, self.wrong_steps), np.nan, np.float32)
-        wrong_picks = np.full(wrong.shape, -1, np.int32)
         for e in self.exits:
-            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], (wrong[e - 1], wrong_picks[e - 1]))
+            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], wrong[e - 1])
         copied = [self.by_copies(e) for e in range(1, self.deepest_copy + 1)]
         return Trace(
             task,
@@ -97,9 +94,6 @@ class _Recorder:
             short_sure[:, at:],
             short_hits[:, :at],
             short_sure[:, :at],
-            self.stack.vocab_size,
-            own.numpy(force=True).astype(np.int32),
-            wrong_picks,
             *([np.stack([one[i] for one in copied]) for i in (0, 1)] if copied else ()),
             is_sampled=self.sampling.temperature > 0,
         )
@@ -183,8 +177,8 @@ class _Recorder:
         seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
         return hits, confidences.astype(np.float32), divergences.astype(np.float32), seconds, *seen
 
-    def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: _Wrong) -> None:
-        """Fill `into` at i with confidences and tokens of the draft that goes on after the wrong pick at position i."""
+    def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: Floats) -> None:
+        """Fill `into` at i with the confidences of the draft that goes on after the wrong pick at position i."""
         misses = np.flatnonzero(~hits)
         for start in range(0, len(misses), ROWS):
             members = misses[start : start + ROWS]
@@ -192,14 +186,13 @@ class _Recorder:
             self.draft(exit_layer, members, rows, picks[torch.from_numpy(members).to(picks.device)], into)
             self.cache.release(owned)
 
-    def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: _Wrong) -> None:
+    def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: Floats) -> None:
         def choose(hidden: Tensor, going: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
             positions = [rows[r].position + step + 1 for r in going]
             picks = self.picker(logits, [self.sampling] * len(going), positions, with_sure=True)
             assert picks.sure is not None
-            into[0][members[going], step] = picks.sure.numpy(force=True)
-            into[1][members[going], step] = picks.tokens.numpy(force=True)
+            into[members[going], step] = picks.sure.numpy(force=True)
             return picks.tokens, going
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)

@@ -23,7 +23,6 @@ from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
 from selfspec.control.registry import POLICIES, make_policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
-from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.row_lookup import RowLookup
 from selfspec.executors.program import RoundDraft, next_draft
 
@@ -80,7 +79,6 @@ class Replayed:
 class _Row:
     request_id: int
     trace: Trace
-    datastore: Datastore | None
     at: int = 0  # tokens emitted
     num_cached: int = 0  # prompt tokens read
     content: list[int] = field(init=False)
@@ -88,7 +86,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         self.content = list(self.trace.prompt)
-        self.lookup = RowLookup(self.content, self.datastore)
+        self.lookup = RowLookup(self.content)
 
     @property
     def room(self) -> int:
@@ -106,7 +104,6 @@ def replay(
     costs: Costs,
     batch_size: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
-    datastore: Datastore | None = None,
     overheads: Overheads = MappingProxyType({}),
     deadline: float = DEADLINE,
 ) -> Replayed:
@@ -115,12 +112,11 @@ def replay(
     Args:
         batch_size: rows decoded together; the next trace begins where one ends.
         prefill_chunk: prompt tokens read between two programs of rounds.
-        datastore: a corpus that drafts may be taken from.
         overheads: what the interpreter takes; where there is no entry, what the table of costs has around forwards.
         deadline: seconds after which no further round of a program begins, where its plan names none.
     """
     done = Replayed()
-    waiting = deque(_Row(i, trace, datastore) for i, trace in enumerate(traces))
+    waiting = deque(_Row(i, trace) for i, trace in enumerate(traces))
     rows: list[_Row] = []
     checked = CheckedPolicy(policy, traces[0].num_layers if traces else 1)
     while waiting or rows:

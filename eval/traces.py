@@ -22,17 +22,7 @@ WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draf
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-_BY_TOKEN = (
-    "hits",
-    "confidences",
-    "divergences",
-    "wrong",
-    "seconds",
-    "picks",
-    "wrong_picks",
-    "short_hits",
-    "short_confidences",
-)
+_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "seconds", "short_hits", "short_confidences")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +36,6 @@ class Trace:
         divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
         wrong: `[L - 1, n, steps]`, the confidences of what the layer would have drafted after a wrong pick; NaN
             elsewhere.
-        vocab_size: of the model.
-        picks: int32 `[L - 1, n]`, what the layer would have picked.
-        wrong_picks: int32 `[L - 1, n, steps]`, what it would have drafted after a wrong pick; -1 elsewhere.
         seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
         prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
@@ -70,9 +57,6 @@ class Trace:
     short_confidences: Floats
     prompt_hits: Bools
     prompt_confidences: Floats
-    vocab_size: int
-    picks: NDArray[np.int32]
-    wrong_picks: NDArray[np.int32]
     copied_right: NDArray[np.int16] = field(default_factory=lambda: np.zeros((0, 0), np.int16))
     copied: Floats = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     is_sampled: bool = False
@@ -132,7 +116,6 @@ def _trace(arrays: Any, i: int) -> Trace:
         "task": str(given["task"]),
         "prompt": tuple(int(t) for t in given["prompt"]),
         "tokens": tuple(int(t) for t in given["tokens"]),
-        "vocab_size": int(given["vocab_size"]),
         "is_sampled": bool(given["is_sampled"]),
     }
     shape = (len(given["hits"]), len(given["tokens"]))
