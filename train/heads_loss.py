@@ -29,7 +29,7 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch) -> list[Tensor]:
     """The loss of each exit of the heads, a float32 scalar each.
 
     Forward KL divergence from the whole model's distribution p to the exit's distribution q (arXiv 2310.07177), over
-    the likeliest tokens of p and one bucket for all others.
+    the most probable tokens of p and one bucket for all others.
     """
     log_p = batch.log_probs
     if log_p is None:
