@@ -1,4 +1,4 @@
-"""How good every exit is: its loss on held-out text, and how often it agrees with the whole model's greedy choice."""
+"""The quality of every exit: loss on held-out text, and agreement with the last layer's greedy choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.backbone import open_up, plain_model
+from train.backbone import find_parts, plain_model
 from train.recipe import IGNORED, layer_outputs
 from train.sections import EvalConfig
 
@@ -20,7 +20,7 @@ from train.sections import EvalConfig
 class ExitQuality:
     """Measured quality of exits 1..L, in order; the last entry is the whole model.
 
-    Agreement is counted along the whole model's own greedy continuations, which is what speculation sees.
+    Agreement is measured on the model's own greedy continuations, as in speculative decoding.
     """
 
     loss: tuple[float, ...]
@@ -31,8 +31,8 @@ class ExitQuality:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into plain evaluation (no gradient, no dropout, no compiled layers) and back."""
-    was_training, layers = model.training, open_up(model).layers
+    """Evaluate a model without gradients, dropout and compiled layers; its state is restored afterwards."""
+    was_training, layers = model.training, find_parts(model).layers
     compiled = [vars(layer).pop("forward", None) for layer in layers]
     model.eval()
     try:
@@ -47,7 +47,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def exit_logits(model: nn.Module, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the logits `[B, T, V]` of exits 1..L for tokens `[B, T]`, through the final norm and head."""
-    parts = open_up(model)
+    parts = find_parts(model)
     with layer_outputs(parts.layers, range(1, len(parts.layers) + 1)) as states:
         parts.body(input_ids=tokens, use_cache=False)
     for number in range(1, len(parts.layers) + 1):
@@ -57,13 +57,16 @@ def exit_logits(model: nn.Module, tokens: Tensor) -> Iterator[Tensor]:
 def held_out_scores(
     model: nn.Module, windows: Tensor, rows: int = 8
 ) -> tuple[tuple[float, ...], tuple[float, ...], int]:
-    """Measure exits 1..L on given text: loss, agreement with the last layer's most likely token, tokens that count.
+    """Measure exits 1..L on given text.
 
-    windows: tokens `[N, T]`, or tokens and labels `[2, N, T]` with -100 where a token does not count. Losses are means
-    in nats per token.
+    Args:
+        windows: tokens `[N, T]`, or tokens and labels `[2, N, T]` with -100 where a token does not count.
+
+    Returns:
+        Losses in nats per token, agreement with the last layer's most probable token, and the number of tokens.
     """
     tokens, labels = windows if windows.ndim == 3 else (windows, windows)
-    num_layers = len(open_up(model).layers)
+    num_layers = len(find_parts(model).layers)
     total, hits, count = torch.zeros(num_layers, dtype=torch.float64), torch.zeros(num_layers, dtype=torch.long), 0
     with evaluating(model):
         for some, wanted in zip(tokens.split(rows), labels.split(rows), strict=True):
@@ -80,11 +83,11 @@ def held_out_scores(
 
 
 def exit_agreement(model: nn.Module, prompts: Tensor, new_tokens: int, rows: int = 16) -> tuple[tuple[float, ...], int]:
-    """Continue prompts `[N, P]` greedily; return per exit how often it picks the same token, and the tokens counted.
+    """Continue prompts `[N, P]` greedily; return the agreement of exits 1..L, and the number of tokens.
 
-    Tokens after an end of text do not count.
+    Tokens after an end-of-text token do not count.
     """
-    hits, count = torch.zeros(len(open_up(model).layers), dtype=torch.long), 0
+    hits, count = torch.zeros(len(find_parts(model).layers), dtype=torch.long), 0
     with evaluating(model):
         for batch in prompts.split(rows):
             text, counted = greedy(model, batch, new_tokens)
@@ -97,7 +100,7 @@ def exit_agreement(model: nn.Module, prompts: Tensor, new_tokens: int, rows: int
 
 
 def greedy(model: nn.Module, prompts: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return prompts and greedy continuations `[N, P + new]`, and which new tokens `[N, new]` come before the end."""
+    """Return prompts with greedy continuations `[N, P + new]`, and which new tokens count, bool `[N, new]`."""
     plain = plain_model(model)
     ends = end_tokens(plain)
     text: Tensor = plain.generate(
@@ -105,7 +108,7 @@ def greedy(model: nn.Module, prompts: Tensor, new_tokens: int) -> tuple[Tensor, 
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=new_tokens,
         do_sample=False,
-        temperature=None,  # a base model's own settings for sampling would only give warnings
+        temperature=None,  # a base model's settings for sampling would give warnings
         top_p=None,
         top_k=None,
         pad_token_id=ends[0],
@@ -115,7 +118,7 @@ def greedy(model: nn.Module, prompts: Tensor, new_tokens: int) -> tuple[Tensor, 
 
 
 def end_tokens(model: nn.Module) -> list[int]:
-    """Return the ids that end a text, of the generation settings or else of the configuration; 0 if there are none."""
+    """Return the end-of-text ids of the generation config, else of the model config; [0] if there are none."""
     plain = plain_model(model)
     for holder in (plain.generation_config, plain.config):
         ids = getattr(holder, "eos_token_id", None)
@@ -125,12 +128,12 @@ def end_tokens(model: nn.Module) -> list[int]:
 
 
 def held_out_windows(documents: Sequence[np.ndarray], length: int, limit: int) -> Tensor:
-    """Cut documents into windows and keep `limit` of them, spread evenly over all.
+    """Cut documents into windows and keep `limit` of them, at equal distances.
 
-    Documents are tokens `[T]` and the windows `[N, length]`, or tokens and labels `[2, T]` and `[2, N, length]`.
+    Documents are tokens `[T]` and windows `[N, length]`, or tokens and labels `[2, T]` and `[2, N, length]`.
 
     Raises:
-        ValueError: no document is that long.
+        ValueError: all documents are shorter than `length`.
     """
     windows = [
         document[..., start : start + length]

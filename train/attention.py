@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries: the same function as sdpa, faster to train with on CPU."""
+"""Causal attention in blocks of queries: equal to sdpa, and faster in training on CPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def blocked_causal_attention(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend from each of four query blocks to the keys up to its end; no padding, no cache.
+    """Attend from each of four blocks of queries to the keys up to the block's end; no padding, no cache.
 
-    query `[B, H, T, D]`, key and value `[B, KV, T, D]`; returns `[B, T, H, D]`. The scores are plain batched products,
-    which oneDNN runs in bfloat16 several times faster than the fused CPU kernel trains, and the part above the
-    diagonal is mostly never computed.
+    query `[B, H, T, D]`, key and value `[B, KV, T, D]`; returns `[B, T, H, D]`. In bfloat16, oneDNN's batched products
+    are several times as fast as training with the fused CPU kernel. Most scores above the diagonal are not computed.
     """
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
@@ -44,6 +43,6 @@ def blocked_causal_attention(
 
 
 def register() -> str:
-    """Make the function known to transformers and return its name."""
+    """Register the function with transformers and return its name."""
     AttentionInterface.register("train_blocked_causal", blocked_causal_attention)
     return "train_blocked_causal"

@@ -1,4 +1,4 @@
-"""Where the layers, the final norm and the head of a model are; any family built like Llama will do."""
+"""The layers, final norm and head of a model with the structure of Llama."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Backbone(NamedTuple):
-    """The parts of a causal language model that a loss at an early exit needs."""
+    """The parts of a causal language model for losses at early exits."""
 
     body: nn.Module
     layers: nn.ModuleList
@@ -18,15 +18,15 @@ class Backbone(NamedTuple):
 
 
 def plain_model(model: Any) -> Any:
-    """Return the transformers model inside a PEFT model, its adapters still at work; any other model is returned."""
+    """Return the transformers model inside a PEFT model, with active adapters; any other model as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def open_up(model: nn.Module) -> Backbone:
+def find_parts(model: nn.Module) -> Backbone:
     """Find the parts of a model.
 
     Raises:
-        ValueError: the model is not built like Llama.
+        ValueError: the model does not have Llama's structure.
     """
     plain = plain_model(model)
     body: Any = getattr(plain, "model", None)
@@ -36,19 +36,19 @@ def open_up(model: nn.Module) -> Backbone:
     found = isinstance(norm, nn.Module) and isinstance(head, nn.Module) and isinstance(layers, nn.ModuleList)
     if not found or len(layers) < 2:
         raise ValueError(
-            "model.base must be a decoder built like Llama (model.layers of at least 2, model.norm, an output head), "
+            "model.base must be a decoder like Llama (model.layers of at least 2, model.norm, an output head), "
             f"got {type(plain).__name__}; choose another model"
         )
     return Backbone(body, layers, norm, head)
 
 
 def check_backbone(model: nn.Module) -> None:
-    """Check on eight tokens that norm and head turn the last layer's output into the model's own logits.
+    """Check on 8 tokens that norm and head turn the last layer's output into the model's logits.
 
     Raises:
-        ValueError: they do not, as in families that scale or cap their logits, or return tuples from their layers.
+        ValueError: they do not, for example in families that scale or cap logits, or whose layers return tuples.
     """
-    parts, plain = open_up(model), plain_model(model)
+    parts, plain = find_parts(model), plain_model(model)
     kept: list[Any] = []
     handle = parts.layers[-1].register_forward_hook(lambda module, args, output: kept.append(output))
     was_training = model.training
@@ -63,6 +63,6 @@ def check_backbone(model: nn.Module) -> None:
         model.train(was_training)
     if own is None or not torch.allclose(own, logits, atol=1e-3, rtol=1e-3):
         raise ValueError(
-            f"model.base must turn its last layer into logits by its norm and head alone, which "
+            f"model.base must compute logits from its last layer by norm and head alone, which "
             f"{type(plain).__name__} does not; choose another model"
         )

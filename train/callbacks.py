@@ -1,4 +1,4 @@
-"""What a run says while it goes: progress with the time left, and how good every exit is on held-out text."""
+"""Messages during a run: progress, remaining time, and the quality of every exit on held-out text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.agreement import held_out_scores
 
 
 class Progress(TrainerCallback):
-    """One line per logging step: step, learning rate, tokens per second, time left, loss of every exit."""
+    """Prints a line per logging step: step, learning rate, tokens per second, remaining time, loss of every exit."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
@@ -47,9 +47,9 @@ class Progress(TrainerCallback):
 
 
 class HeldOut(TrainerCallback):
-    """Every so many steps, loss and agreement with the last layer of every exit, on the same held-out windows.
+    """Measures loss and agreement of every exit on the same held-out windows, every `every` steps.
 
-    windows: tokens `[N, T]`, or tokens and labels `[2, N, T]`. What is measured goes to `log`, the Trainer's own.
+    windows: tokens `[N, T]`, or tokens and labels `[2, N, T]`. Results go to `log`, which the Trainer sets.
     """
 
     def __init__(self, windows: Tensor, every: int) -> None:
@@ -66,18 +66,18 @@ class HeldOut(TrainerCallback):
     ) -> None:
         if state.global_step % self.every and state.global_step != state.max_steps:
             return
-        assert model is not None and self.log is not None  # the Trainer always passes the one and sets the other
+        assert model is not None and self.log is not None  # set by the Trainer
         losses, agreement, _ = held_out_scores(model, self.windows.to(args.device))
         entry = {f"held_out_exit_{number}": round(loss, 4) for number, loss in enumerate(losses, start=1)}
         entry |= {f"held_out_agreement_{number}": round(share, 4) for number, share in enumerate(agreement, start=1)}
         due = control.should_log
         self.log(dict(entry))
-        control.should_log = due  # to log anything takes back the wish to log the step
+        control.should_log = due  # `log` resets it
         print(f"step {state.global_step}  held-out loss by exit {by_exit(entry, 'held_out_exit_')}", flush=True)
         print(f"step {state.global_step}  agreement by exit {by_exit(entry, 'held_out_agreement_')}", flush=True)
 
 
 def by_exit(values: dict[str, float], prefix: str) -> str:
-    """Write the entries of one prefix as `exit:value` pairs."""
+    """Format the entries with a prefix as `exit:value` pairs."""
     chosen = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
     return " ".join(f"{number}:{value:.2f}" for number, value in chosen.items())

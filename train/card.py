@@ -1,4 +1,4 @@
-"""The model card: everything in it is taken from the configuration, the corpus and the measurements."""
+"""The model card, from the configuration, the corpus and the measurements of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.sections import ExitConfig
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the card reports about one finished run."""
+    """The facts of a finished run."""
 
     config: TrainConfig
     command: str
@@ -35,7 +35,7 @@ class CardFacts:
     exit_layer: int
     num_draft_tokens: int
     samples: tuple[tuple[str, str], ...]
-    shape: Any  # the model's configuration, as transformers has it
+    shape: Any  # the model's config of transformers
     before: ExitQuality | None = None  # of model.base
 
 
@@ -46,7 +46,7 @@ def write_card(facts: CardFacts) -> str:
 
 
 def _paragraph(text: str, bullet: str = "") -> str:
-    """Wrap text to lines of the card; a bullet's later lines are indented below its first."""
+    """Wrap text to the card's line length; the later lines of a bullet are indented."""
     return textwrap.fill(
         " ".join(text.split()),
         width=118,

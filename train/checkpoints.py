@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, then renamed."""
+"""Checkpoints. They are written into a temporary folder and then renamed, so that they are whole or absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.errors import RunFailed
 
 KEPT = 3
 SETTINGS = "train_config.json"
-ASIDE = "unfinished"
+UNFINISHED = "unfinished"
 
 
 def newest_checkpoint(output: str | Path) -> Path:
@@ -48,10 +48,10 @@ def whole_checkpoints(output: str | Path) -> list[Path]:
 
 
 def checkpoint_to_resume(config: TrainConfig) -> Path:
-    """Return the newest checkpoint of a run after checking that the configuration is still the one it was made with.
+    """Return the newest checkpoint of a run, after checking that its configuration is the present one.
 
     Raises:
-        ValueError: there is no checkpoint, or keys differ that change what a step does.
+        ValueError: there is no checkpoint, or keys differ that affect training steps.
     """
     checkpoint = newest_checkpoint(config.run.output)
     settings = checkpoint / SETTINGS
@@ -60,52 +60,48 @@ def checkpoint_to_resume(config: TrainConfig) -> Path:
         if different:
             raise ValueError(
                 f"{checkpoint} was made with another configuration, which differs in {', '.join(different)}; "
-                "set them back, or train into another run.output"
+                "restore them, or train into another run.output"
             )
     return checkpoint
 
 
 @contextmanager
-def written_aside(config: TrainConfig, step: int) -> Iterator[Path]:
-    """Give a folder to write `checkpoint-STEP` into; after the block it stands in `run.output`, whole, or is gone.
+def checkpoint_folder(config: TrainConfig, step: int) -> Iterator[Path]:
+    """Provide a temporary folder for `checkpoint-STEP`, which is moved to `run.output` after the block.
 
     Raises:
-        RunFailed: writing failed, as on a full disk; earlier checkpoints are untouched.
+        RunFailed: writing failed, for example on a full disk; earlier checkpoints are unchanged.
     """
     output = Path(config.run.output)
-    aside, name = output / ASIDE, f"checkpoint-{step}"
-    shutil.rmtree(aside, ignore_errors=True)  # what a run that was killed while saving left behind
+    unfinished, name = output / UNFINISHED, f"checkpoint-{step}"
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a run that was killed while saving left behind
     try:
-        yield aside
-        (aside / name / SETTINGS).write_text(json.dumps(plain(config), indent=2) + "\n", "utf-8")
+        yield unfinished
+        (unfinished / name / SETTINGS).write_text(json.dumps(plain(config), indent=2) + "\n", "utf-8")
         shutil.rmtree(output / name, ignore_errors=True)
-        (aside / name).rename(output / name)
+        (unfinished / name).rename(output / name)
         for old in whole_checkpoints(output)[:-KEPT]:
             shutil.rmtree(old)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         raise RunFailed(
             f"the checkpoint of step {step} could not be written to {str(output)!r}, perhaps for lack of space "
-            f"({error}); {what_is_left(output)}"
+            f"({error}); {describe_remaining(output)}"
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def what_is_left(output: str | Path) -> str:
-    """Say how to go on after a failure."""
+def describe_remaining(output: str | Path) -> str:
+    """The clause of an error message that says how to continue."""
     found = find_newest(output)
-    return f"{found.name} is whole, go on from it with --resume" if found else "there is no earlier checkpoint"
+    return f"{found.name} is whole, continue from it with --resume" if found else "there is no earlier checkpoint"
 
 
 def check_finite(model: nn.Module, step: int, output: str | Path) -> None:
-    """Refuse to save weights that hold no numbers.
-
-    Raises:
-        RunFailed: a weight is not finite.
-    """
+    """Raise RunFailed where a trained weight is not finite."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not bool(parameter.isfinite().all()):
             raise RunFailed(
-                f"weight {name} is not finite after step {step}, which is not saved; {what_is_left(output)}, "
+                f"weight {name} is not finite after step {step}, which is not saved; {describe_remaining(output)}, "
                 "with a lower learning rate"
             )

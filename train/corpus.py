@@ -1,4 +1,4 @@
-"""The training text: Python's own standard library, read from the running interpreter."""
+"""The corpus of Python files, by default the standard library of the running interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One source file: its path relative to the corpus root, its text, and which part of the corpus it belongs to."""
+    """A source file: path relative to the corpus root, text, and part of the corpus."""
 
     path: str
     text: str
@@ -25,7 +25,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All files of a corpus, sorted by path, and a fingerprint of their contents."""
+    """The files of a corpus, sorted by path, and a hash of their contents."""
 
     files: tuple[SourceFile, ...]
     sha256: str
@@ -41,16 +41,16 @@ class Corpus:
 
 
 def is_held_out(path: str, percent: float) -> bool:
-    """Tell whether a file is kept for evaluation; depends on nothing but its relative path."""
+    """Whether a file is held out; depends on its relative path only."""
     bucket = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 10_000
     return bucket < percent * 100
 
 
 def read_corpus(config: CorpusConfig) -> Corpus:
-    """Read every usable `.py` file below the corpus root, in the order of their paths.
+    """Read the `.py` files below the corpus root, sorted by path.
 
     Raises:
-        ValueError: the root is not a folder, or one of the two parts (train, held out) would be empty.
+        ValueError: the root is not a folder, or there are no files to train on or to hold out.
     """
     root = Path(config.root) if config.root else Path(sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
@@ -76,7 +76,7 @@ def read_corpus(config: CorpusConfig) -> Corpus:
 
 
 def _read(path: Path, max_chars: int) -> str | None:
-    """Return the text of a file, or None where it is no UTF-8, is empty, or is longer than `max_chars`."""
+    """The text of a file; None where it is not UTF-8, is empty, or is longer than `max_chars`."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Token windows in a fixed order: what step i sees depends on the seed and on i alone, so a run can be resumed."""
+"""Batches of token windows. Batch i depends on the seed and i only, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from train.corpus import SourceFile
 
 
 def encode_files(tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile]) -> list[np.ndarray]:
-    """Encode each file, followed by the end-of-text token; int64 arrays."""
+    """Encode each file with an end-of-text token at its end; int64 arrays."""
     encoded = tokenizer([file.text for file in files], verbose=False)["input_ids"]
     return [np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in encoded]
 
 
 def pack(documents: Sequence[np.ndarray], seed: int) -> np.ndarray:
-    """Lay documents end to end in a shuffled order, each behind an end-of-text token.
+    """Concatenate documents in a shuffled order, each after an end-of-text token.
 
-    Documents are tokens `[T]`, or tokens and labels `[2, T]`; the stream is alike.
+    Documents are tokens `[T]`, or tokens and labels `[2, T]`; so is the result.
     """
     order = np.random.default_rng(seed).permutation(len(documents))
     end = documents[0][..., -1:]
@@ -30,10 +30,10 @@ def pack(documents: Sequence[np.ndarray], seed: int) -> np.ndarray:
 
 
 class Windows(Dataset[Tensor]):
-    """Batches `[rows, length]` cut from one stream of tokens; every length walks through its own shuffled epochs.
+    """Batches `[rows, length]` of windows of a stream of tokens; every length has its own shuffled epochs.
 
-    From a stream of tokens and labels `[2, N]` the batches are `[2, rows, length]`. Batch i has windows of length
-    `lengths[i // repeat % len(lengths)]`, and `tokens_per_batch` tokens.
+    From a stream of tokens and labels `[2, N]`, batches are `[2, rows, length]`. Batch i has `tokens_per_batch` tokens
+    in windows of length `lengths[i // repeat % len(lengths)]`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Windows(Dataset[Tensor]):
         return torch.from_numpy(np.stack([self.stream[..., start : start + length] for start in starts], axis=-2))
 
     def _start(self, length: int, number: int) -> int:
-        """Where the `number`-th window of this length begins; a new epoch has a new order and a new offset."""
+        """The start of the `number`-th window of this length; every epoch has its own order and offset."""
         per_epoch = self.length // length - 1
         epoch, place = divmod(number, per_epoch)
         rng = np.random.default_rng((self.seed, length, epoch))
@@ -80,14 +80,13 @@ class Windows(Dataset[Tensor]):
 
 
 class StreamedWindows(Dataset[Tensor]):
-    """Batches `[2, rows, length]` cut from documents as they come, for data too large to hold.
+    """Batches `[2, rows, length]` of streamed documents, for data that do not fit into memory.
 
-    Batch i has windows of length `lengths[i // repeat % len(lengths)]`, and `tokens_per_batch` tokens. Batches are
-    asked for in order; one further on, as when a run is resumed, reads over what lies between, an earlier one starts
-    again.
+    Batch i has `tokens_per_batch` tokens in windows of length `lengths[i // repeat % len(lengths)]`. Batches are read
+    in order. A later batch skips those between, as when a run is resumed; an earlier one restarts the stream.
 
     Args:
-        read: starts the documents of an epoch, given its number: tokens and labels `[2, T]`, int64.
+        read: returns the documents of an epoch, given its number: tokens and labels `[2, T]`, int64.
     """
 
     def __init__(
@@ -117,14 +116,14 @@ class StreamedWindows(Dataset[Tensor]):
         return torch.from_numpy(tokens.reshape(2, -1, length))
 
     def _batches(self) -> Iterator[np.ndarray]:
-        """Yield `[2, tokens_per_batch]` again and again; what an epoch leaves over begins the next."""
+        """Yield `[2, tokens_per_batch]` without end; the remainder of an epoch begins the next one."""
         held: list[np.ndarray] = []
         count, epoch = 0, 0
         while True:
             before = count
             for document in self.read(epoch):
                 if not held:
-                    held, count = [document[:, -1:]], 1  # the first text too stands behind an end of text
+                    held, count = [document[:, -1:]], 1  # an end-of-text token before the first document
                 held.append(document)
                 count += document.shape[1]
                 while count >= self.tokens_per_batch:
@@ -138,7 +137,7 @@ class StreamedWindows(Dataset[Tensor]):
 
 
 def shuffled(items: Iterator[np.ndarray], buffer: int, seed: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Yield all items, each drawn from the next `buffer` ones; the order depends on `seed` alone."""
+    """Yield all items, each drawn from a buffer of `buffer` items; the order depends on `seed` only."""
     held: list[np.ndarray] = []
     rng = np.random.default_rng(seed)
     for item in items:

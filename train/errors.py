@@ -1,7 +1,7 @@
-"""What may go wrong while a run is on its way; bad input is a ValueError instead."""
+"""The error of a run that failed after it had started; bad input is a ValueError."""
 
 from __future__ import annotations
 
 
 class RunFailed(RuntimeError):
-    """A run that began well had to stop; the message says where, why, and what is left of it."""
+    """A run had to stop; the message says where, why, and how to continue."""

@@ -1,4 +1,4 @@
-"""From a training checkpoint to the folder that ships: weights, tokenizer, best exit, curve of the losses."""
+"""From a checkpoint to a model folder: weights, tokenizer, best exit, table of the losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from train.backbone import open_up, plain_model
+from train.backbone import find_parts, plain_model
 from train.config import TrainConfig
 from train.models import load_trained
 
@@ -20,9 +20,9 @@ MOST_DRAFT_TOKENS = 8
 
 
 def export_model(config: TrainConfig, checkpoint: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Write the model and its tokenizer to `folder`; return it in float32, rounded as it was written.
+    """Write the model and its tokenizer to `folder`; return it in float32 with the written values.
 
-    Whole models are written in bfloat16, adapters that are not merged as a PEFT folder in float32.
+    Whole models are written in bfloat16, unmerged adapters as a PEFT folder in float32.
     """
     model = load_trained(config, checkpoint)
     whole = plain_model(model) is model
@@ -40,20 +40,20 @@ def export_model(config: TrainConfig, checkpoint: Path, folder: Path, tokenizer:
 
 
 def store_exit(model: nn.Module, folder: Path, exit_layer: int, num_draft_tokens: int) -> None:
-    """Write the exit layer and draft length that selfspec starts from into the folder's generation_config.json."""
+    """Write selfspec's default exit layer and draft length into the folder's generation_config.json."""
     settings = plain_model(model).generation_config
     settings.exit_layer, settings.num_draft_tokens = exit_layer, num_draft_tokens
-    settings._from_model_config = False  # else loading makes it anew from the model's configuration
+    settings._from_model_config = False  # else loading derives it from the model config
     settings.save_pretrained(folder)
 
 
 def best_exit(model: nn.Module, agreement: Sequence[float]) -> tuple[int, int]:
     """Return the exit layer and draft length with the most tokens per weight read (arXiv 2504.05598, section 3).
 
-    A round with exit l and d drafts runs l layers and the head d times and the whole model once, and gives
-    1 + a + ... + a^d tokens, a being the exit's agreement in 0..1 with the last layer.
+    A round with exit layer l and d drafted tokens runs l layers and the head d times, and the whole model once. It
+    emits 1 + a + ... + a^d tokens, where a in 0..1 is the exit's agreement with the last layer.
     """
-    parts = open_up(model)
+    parts = find_parts(model)
     layer = sum(each.numel() for each in parts.layers.parameters()) / len(parts.layers)
     head = sum(each.numel() for each in parts.head.parameters())
 
@@ -67,9 +67,9 @@ def best_exit(model: nn.Module, agreement: Sequence[float]) -> tuple[int, int]:
 
 
 def _plain_tokenizer_config(path: Path, is_own: bool) -> None:
-    """Name the tokenizer class as every transformers release does, and drop how it happened to be loaded.
+    """Set a tokenizer class that all releases of transformers know, and drop keys about how it was loaded.
 
-    A base model's tokenizer of a class of its own is left as it is.
+    A base model's tokenizer with a class of its own does not change.
     """
     settings = json.loads(path.read_text("utf-8"))
     if not is_own and settings.get("tokenizer_class") != "TokenizersBackend":
@@ -80,7 +80,7 @@ def _plain_tokenizer_config(path: Path, is_own: bool) -> None:
 
 
 def read_history(checkpoint: Path) -> list[dict[str, Any]]:
-    """Return what was logged on the way to a checkpoint."""
+    """Return the log entries of a checkpoint."""
     state = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
     return [entry for entry in state["log_history"] if "learning_rate" in entry]
 

@@ -1,4 +1,4 @@
-"""The card beside exit heads, and their loss curve: everything in them is measured or taken from the configuration."""
+"""The card and the loss table of exit heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CARD, CURVE = "exit_heads.md", "exit_heads.csv"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card reports about one finished run."""
+    """The facts of a finished run."""
 
     config: HeadsRun
     command: str
@@ -38,7 +38,7 @@ class Facts:
 
 
 def table(agreement: Mapping[int, tuple[Agreement, Agreement]]) -> list[str]:
-    """Lines of a Markdown table: agreement of every exit with the whole model, before and after."""
+    """The lines of a Markdown table: agreement of every exit with the whole model, before and after training."""
     lines = [
         "| exit | same token, before | after | sum min(p, q), before | after |",
         "| ---: | ---: | ---: | ---: | ---: |",
@@ -58,13 +58,13 @@ def card(facts: Facts) -> str:
         "",
         f"`{FILE}` holds small adapters for early exits of a model with {facts.num_layers} layers (weights",
         f"`{facts.weights}`): x + up(silu(down(norm(x)))) of rank {wanted.rank} between an exit's hidden states and",
-        f"the model's own norm and head, {facts.parameters:,} parameters in all. They change drafts only: the model",
-        "itself is untouched, and judges every draft without them.",
+        f"the model's own norm and head, {facts.parameters:,} parameters in all. They change drafts only. The model",
+        "does not change, and verification does not use them.",
         "",
-        "## How well the exits guess the whole model's token",
+        "## Agreement of the exits with the whole model",
         "",
-        f"On {facts.measured_on:,} held-out tokens that the model wrote itself. The first pair is the share of greedy",
-        "guesses that agree, the second the chance that a guess sampled at temperature 1 can be accepted.",
+        f"On {facts.measured_on:,} held-out tokens that the model wrote itself. The first pair is the share of equal",
+        "greedy picks, the second the acceptance rate of drafts sampled at temperature 1.",
         "",
         *table(facts.agreement),
         "",

@@ -1,4 +1,4 @@
-"""How far a head's guesses are from the whole model's: losses to train by, and agreement to report."""
+"""The training loss of exit heads, and their agreement with the whole model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
 from train.heads_config import TextConfig
-from train.heads_states import Batch, pieces, walk, with_rest
+from train.heads_states import Batch, chunks, run_texts, with_rest
 from train.heads_text import Text
 
 
 class Agreement(NamedTuple):
-    """Of one exit, over held-out positions."""
+    """Agreement of one exit with the whole model over held-out positions."""
 
     top1: float
-    """Share of positions where exit and whole model find the same token likeliest: greedy acceptance."""
+    """Share of positions with the same most probable token: greedy acceptance."""
     accepted: float
     """Mean of the sum over tokens of min(p, q), at temperature 1: acceptance when sampling (arXiv 2211.17192)."""
 
@@ -29,7 +29,7 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch) -> list[Tensor]:
     """The loss of each exit of the heads, a float32 scalar each.
 
     Forward KL divergence from the whole model's distribution p to the exit's distribution q (arXiv 2310.07177), over
-    the likeliest tokens of p and one bucket for all others.
+    the most probable tokens of p and one bucket for all others.
     """
     log_p = batch.log_probs
     if log_p is None:
@@ -50,21 +50,21 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch) -> list[Tensor]:
 def measure(
     stack: Stack, heads: ExitHeads | None, texts: Sequence[Text], exits: Sequence[int], config: TextConfig
 ) -> dict[int, Agreement]:
-    """Agreement of exits with the whole model on texts, at the positions the model wrote, exactly as drafts see it.
+    """Agreement of exits with the whole model on texts, at positions that the model wrote, as in drafting.
 
     Args:
-        heads: float32; measured in the model's dtype. None: the exits as they are.
+        heads: float32; they are measured in the model's dtype. None: exits without heads.
     """
     ready = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
     same, shared = torch.zeros(len(exits)), torch.zeros(len(exits))
     number = 0
-    for seen in walk(stack, texts, [text.learnt(config, False) for text in texts], exits):
+    for seen in run_texts(stack, texts, [text.trained_positions(config, False) for text in texts], exits):
         assert seen.final is not None
         number += len(seen.final)
-        for piece in pieces(stack, len(seen.final)):
-            p = stack.logits(seen.final[piece]).softmax(-1)
+        for chunk in chunks(stack, len(seen.final)):
+            p = stack.logits(seen.final[chunk]).softmax(-1)
             for index, layer in enumerate(exits):
-                hidden = seen.hidden[index, piece]
+                hidden = seen.hidden[index, chunk]
                 q = stack.logits(hidden if ready is None else ready(hidden, layer), layer).softmax(-1)
                 same[index] += (p.argmax(-1) == q.argmax(-1)).sum().cpu()
                 shared[index] += torch.minimum(p, q).sum().cpu()

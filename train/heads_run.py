@@ -1,4 +1,4 @@
-"""The run that trains exit heads: open the model, gather texts, train, measure, write; or go on from a checkpoint."""
+"""A run that trains exit heads: open the model, gather texts, train, measure and write, or resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from train.heads_config import HeadsRun
 from train.heads_files import CHECKPOINT, read_checkpoint, write_checkpoint
 from train.heads_loss import exit_losses, measure
 from train.heads_states import Stream
-from train.heads_text import Text, count_learnt, gather_texts
+from train.heads_text import Text, count_positions, gather_texts
 
 
 def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Path:
-    """Train exit heads for one model, which stays as it is bit by bit; returns `exit_heads.safetensors`.
+    """Train exit heads for a model, which does not change; returns `exit_heads.safetensors`.
 
     Raises:
         ValueError: bad input, before anything is trained: no such model, an exit out of range, too little text, a
             folder that cannot be written, nothing to resume.
-        RunFailed: the loss is no number, or a file cannot be written; what was there before is still there.
+        RunFailed: the loss is not finite, or a file cannot be written; an earlier one is unchanged.
     """
     folder = output_folder(config)
     saved = read_checkpoint(folder, config) if resume else None
@@ -44,10 +44,10 @@ def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Pa
 
 
 def output_folder(config: HeadsRun) -> Path:
-    """The folder that the heads go to, made if need be.
+    """The output folder, which is made if it does not exist.
 
     Raises:
-        ValueError: none is named and the model has no folder of its own, or nothing can be written there.
+        ValueError: neither heads.output nor heads.model is a folder, or it cannot be written.
     """
     named, model = config.heads.output, Path(config.heads.model).expanduser()
     if not named and (config.heads.model == "demo" or not model.is_dir()):
@@ -93,7 +93,7 @@ class _Run:
         self.step, self.spent, self.curve = 0, 0.0, list[list[float]]()
 
     def begin(self, saved: dict[str, Any] | None) -> None:
-        """Have the model write its texts and measure the exits as they are, or take both from a checkpoint."""
+        """Gather the texts and initial state, or read both from a checkpoint; then measure exits without heads."""
         self.begun = time.monotonic()
         if saved is None:
             texts, held_out = gather_texts(self.target, self.config.text)
@@ -119,7 +119,7 @@ class _Run:
         return self.spent + time.monotonic() - self.begun
 
     def train(self) -> None:
-        """Train to the last step, saving and telling now and then."""
+        """Train to the last step, with log lines and checkpoints."""
         training, first, started = self.config.training, self.step, time.monotonic()
         if first >= training.steps:
             return
@@ -175,7 +175,7 @@ class _Run:
         write_checkpoint(self.folder, state)
 
     def finish(self, command: str) -> Path:
-        """Write heads, card and loss curve, then drop the checkpoint: the run is over."""
+        """Write heads, card and losses, then remove the checkpoint."""
         heads = self.heads.requires_grad_(False)
         after = measure(self.stack, heads, self.held_out, self.exits, self.config.text)
         facts = Facts(
@@ -188,7 +188,7 @@ class _Run:
             num_layers=self.stack.num_layers,
             device=f"{self.stack.device.type}, {torch.get_num_threads()} threads, {self.stack.dtype}",
             trained_on=self.stream.num_positions,
-            measured_on=count_learnt(self.held_out, self.config.text, False),
+            measured_on=count_positions(self.held_out, self.config.text, False),
             agreement={layer: (self.before[layer], after[layer]) for layer in self.exits},
             curve=self.curve,
         )
@@ -197,7 +197,7 @@ class _Run:
             write_card(self.folder, facts)
         except OSError as problem:
             raise RunFailed(
-                f"cannot write the heads into {self.folder}: {problem}; make room and --resume"
+                f"cannot write the heads into {self.folder}: {problem}; free space and use --resume"
             ) from problem
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
         print("\n".join(table(facts.agreement)))
@@ -206,7 +206,7 @@ class _Run:
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:
-    """Share of the learning rate at a 0-based step: a linear rise, then half a cosine down to nearly zero."""
+    """Factor on the learning rate at a 0-based step: linear warmup, then a cosine to nearly zero."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

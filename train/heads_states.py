@@ -1,4 +1,4 @@
-"""What heads learn from, position by position: hidden states at the exits, and what the whole model says there."""
+"""Training data of exit heads by position: hidden states at the exits, and the whole model's distribution."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack, Taps
 from train.heads_config import TextConfig, TrainingConfig
-from train.heads_text import Text, count_learnt
+from train.heads_text import Text, count_positions
 
 TOKENS_PER_CALL = 4096
 CUDA_PAGE_SIZE = 64
-LOGITS_AT_ONCE = 1 << 24  # numbers in the logits of the whole vocabulary that are held at once
-LEAST = -20.0  # log-probability of a bucket that holds nothing
+LOGITS_AT_ONCE = 1 << 24  # logits in memory at once
+MIN_LOG_PROB = -20.0  # log-probability of an empty bucket
 
 
 class Batch(NamedTuple):
@@ -26,8 +26,8 @@ class Batch(NamedTuple):
     Attributes:
         hidden: `[exits, N, hidden_size]`, before the final norm.
         final: `[N, hidden_size]` after the last layer and the final norm, or None where `ids` are kept.
-        ids: int64 `[N, k]`, the likeliest next tokens; None where all count.
-        log_probs: float32 `[N, k + 1]` of those tokens and, last, of all others together; None likewise.
+        ids: int64 `[N, k]`, the most probable next tokens; None: the whole vocabulary is used.
+        log_probs: float32 `[N, k + 1]` of these tokens and, last, of all others together; None where `ids` are.
     """
 
     hidden: Tensor
@@ -36,15 +36,15 @@ class Batch(NamedTuple):
     log_probs: Tensor | None
 
 
-def walk(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Sequence[int]) -> Iterator[Batch]:
-    """Read texts as the model wrote them, several in a call; give what is seen at each text's `spots`, in order.
+def run_texts(stack: Stack, texts: Sequence[Text], positions: Sequence[range], exits: Sequence[int]) -> Iterator[Batch]:
+    """Run the model over texts, several per call, and yield the states at each text's `positions`, in order.
 
-    Hidden states come in the stack's `hidden_dtype`; nothing is truncated.
+    Hidden states have the stack's `hidden_dtype`.
     """
     for group in _groups([len(text.tokens) for text in texts]):
         tokens = [token for i in group for token in texts[i].tokens]
         starts = torch.tensor([0, *(len(texts[i].tokens) for i in group)]).cumsum(0).tolist()
-        kept = [start + p for start, i in zip(starts, group, strict=False) for p in spots[i]]
+        kept = [start + p for start, i in zip(starts, group, strict=False) for p in positions[i]]
         if not kept:
             continue
         longest = max(len(texts[i].tokens) for i in group)
@@ -52,7 +52,7 @@ def walk(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Seq
         cache = PagedCache(sum(-(-len(texts[i].tokens) // page) for i in group), page)
         spans = [Span(cache.reserve(len(texts[i].tokens)) or [], 0, len(texts[i].tokens)) for i in group]
         taps: Taps = dict.fromkeys(exits)
-        with torch.no_grad():  # no inference mode: what comes out is trained on
+        with torch.no_grad():  # no inference mode, since the results are used in training
             rows = PackedRows(cache, spans, stack.device)
             last = stack.run(rows, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
             at = torch.tensor(kept, device=stack.device)
@@ -61,7 +61,7 @@ def walk(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Seq
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbouring texts, as many as a call takes."""
+    """Group neighbouring texts, up to `TOKENS_PER_CALL` tokens each."""
     group: list[int] = []
     for index, length in enumerate(lengths):
         if group and sum(lengths[i] for i in group) + length > TOKENS_PER_CALL:
@@ -72,20 +72,19 @@ def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def pieces(stack: Stack, num: int) -> Iterator[slice]:
-    """Slices of N positions whose logits over the whole vocabulary fit at once."""
+def chunks(stack: Stack, num: int) -> Iterator[slice]:
+    """Slices of N positions with at most `LOGITS_AT_ONCE` logits each."""
     size = max(1, LOGITS_AT_ONCE // stack.vocab_size)
     return (slice(at, at + size) for at in range(0, num, size))
 
 
-def collect(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: Sequence[int], top_k: int) -> Batch:
-    """All of `walk` in one batch on the host, hidden states in bfloat16, log-probabilities in float16.
+def collect(stack: Stack, texts: Sequence[Text], positions: Sequence[range], exits: Sequence[int], top_k: int) -> Batch:
+    """Collect `run_texts` in one batch on the host, with 16-bit hidden states and float16 log-probabilities.
 
     Args:
-        top_k: likeliest tokens to keep of each position; 0 keeps the last hidden state instead, as it comes,
-            from which the model's head gives all logits.
+        top_k: number of most probable tokens to keep per position; 0 keeps the last hidden state instead.
     """
-    num, width = sum(map(len, spots)), int(stack.config.get_text_config().hidden_size)
+    num, width = sum(map(len, positions)), int(stack.config.get_text_config().hidden_size)
     k = min(top_k, stack.vocab_size - 1)
     half = stack.dtype if stack.dtype.itemsize < 4 else torch.bfloat16
     kept = Batch(
@@ -95,7 +94,7 @@ def collect(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: 
         torch.empty(num, k + 1, dtype=torch.float16) if k else None,
     )
     at = 0
-    for part in walk(stack, texts, spots, exits):
+    for part in run_texts(stack, texts, positions, exits):
         assert part.final is not None
         size = part.hidden.shape[1]
         kept.hidden[:, at : at + size] = part.hidden.to("cpu", half)
@@ -110,21 +109,21 @@ def collect(stack: Stack, texts: Sequence[Text], spots: Sequence[range], exits: 
 @torch.no_grad()
 def _keep_top(stack: Stack, final: Tensor, kept: Batch, at: int) -> None:
     assert kept.ids is not None and kept.log_probs is not None
-    for piece in pieces(stack, len(final)):
-        log_probs = stack.logits(final[piece]).log_softmax(-1)
+    for chunk in chunks(stack, len(final)):
+        log_probs = stack.logits(final[chunk]).log_softmax(-1)
         top, ids = log_probs.topk(kept.ids.shape[1], sorted=True)
-        where = slice(at + piece.start, at + piece.start + len(ids))
+        where = slice(at + chunk.start, at + chunk.start + len(ids))
         kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
 
 
 def with_rest(log_probs: Tensor) -> Tensor:
-    """Log-probabilities `[N, k]` of some tokens -> `[N, k + 1]`, the last that of all others together."""
+    """Append the log-probability of all other tokens: `[N, k]` -> `[N, k + 1]`."""
     rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=2e-9).log()
-    return torch.cat((log_probs, rest), -1).clamp(min=LEAST)
+    return torch.cat((log_probs, rest), -1).clamp(min=MIN_LOG_PROB)
 
 
 class Stream:
-    """Batches of a run, the same from any step on; all states in memory where they fit, else shard after shard.
+    """The batches of a run, reproducible from any step on. States that do not fit into memory are made per shard.
 
     Raises:
         ValueError: the texts hold fewer positions than one batch.
@@ -134,19 +133,19 @@ class Stream:
         self, stack: Stack, texts: Sequence[Text], exits: Sequence[int], text: TextConfig, training: TrainingConfig
     ) -> None:
         self.stack, self.texts, self.exits, self.config = stack, texts, tuple(exits), training
-        self.spots = [each.learnt(text, text.learn_prompts) for each in texts]
-        self.num_positions, size = count_learnt(texts, text, text.learn_prompts), training.tokens_per_batch
+        self.positions = [each.trained_positions(text, text.learn_prompts) for each in texts]
+        self.num_positions, size = count_positions(texts, text, text.learn_prompts), training.tokens_per_batch
         if self.num_positions < size:
             raise ValueError(
                 f"text gives {self.num_positions} tokens to learn from, less than training.tokens_per_batch = {size}; "
                 "raise text.num_texts or text.max_new_tokens, or lower tokens_per_batch"
             )
         self.shards = self._cut()
-        self.sizes = [sum(len(self.spots[i]) for i in shard) // size for shard in self.shards]
+        self.sizes = [sum(len(self.positions[i]) for i in shard) // size for shard in self.shards]
         self._held: tuple[int, Batch] | None = None  # the shard in memory
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """Batches from step `first` on, without end: every epoch takes shards and positions in another order."""
+        """Yield batches from step `first` on, without end. Every epoch has another order of shards and positions."""
         step = 0
         for epoch in count():
             for shard in self._order(len(self.shards), epoch, 0):
@@ -161,27 +160,27 @@ class Stream:
                     step += 1
 
     def _order(self, length: int, *what: int) -> list[int]:
-        seed = hash((self.config.seed, *what)) & (2**62 - 1)  # of whole numbers: the same in every process
+        seed = hash((self.config.seed, *what)) & (2**62 - 1)  # hashes of integers are equal in all processes
         return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def _cut(self) -> list[list[int]]:
-        """Indices of texts, in shards of about equal size that each fit in memory."""
+        """Indices of texts in shards of about equal size, each of which fits into memory."""
         number = -(-self.num_positions // self.config.max_cached_tokens)
         shards: list[list[int]] = [[] for _ in range(number)]
         before = 0
-        for index, spots in enumerate(self.spots):
+        for index, positions in enumerate(self.positions):
             shards[min(number - 1, before * number // self.num_positions)].append(index)
-            before += len(spots)
+            before += len(positions)
         least = self.config.tokens_per_batch
-        full = [shard for shard in shards if sum(len(self.spots[i]) for i in shard) >= least]
+        full = [shard for shard in shards if sum(len(self.positions[i]) for i in shard) >= least]
         return full or [list(range(len(self.texts)))]
 
     def _states(self, shard: int) -> Batch:
         if self._held is None or self._held[0] != shard:
-            self._held = None  # gone before the next is made
+            self._held = None  # free memory before the next shard
             mine = self.shards[shard]
-            texts, spots = [self.texts[i] for i in mine], [self.spots[i] for i in mine]
-            self._held = shard, collect(self.stack, texts, spots, self.exits, self.config.top_k)
+            texts, positions = [self.texts[i] for i in mine], [self.positions[i] for i in mine]
+            self._held = shard, collect(self.stack, texts, positions, self.exits, self.config.top_k)
         return self._held[1]
 
     def _pick(self, states: Batch, at: Tensor) -> Batch:

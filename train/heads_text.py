@@ -1,4 +1,4 @@
-"""The texts that exit heads learn from: prompts out of files or the model's own beginnings, continued by the model."""
+"""The texts that exit heads are trained on: prompts from files, or sampled ones, continued by the model."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from train.heads_config import TextConfig
 from train.sections import CorpusConfig, check
 from train.texts import json_lines
 
-PIECE = 4000  # characters of a piece, where one file is all there is
-TEXT_FILES = (".jsonl", ".md", ".py", ".rst", ".txt")  # what is read of a folder
-BOUND = 200  # characters within which a cut looks for the beginning of a line
-TRIES = 100
+PIECE = 4000  # characters per record where there is a single file
+TEXT_FILES = (".jsonl", ".md", ".py", ".rst", ".txt")  # files read from a folder
+BOUND = 200  # characters before a prompt's start that are searched for the beginning of a line
+TRIES = 100  # attempts per prompt
 
 
 class Text(NamedTuple):
-    """One text to learn from; its first `num_prompt` tokens were given, the model wrote the others."""
+    """A text to train on; its first `num_prompt` tokens are the prompt, the model wrote the others."""
 
     tokens: list[int]
     num_prompt: int
 
-    def learnt(self, config: TextConfig, prompts: bool) -> range:
-        """Positions whose next token a head learns to guess; in prompts too if `prompts`, never the last one."""
+    def trained_positions(self, config: TextConfig, prompts: bool) -> range:
+        """Positions whose next token is predicted, without the last one; `prompts`: including those of the prompt."""
         first = 0 if prompts or not config.max_new_tokens else self.num_prompt - 1
         return range(first, len(self.tokens) - 1)
 
 
 def gather_texts(target: Target, config: TextConfig) -> tuple[list[Text], list[Text]]:
-    """Texts to train on and texts held out, which come from other records, or from other openings.
+    """Make texts to train on and held-out texts, from different records or different sampled prompts.
 
     Raises:
-        ValueError: prompts cannot be read, are too short, or lack a tokenizer.
+        ValueError: prompts cannot be read, are too short, or the model has no tokenizer.
     """
     limit = target.stack.context_limit
     room = limit - config.max_new_tokens
@@ -50,11 +50,11 @@ def gather_texts(target: Target, config: TextConfig) -> tuple[list[Text], list[T
     else:
         prompts = {part: _openings(target, wanted[part], config, part) for part in wanted}
     made = {part: _write(target, prompts[part], config, part) for part in wanted}
-    # A prompt that came twice has one greedy text.
+    # A prompt that was drawn twice has the same greedy text.
     train = list({tuple(text.tokens): text for text in made["train"]}.values())
     known = {tuple(text.tokens) for text in train}
     held_out = [text for text in made["held out"] if tuple(text.tokens) not in known]
-    if not any(text.learnt(config, False) for text in held_out):
+    if not any(text.trained_positions(config, False) for text in held_out):
         raise ValueError(
             "text gives nothing to hold out: the held-out texts are empty or those trained on; "
             "raise text.num_held_out, text.prompt_tokens or text.max_new_tokens"
@@ -67,7 +67,7 @@ def _seed(config: TextConfig, part: str, index: int) -> int:
 
 
 def _write(target: Target, prompts: list[list[int]], config: TextConfig, part: str) -> list[Text]:
-    """Have the model continue every prompt, at the temperatures in turn, as any caller of `generate` would."""
+    """Continue every prompt by the model, with the temperatures in turn."""
     if not config.max_new_tokens:
         return [Text(prompt, len(prompt)) for prompt in prompts]
     texts: list[Text | None] = [None] * len(prompts)
@@ -99,7 +99,7 @@ def _continued(
 
 
 def _openings(target: Target, count: int, config: TextConfig, part: str) -> list[list[int]]:
-    """Beginnings of the model's own: its beginning-of-text token, and a few tokens sampled after it."""
+    """Sampled prompts: the beginning-of-text token, and a few tokens sampled after it."""
     numbers = random.Random(_seed(config, part, 0))
     vocabulary, begin = target.stack.vocab_size, getattr(target.stack.config, "bos_token_id", None)
     starts = [[numbers.randrange(vocabulary) if begin is None else int(begin)] for _ in range(count)]
@@ -112,9 +112,9 @@ def _openings(target: Target, count: int, config: TextConfig, part: str) -> list
 
 
 def _cut(target: Target, records: list[str], count: int, config: TextConfig, room: int, part: str) -> list[list[int]]:
-    """Prompts from random places of random records, or, with `prompt_tokens` 0, whole records in turn."""
+    """Prompts from random positions of random records, or, with `prompt_tokens` 0, whole records in turn."""
     if target.tokenizer is None:
-        raise ValueError("text.prompts needs a tokenizer, and the model has none; put one beside it")
+        raise ValueError("text.prompts needs a tokenizer, and the model has none; add one to its folder")
 
     def encode(text: str) -> list[int]:
         return [int(token) for token in target.tokenizer(text, verbose=False)["input_ids"]]
@@ -129,7 +129,7 @@ def _cut(target: Target, records: list[str], count: int, config: TextConfig, roo
     weights = [len(record) for record in records]
     for tried in range(TRIES * count):
         if tried == TRIES and not prompts:
-            break  # none of the records seems to be long enough
+            break  # probably no record is long enough
         record = numbers.choices(records, weights)[0]
         at = numbers.randrange(max(1, len(record) - 4 * wanted))
         at = record.rfind("\n", max(0, at - BOUND), at) + 1 or at
@@ -149,9 +149,9 @@ def _too_short(config: TextConfig) -> list[list[int]]:
 
 
 def _read(config: TextConfig) -> tuple[list[str], list[str]]:
-    """Records to train on and records held out.
+    """Read records to train on and held-out records.
 
-    "stdlib" gives the Python files of the running interpreter, split as the embedded model's own corpus is.
+    "stdlib" stands for the Python files of the running interpreter, split like the embedded model's corpus.
     """
     records: list[str] = []
     train: list[str] = []
@@ -177,7 +177,7 @@ def _read(config: TextConfig) -> tuple[list[str], list[str]]:
 
 
 def _records(path: Path, field: str) -> list[str]:
-    """A `.jsonl` file's texts, one per line, or any other file's whole text; of a folder, all of its files'."""
+    """The texts of a `.jsonl` file's lines, the whole text of any other file, or those of all files of a folder."""
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.suffix in TEXT_FILES and each.is_file())
         return [record for file in files for record in _records(file, field)]
@@ -190,7 +190,7 @@ def _records(path: Path, field: str) -> list[str]:
 
 
 def _text_of(record: dict[str, Any], number: int, path: Path, field: str) -> str:
-    """The text in a field of a record; of a list of texts, such as the turns of a conversation, the first."""
+    """The text in a field of a record; of a list, such as the turns of a conversation, the first text."""
     value = record.get(field)
     if isinstance(value, list) and value:
         value = value[0]
@@ -202,6 +202,6 @@ def _text_of(record: dict[str, Any], number: int, path: Path, field: str) -> str
     return value
 
 
-def count_learnt(texts: Sequence[Text], config: TextConfig, prompts: bool) -> int:
-    """Positions to learn from, over all texts."""
-    return sum(len(text.learnt(config, prompts)) for text in texts)
+def count_positions(texts: Sequence[Text], config: TextConfig, prompts: bool) -> int:
+    """The number of trained positions of all texts."""
+    return sum(len(text.trained_positions(config, prompts)) for text in texts)

@@ -1,4 +1,4 @@
-"""What a run learns from: its batches, its held-out documents, its tokenizer, and how to tell of them."""
+"""The data of a run: tokenizer, documents to train on, held-out documents."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from train.data import StreamedWindows, Windows, encode_files, pack, shuffled
 from train.texts import content_of, encode, rank_of, read_records, split_held_out
 from train.tokenizer import train_tokenizer
 
-MOST_READ_FOR_HELD_OUT = 200_000
+MAX_READ_FOR_HELD_OUT = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Data of one run; documents are tokens `[T]`, or tokens and labels `[2, T]`, int64."""
+    """The data of a run; documents are tokens `[T]`, or tokens and labels `[2, T]`, int64."""
 
     tokenizer: PreTrainedTokenizerFast
     train: tuple[np.ndarray, ...]
@@ -33,14 +33,14 @@ class Material:
     corpus: Corpus | None = None
 
 
-def weighted(files: tuple[SourceFile, ...], library_repeat: int) -> list[SourceFile]:
-    """Repeat what is not test code, so that ordinary code is not drowned by it."""
+def repeat_library(files: tuple[SourceFile, ...], library_repeat: int) -> list[SourceFile]:
+    """Repeat files that are not tests `library_repeat` times, to balance the corpus."""
     return [file for file in files for _ in range(1 if file.is_test else library_repeat)]
 
 
 def make_tokenizer(config: TrainConfig, corpus: Corpus) -> PreTrainedTokenizerFast:
-    """Learn the tokenizer from the files to train on."""
-    texts = [file.text for file in weighted(corpus.train, config.corpus.library_repeat)]
+    """Train the tokenizer on the files to train on."""
+    texts = [file.text for file in repeat_library(corpus.train, config.corpus.library_repeat)]
     return train_tokenizer(texts, config.model.vocab_size, config.model.max_position_embeddings)
 
 
@@ -62,10 +62,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 
 def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Material:
-    """Read the data of a run; a tokenizer is loaded or learnt unless given.
+    """Read the data of a run; the tokenizer is loaded or trained unless given.
 
     Raises:
-        ValueError: the data cannot be read, or leave nothing to train on or to hold out.
+        ValueError: the data cannot be read, or there is nothing to train on or to hold out.
     """
     if config.model.base and tokenizer is None:
         tokenizer = load_tokenizer(config.model.base)
@@ -73,7 +73,7 @@ def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None
         return _stream(config, tokenizer) if config.data.streaming and tokenizer else _texts(config, tokenizer)
     corpus = read_corpus(config.corpus)
     tokenizer = tokenizer or make_tokenizer(config, corpus)
-    train = encode_files(tokenizer, weighted(corpus.train, config.corpus.library_repeat))
+    train = encode_files(tokenizer, repeat_library(corpus.train, config.corpus.library_repeat))
     return Material(tokenizer, tuple(train), tuple(encode_files(tokenizer, corpus.held_out)), corpus.origin, corpus)
 
 
@@ -84,16 +84,16 @@ def _texts(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None) -> Ma
     tokenizer = tokenizer or train_tokenizer(train, shape.vocab_size, shape.max_position_embeddings)
     encoded = tuple(encode(tokenizer, content, data.max_length) for content in train)
     kept = [encode(tokenizer, content, data.max_length) for content in held_out]
-    # Texts may be shorter than what is measured, so the held-out ones are measured in one piece.
+    # Texts may be shorter than a window of evaluation, so held-out texts are concatenated.
     return Material(tokenizer, encoded, (pack(kept, config.run.seed),), data.path)
 
 
 def _stream(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Material:
-    """Hold out the first texts whose rank is low, as many as evaluation needs."""
+    """Hold out the first texts of low rank, as many as evaluation needs; training data are streamed later."""
     measured, limit = config.eval, _limit(config)
     needed = max(measured.window * measured.num_windows, measured.prompt_tokens * measured.num_prompts)
     kept: list[np.ndarray] = []
-    for content in islice(_contents(config), MOST_READ_FOR_HELD_OUT):
+    for content in islice(_contents(config), MAX_READ_FOR_HELD_OUT):
         if rank_of(content) < limit:
             kept.append(encode(tokenizer, content, config.data.max_length))
             needed -= kept[-1].shape[1]
@@ -109,7 +109,7 @@ def _limit(config: TrainConfig) -> int:
 
 
 def _contents(config: TrainConfig) -> Iterator[Any]:
-    """Yield texts, or lists of messages, leaving out empty ones."""
+    """Yield texts, or lists of messages, without empty ones."""
     for record in read_records(config.data):
         content = content_of(record, config.data)
         if content.strip() if isinstance(content, str) else content:
@@ -117,7 +117,7 @@ def _contents(config: TrainConfig) -> Iterator[Any]:
 
 
 def make_windows(config: TrainConfig, material: Material) -> Dataset[Tensor]:
-    """Cut what there is to train on into the batches of the whole run."""
+    """Make the batches of the whole run."""
     run = config.run
     num_batches = run.max_steps * run.gradient_accumulation_steps
     if not material.train:

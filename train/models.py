@@ -1,4 +1,4 @@
-"""The model a run starts from: untrained, a folder or hub id, or one of these with low-rank adapters."""
+"""The initial model of a run: an untrained one, or a folder or hub id, with or without low-rank adapters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
 from train import attention
-from train.backbone import check_backbone, open_up
+from train.backbone import check_backbone, find_parts
 from train.config import TrainConfig
 
 
 def build_model(config: TrainConfig, end_of_text: int) -> LlamaForCausalLM:
-    """Make an untrained Llama of the configured shape, its weights drawn from `run.seed`."""
+    """Make an untrained Llama of the configured shape, with random weights by `run.seed`."""
     set_seed(config.run.seed)
     shape = config.model
     return LlamaForCausalLM(
@@ -38,10 +38,10 @@ def build_model(config: TrainConfig, end_of_text: int) -> LlamaForCausalLM:
 
 
 def load_base(config: TrainConfig) -> Any:
-    """Load the model to continue from, and check that the recipe fits it.
+    """Load `model.base`, and check that the configuration fits it.
 
     Raises:
-        ValueError: there is no such model, it is not built like Llama, or a key is out of its range.
+        ValueError: there is no such model, it does not have Llama's structure, or a key is out of its range.
     """
     name = config.model.base
     try:
@@ -54,15 +54,15 @@ def load_base(config: TrainConfig) -> Any:
         ) from error
     check_backbone(model)
     positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30
-    config.check_fits(len(open_up(model).layers), positions)
+    config.check_fits(len(find_parts(model).layers), positions)
     return model
 
 
 def add_adapters(model: Any, config: TrainConfig) -> Any:
-    """Put fresh low-rank adapters on a model, drawn from `run.seed`; only they will learn.
+    """Add low-rank adapters to a model, initialised by `run.seed`; only they are trained.
 
     Raises:
-        ValueError: peft finds none of the modules, or is missing.
+        ValueError: peft finds none of the modules, or is not installed.
     """
     try:
         import peft
@@ -88,7 +88,7 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
 
 
 def start_model(config: TrainConfig, end_of_text: int) -> nn.Module:
-    """Make the model of a run, ready to train."""
+    """Make the initial model of a run."""
     if config.model.base:
         model = load_base(config)
     else:
@@ -100,14 +100,14 @@ def start_model(config: TrainConfig, end_of_text: int) -> nn.Module:
     if config.run.gradient_checkpointing:
         checkpoint_layers(model)
     if config.run.compile:
-        for layer in open_up(model).layers:
+        for layer in find_parts(model).layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)  # one compilation serves all layers
     return model
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Compute layers again in the backward pass instead of keeping what they computed."""
-    settings = {"use_reentrant": False}  # the other kind gives frozen inputs, as under adapters, no gradient
+    """Turn on gradient checkpointing."""
+    settings = {"use_reentrant": False}  # reentrant checkpointing gives no gradients below frozen embeddings
     if hasattr(model, "activation_checkpointing_enable"):  # the name from transformers 5.23 on
         model.activation_checkpointing_enable(settings)
     else:
@@ -115,7 +115,7 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def load_trained(config: TrainConfig, checkpoint: Path) -> Any:
-    """Load the model of a checkpoint in float32; with `lora.merge` the adapters are added into the weights."""
+    """Load the model of a checkpoint in float32; with `lora.merge`, adapters are merged into the weights."""
     if not config.lora.rank:
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     import peft

@@ -1,4 +1,4 @@
-"""Muon for the matrices inside the layers and AdamW for everything else, behind one optimizer."""
+"""Optimizers: Muon for the matrices of the layers with AdamW for everything else, or AdamW alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.sections import OptimConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon (arXiv 2502.16982) and AdamW stepping together; groups, state and scheduling look like one optimizer's."""
+    """Muon (arXiv 2502.16982) and AdamW as one optimizer."""
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         matrices, vectors, embeddings = [], [], []
@@ -43,7 +43,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Let this optimizer and its parts hold the very same group dictionaries, so a scheduler reaches both."""
+        """Share the dictionaries of parameter groups between this optimizer and its parts, for schedulers."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def plain_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) for all trainable weights; only matrices decay."""
+    """AdamW (arXiv 1711.05101) for all trainable weights, with weight decay for matrices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [each for each in trained if each.ndim >= 2], "weight_decay": config.weight_decay},
@@ -78,7 +78,7 @@ def plain_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def warmup_stable_decay(step: int, max_steps: int, warmup_steps: int, decay_fraction: float) -> float:
-    """Factor on the learning rate: linear up, flat, and a last `decay_fraction` of the run linear down to zero."""
+    """Factor on the learning rate: linear warmup, constant, and linear decay to 0 over the last `decay_fraction`."""
     warmup = (step + 1) / (warmup_steps + 1)
     decay = (max_steps - step) / max(1.0, decay_fraction * max_steps)
     return max(0.0, min(1.0, warmup, decay))

@@ -1,7 +1,7 @@
-"""Acceptance statistics that a model is stored with: python -m train.prior MODEL [--config configs/train/demo.yaml]
+"""Acceptance statistics for a model's folder: python -m train.prior MODEL [--config configs/train/demo.yaml]
 
-They say, by layer and confidence, how often an early exit would have been right where the model continues such texts as
-it was trained on, greedily and sampled. `adaptive` starts from them on a machine where the model was never run.
+They hold the acceptance rate of every early exit by confidence, on greedy and sampled continuations of texts like those
+that the model was trained on. `adaptive` starts from them on a machine on which the model was not used before.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model, in which the file is written; or demo")
     parser.add_argument(
-        "--config", default="configs/train/demo.yaml", help="whose corpus texts begin with; default: %(default)s"
+        "--config", default="configs/train/demo.yaml", help="configuration with the corpus; default: %(default)s"
     )
-    parser.add_argument("--num-texts", type=int, default=32, help="continued; default: 32")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each; default: 128")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of texts; default: 0")
+    parser.add_argument("--num-texts", type=int, default=32, help="number of texts; default: 32")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="new tokens per text; default: 128")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of texts; default: 0")
     given = parser.parse_args(arguments)
     try:
         print(store(given))
@@ -49,10 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Watch(Policy):
-    """Plain decoding whose `tracker` sees what each layer would have picked at every position.
-
-    That takes longer than any draft saves: it is for statistics that a model's later users start from.
-    """
+    """Plain decoding with shadow picks of all layers at every position, which `tracker` counts."""
 
     def __init__(self, num_layers: int) -> None:
         self.tracker = Tracker(num_layers)
@@ -71,11 +68,11 @@ class Watch(Policy):
 
 
 def store(given: argparse.Namespace) -> Path:
-    """Continue texts, and write the file; its path.
+    """Continue texts and write the statistics; returns the file.
 
     Raises:
-        ValueError: an option or the corpus is of no use.
-        OSError: something cannot be read or written.
+        ValueError: an option is out of range, or the corpus has no suitable files.
+        OSError: a file cannot be read or written.
     """
     for name in ("num_texts", "max_new_tokens"):
         whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
@@ -93,7 +90,7 @@ def store(given: argparse.Namespace) -> Path:
 
 
 def _prompts(config: str, seed: int) -> Iterator[str]:
-    """Pieces of files that the model was trained on, never of those held out."""
+    """Parts of files that the model was trained on."""
     corpus = read_corpus(load_config(config).corpus)
     dice = random.Random(seed)
     files = [file.text for file in corpus.train if len(file.text) > 2 * PROMPT_CHARS]

@@ -1,4 +1,4 @@
-"""The LayerSkip recipe (arXiv 2404.16710): which exits count, how much, and which layers are dropped."""
+"""The LayerSkip recipe (arXiv 2404.16710): losses at early exits, and layer dropout."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.backbone import open_up
+from train.backbone import find_parts
 from train.sections import ExitConfig
 
 IGNORED = -100  # label of a token that does not count, as everywhere in transformers
 
 
 def rotating_exits(step: int, num_layers: int, period: int) -> tuple[int, ...]:
-    """Exits trained at this step: every `period`-th layer, shifted by one each step, and always the last.
+    """The exits trained at this step: every `period`-th layer, shifted by one each step, and always the last.
 
-    An exit is named by the number of layers before it, 1..num_layers.
+    An exit is the number of layers before it, 1..num_layers.
     """
     return tuple(sorted({*range(1 + step % period, num_layers + 1, period), num_layers}))
 
 
 def gradual_exits(progress: float, num_layers: int) -> tuple[int, ...]:
-    """Exits trained when `progress` (0..1) of the run is over: the last, then one earlier exit after another.
+    """The exits trained at `progress` (0..1) of the run: the last, then one earlier exit after another.
 
-    Exit l of L joins once progress reaches 0.5 (L - l) / L, so that all are on by the middle of the run.
+    Exit l of L is added when progress reaches 0.5 (L - l) / L, so that all are trained in the second half.
     """
-    # Compared in whole numbers of 1 / (2 L), less rounding, so that step / steps hits its mark exactly.
+    # Compared in units of 1 / (2 L) with a tolerance for rounding.
     return tuple(n for n in range(1, num_layers + 1) if 2 * num_layers * progress + 1e-9 >= num_layers - n)
 
 
 def exits_at(step: int, max_steps: int, num_layers: int, config: ExitConfig) -> tuple[int, ...]:
-    """Exits trained at a step (0-based) of a run of `max_steps`, rising; the last layer is always among them."""
+    """The exits trained at a 0-based step, ascending, with the last layer."""
     if not config.scale:
         return (num_layers,)
     if config.curriculum == "gradual":
@@ -43,7 +43,7 @@ def exits_at(step: int, max_steps: int, num_layers: int, config: ExitConfig) -> 
 
 
 def exit_weights(exits: Sequence[int], num_layers: int, scale: float, shape: str) -> list[float]:
-    """Weights of the exits' losses, summing to 1; early ones are multiplied by `scale`, the last is not.
+    """Weights of the exits' losses, which sum to 1; those of early exits are multiplied by `scale`.
 
     `shape`: uniform, or cumulative (1 + ... + l for exit l, as in the paper).
     """
@@ -53,19 +53,19 @@ def exit_weights(exits: Sequence[int], num_layers: int, scale: float, shape: str
 
 
 def dropout_probability(layer: int, num_layers: int, maximum: float, progress: float = 1.0) -> float:
-    """Chance that a sequence skips a layer (0-based): D(l) = exp(l ln2 / (L-1)) - 1, times S(t), times `maximum`.
+    """Probability that a sequence skips a 0-based layer: D(l) S(t) `maximum`, with D(l) = exp(l ln2 / (L-1)) - 1.
 
-    `progress` runs from 0 to 1 and gives S(t) = exp(t ln2) - 1; left at 1 there is no ramp.
+    `progress` t in 0..1 gives S(t) = exp(t ln2) - 1; with t = 1 there is no ramp.
     """
     depth = math.expm1(layer * math.log(2) / (num_layers - 1))
     return maximum * depth * math.expm1(progress * math.log(2))
 
 
 class LayerDropout:
-    """Skip layers per sequence while training, without rescaling, by forward hooks on the layers.
+    """Layer dropout per sequence, without rescaling, by forward hooks on the layers.
 
-    The hooks belong to the run and not to the model: a saved model knows nothing of them. A dropped layer is computed
-    and thrown away, which keeps shapes fixed for compiled layers and costs the few percent dropout would have saved.
+    The hooks are not part of a saved model. The output of a dropped layer is computed and replaced, so that shapes
+    are constant for compiled layers.
     """
 
     def __init__(self, layers: nn.ModuleList, maximum: float) -> None:
@@ -89,7 +89,7 @@ class LayerDropout:
 
 @contextmanager
 def layer_outputs(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the hidden states `[B, T, H]` after the wanted layers (1-based) of the forward run inside."""
+    """Collect the hidden states `[B, T, H]` after the wanted layers (1-based) of a forward inside the block."""
     states: dict[int, Tensor] = {}
 
     def keep(number: int) -> Callable[..., None]:
@@ -107,7 +107,7 @@ def layer_outputs(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict
 
 
 def last_loss(hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the last layer, and its logits for others to learn from. hidden `[N, H]`, labels `[N]`."""
+    """Cross entropy of the last layer, and its detached logits; hidden `[N, H]`, labels `[N]`."""
     logits = head(norm(hidden))
     return F.cross_entropy(logits.float(), labels), logits.detach()
 
@@ -115,10 +115,10 @@ def last_loss(hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor) 
 def early_loss(
     hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor, teacher: Tensor, distill: float
 ) -> Tensor:
-    """Cross entropy of an early exit through the shared norm and head, hidden `[N, H]`, labels `[N]`.
+    """Cross entropy of an early exit through the shared norm and head; hidden `[N, H]`, labels `[N]`.
 
-    The target is the true next token mixed with the share `distill` of the last layer's distribution, teacher `[N, V]`
-    (self-distillation, arXiv 1905.08094): drafts are judged by the model, not by the text.
+    The target is the next token, mixed with the share `distill` of the last layer's distribution, with logits
+    `teacher` `[N, V]` (self-distillation, arXiv 1905.08094).
     """
     log_probs = head(norm(hidden)).float().log_softmax(-1)
     loss = F.nll_loss(log_probs, labels)
@@ -129,7 +129,7 @@ def early_loss(
 
 
 class EarlyExitLoss:
-    """The weighted loss of a step over its exits, through the one final norm and head of a Llama-like model."""
+    """The weighted loss of a step over its exits, through the final norm and head of a Llama-like model."""
 
     def __init__(self, config: ExitConfig, num_layers: int, compiled: bool = False, max_steps: int = 1) -> None:
         self.config, self.num_layers, self.max_steps = config, num_layers, max_steps
@@ -139,20 +139,20 @@ class EarlyExitLoss:
     def __call__(
         self, model: nn.Module, tokens: Tensor, step: int, labels: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the loss to minimise and the detached loss of every exit, both float32 scalars, in nats per token.
+        """Return the loss to minimise and the detached loss of every exit, float32 scalars in nats per token.
 
         Args:
-            tokens: `[B, T]`, int64.
-            labels: `[B, T]`, int64, the tokens again or -100 where one does not count; default: all count. A batch
-                without any that counts has loss 0 and no exits.
+            tokens: int64 `[B, T]`.
+            labels: int64 `[B, T]`, the tokens or -100 where one does not count; default: the tokens. A batch in which
+                no token counts has loss 0 and no exits.
         """
-        parts, config = open_up(model), self.config
+        parts, config = find_parts(model), self.config
         exits = exits_at(step, self.max_steps, self.num_layers, config)
         with layer_outputs(parts.layers, exits) as states:
             parts.body(input_ids=tokens, use_cache=False)
         hidden = {number: state[:, :-1].flatten(0, 1) for number, state in states.items()}
         targets = (tokens if labels is None else labels)[:, 1:].flatten()
-        if labels is not None:  # only what counts goes through the head
+        if labels is not None:  # the head runs over tokens that count only
             counted = (targets != IGNORED).nonzero()[:, 0]
             targets, hidden = targets[counted], {number: state[counted] for number, state in hidden.items()}
             if not len(counted):

@@ -1,4 +1,4 @@
-"""Measure a finished run and write the folder that ships."""
+"""Measure a finished run and write its model folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     folder, checkpoint = Path(config.run.export), newest_checkpoint(config.run.output)
     tokenizer = load_tokenizer(checkpoint)
     material = gather(config, tokenizer)
-    before = measure_base(config, material)  # before anything is written: the folder may be the base's own
+    before = measure_base(config, material)  # first, since the export folder may be that of the base model
     model = export_model(config, checkpoint, folder, tokenizer)
     if torch.cuda.is_available():
         model = model.cuda()
@@ -72,31 +72,31 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
 
 
 def measure_base(config: TrainConfig, material: Material) -> ExitQuality | None:
-    """Measure the model that the run went on from on the same texts; None without one, or where it is gone."""
+    """Measure `model.base` on the same texts; None without one, or where it cannot be loaded any more."""
     if not config.model.base:
         return None
     try:
         base = load_base(config).float().eval()
     except ValueError as gone:
-        print(f"the card will not say how good the model was before: {gone}", flush=True)
+        print(f"the card has no figures of model.base: {gone}", flush=True)
         return None
     return measure_exits(base.cuda() if torch.cuda.is_available() else base, material.held_out, config.eval)
 
 
 def train_tokens(material: Material) -> int:
-    """Return the tokens to train on, each text once; 0 where they are streamed."""
+    """The number of tokens to train on, each text counted once; 0 where they are streamed."""
     if material.corpus is None:
         return count(material.train)
     return count(encode_files(material.tokenizer, material.corpus.train))
 
 
 def count(documents: Sequence[np.ndarray]) -> int:
-    """Return the number of tokens in all documents, their end-of-text tokens included."""
+    """The number of tokens in all documents, end-of-text tokens included."""
     return sum(document.shape[-1] for document in documents)
 
 
 def continue_greedily(model: nn.Module, tokenizer: PreTrainedTokenizerFast, prompt: str, new_tokens: int) -> str:
-    """Return the model's greedy continuation of a prompt as text."""
+    """The model's greedy continuation of a prompt as text."""
     tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
     with torch.no_grad():
         text, _ = greedy(model, tokens, new_tokens)

@@ -1,4 +1,4 @@
-"""A training run, from a configuration to its last checkpoint."""
+"""A training run, from a configuration to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.trainer import EarlyExitTrainer
 
 
 def make_trainer(config: TrainConfig, material: Material, windows: Dataset[Tensor] | None = None) -> EarlyExitTrainer:
-    """Put model, data and recipe together.
+    """Make the Trainer of a run.
 
     Raises:
         ValueError: model or data do not fit the configuration.
@@ -37,11 +37,11 @@ def make_trainer(config: TrainConfig, material: Material, windows: Dataset[Tenso
 
 
 def train(config: TrainConfig, resume: bool = False) -> EarlyExitTrainer:
-    """Run a training to its end; its checkpoints lie in `run.output`, the last one being the result.
+    """Run a training to its end. The last checkpoint in `run.output` is the result.
 
     Raises:
-        ValueError: bad data or settings, or nothing of this configuration to resume.
-        RunFailed: the loss is no longer a number, or a checkpoint could not be written.
+        ValueError: bad data or settings, or no checkpoint of this configuration to resume from.
+        RunFailed: the loss is not finite, or a checkpoint cannot be written.
     """
     checkpoint = checkpoint_to_resume(config) if resume else None
     material = gather(config)

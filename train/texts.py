@@ -1,4 +1,4 @@
-"""Texts and conversations from a file or a data set, and which of their tokens count."""
+"""Texts and conversations from a file or a data set, and their labels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Record = dict[str, Any]
 
 
 def read_records(config: DataConfig) -> Iterator[Record]:
-    """Yield the records of `data.path` one by one, in their order.
+    """Yield the records of `data.path` in order.
 
-    `.jsonl` files (a mapping per line) and `.txt` files (texts between blank lines) are read here; everything else,
-    such as `.parquet` files, folders and ids of data sets, by the package `datasets`.
+    `.jsonl` files (a mapping per line) and `.txt` files (texts separated by blank lines) are read here; `.parquet`
+    files, folders and ids of data sets by the package `datasets`.
 
     Raises:
-        ValueError: there is no such file or data set, it cannot be read, or `datasets` is needed and missing.
+        ValueError: there is no such file or data set, it cannot be read, or `datasets` is not installed.
     """
     path = Path(config.path)
     if path.suffix in (".jsonl", ".txt", ".parquet") and not path.is_file():
@@ -113,16 +113,16 @@ def content_of(record: Record, config: DataConfig) -> Any:
 
 
 def rank_of(content: Any) -> int:
-    """Return a number in 0..2^32 - 1 that depends on the content alone; the lowest ones are held out."""
+    """A number in 0..2^32 - 1 that depends on the content only; contents with the lowest ones are held out."""
     data = content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
     return int.from_bytes(hashlib.sha256(data.encode("utf-8", "surrogatepass")).digest()[:4], "big")
 
 
 def split_held_out(contents: Sequence[Any], percent: float) -> tuple[list[Any], list[Any]]:
-    """Split contents into those to train on and those held out, at least one of them; equal ones stay together.
+    """Split contents into those to train on and held-out ones; equal contents are in the same part.
 
     Raises:
-        ValueError: one part would be empty.
+        ValueError: a part would be empty.
     """
     ranks = [rank_of(content) for content in contents]
     count = max(1, round(len(contents) * percent / 100))
@@ -138,11 +138,10 @@ def split_held_out(contents: Sequence[Any], percent: float) -> tuple[list[Any], 
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, content: Any, max_length: int = 0) -> np.ndarray:
-    """Encode a text or a conversation, then an end-of-text token: tokens and labels, int64 `[2, T]`.
+    """Encode a text or a conversation, with an end-of-text token: tokens and labels, int64 `[2, T]`.
 
-    Labels are the tokens again, or -100 where a token does not count: the first one, since nothing of this text stands
-    before it; the end of a text that was cut; and in a conversation everything that the assistant did not say.
-    `max_length` cuts longer ones, 0 none.
+    Labels are the tokens, or -100 where a token does not count: the first token, the end of a cut text, and in a
+    conversation all tokens outside of the assistant's messages. Contents are cut after `max_length` tokens; 0: never.
     """
     if isinstance(content, str):
         tokens = tokenizer(content, verbose=False)["input_ids"]
@@ -150,7 +149,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, content: Any, max_length: int = 0
     else:
         tokens, counts = encode_chat(tokenizer, content)
     keep = max_length - 1 if max_length else len(tokens)
-    ends_here = isinstance(content, str) and len(tokens) <= keep  # a text that was cut does not end here
+    ends_here = isinstance(content, str) and len(tokens) <= keep  # false for a cut text
     tokens, counts = tokens[:keep], counts[:keep]
     if not tokens or tokens[-1] != tokenizer.eos_token_id:
         tokens, counts = [*tokens, tokenizer.eos_token_id], [*counts, ends_here]
@@ -161,13 +160,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, content: Any, max_length: int = 0
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-    """Write a conversation by the chat template; return its tokens and which of them the assistant said.
+    """Encode a conversation by the chat template; return its tokens, and which of them are the assistant's.
 
-    What the assistant said begins behind the template's generation prompt and ends with its message, the end of the
-    turn included.
+    An assistant's message begins after the template's generation prompt and includes the end of the turn.
 
     Raises:
-        ValueError: there is no template, it refuses the messages, or it rewrites earlier turns.
+        ValueError: there is no template, it raises for these messages, or it changes earlier turns.
     """
     if not tokenizer.chat_template:
         raise ValueError("data.messages_field needs a tokenizer with a chat template; use an instruct model.base")
@@ -183,10 +181,10 @@ def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str
             if message["role"] == "assistant":
                 before, after = written(index, prompt=True), written(index + 1)
                 if not (whole.startswith(before) and whole.startswith(after)):
-                    raise ValueError("it rewrites earlier turns")
+                    raise ValueError("it changes earlier turns")
                 spans.append((len(before), len(after)))
     except Exception as error:  # templates raise errors of Jinja and of their own
-        raise ValueError(f"the chat template cannot write the messages {str(messages)[:60]!r}: {error}") from error
+        raise ValueError(f"the chat template cannot render the messages {str(messages)[:60]!r}: {error}") from error
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     counts = [any(start <= first < last <= stop for start, stop in spans) for first, last in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), counts

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer for source code that gives any UTF-8 text back exactly."""
+"""A byte-level BPE tokenizer for source code, which decodes any UTF-8 text exactly."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Newlines and indentation are pieces of their own and only a space may lead a word, so that a prompt cut at the end of
-# a line, after an indentation or after a dot is split exactly as the same text was in training.
+# Newlines and indentation are separate pieces, and words may begin with one space. So a prompt that ends after a line,
+# an indentation or a dot is tokenized as in training.
 PIECES = r"\r?\n|(?<=\n)[ \t]+| ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[^\S\n]+(?!\S)|\s"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
-    """Learn `vocab_size` byte-level pieces; one special token, `<|endoftext|>` (id 0), stands between files.
-
-    It is never added by itself: text in, its ids out.
-    """
+    """Train a tokenizer of `vocab_size` tokens. The special token `<|endoftext|>` (id 0) is never added implicitly."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the early-exit loss, layer dropout, and fixed batches."""
+"""transformers' Trainer with early-exit losses, layer dropout, and a fixed order of batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-from train.backbone import open_up
+from train.backbone import find_parts
 from train.callbacks import HeldOut
-from train.checkpoints import check_finite, what_is_left, written_aside
+from train.checkpoints import check_finite, checkpoint_folder, describe_remaining
 from train.config import TrainConfig
 from train.errors import RunFailed
 from train.optim import MuonWithAdamW, plain_adamw, warmup_stable_decay
@@ -38,17 +38,13 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         dataloader_pin_memory=False,
         report_to=run.report_to,
         label_names=["labels"],
-        logging_nan_inf_filter=False,  # a loss that is no number ends the run
+        logging_nan_inf_filter=False,  # a loss that is not finite ends the run
         disable_tqdm=True,
     )
 
 
 def check_report_to(name: str) -> None:
-    """Check that transformers can send the log there.
-
-    Raises:
-        ValueError: it knows no such place, or a package is missing.
-    """
+    """Raise ValueError where transformers has no such reporter, or its package is not installed."""
     if name == "none":
         return
     try:
@@ -61,28 +57,28 @@ def check_report_to(name: str) -> None:
 
 
 def collate(items: list[Tensor]) -> dict[str, Tensor]:
-    """Unwrap the one ready batch: tokens `[rows, length]`, or tokens and labels `[2, rows, length]`."""
+    """Unpack a batch: tokens `[rows, length]`, or tokens and labels `[2, rows, length]`."""
     batch = items[0]
     return {"input_ids": batch} if batch.ndim == 2 else {"input_ids": batch[0], "labels": batch[1]}
 
 
 class EarlyExitTrainer(Trainer):
-    """Train with LayerSkip's loss (arXiv 2404.16710); the model stays an ordinary transformers model. One device."""
+    """Trains with LayerSkip's loss (arXiv 2404.16710) on one device; the model's class does not change."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, train_dataset: Dataset[Tensor], **kwargs: Any) -> None:
         check_report_to(config.run.report_to)
         super().__init__(
             model, training_arguments(config), data_collator=collate, train_dataset=train_dataset, **kwargs
         )
-        self.remove_callback(PrinterCallback)  # Progress says it better
+        self.remove_callback(PrinterCallback)  # replaced by Progress
         self.config, self.windows = config, train_dataset
         self.model_accepts_loss_kwargs = False  # losses are means, divided by the accumulation steps
-        layers = open_up(model).layers
-        compiled = config.run.compile and not config.data.path  # labels leave another number of rows in every batch
+        layers = find_parts(model).layers
+        compiled = config.run.compile and not config.data.path  # with labels, the number of rows varies
         self.exit_loss = EarlyExitLoss(config.exits, len(layers), compiled, config.run.max_steps)
         self.dropout = LayerDropout(layers, config.exits.dropout_max)
-        self.recent: dict[int, list[Tensor]] = {}
-        self.aside: Path | None = None
+        self.step_losses: dict[int, list[Tensor]] = {}
+        self.unfinished: Path | None = None
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, HeldOut):
                 callback.log = super().log
@@ -100,37 +96,35 @@ class EarlyExitTrainer(Trainer):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.config.run.bf16):
             loss, losses = self.exit_loss(self.accelerator.unwrap_model(model), tokens, step, inputs.get("labels"))
         for number, value in losses.items():
-            self.recent.setdefault(number, []).append(value)
+            self.step_losses.setdefault(number, []).append(value)
         return (loss, losses) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not bool(loss.isfinite()):
-            output = self.config.run.output
-            raise RunFailed(
-                f"the loss is {float(loss)} at step {self.state.global_step + 1}; {what_is_left(output)}, with a lower "
-                "learning rate or other data"
-            )
+            remaining = describe_remaining(self.config.run.output)
+            step = self.state.global_step + 1
+            raise RunFailed(f"the loss is {float(loss)} at step {step}; {remaining}, with a lower rate or other data")
         return loss
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self.aside or super()._get_output_dir(trial))
+        return str(self.unfinished or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
         check_finite(model, step, self.config.run.output)
         try:
-            with written_aside(self.config, step) as self.aside:
+            with checkpoint_folder(self.config, step) as self.unfinished:
                 super()._save_checkpoint(model, trial)
         finally:
-            self.aside = None
+            self.unfinished = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            for number in sorted(self.recent):
-                values = self.recent[number]
+            for number in sorted(self.step_losses):
+                values = self.step_losses[number]
                 logs[f"loss_exit_{number}"] = round(float(torch.stack(values).mean()), 4)
-            self.recent.clear()
+            self.step_losses.clear()
         super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -1,1 +1,1 @@
-"""Measuring what the pieces of a round take on this machine, and the file that keeps it."""
+"""Measuring the cost table of a machine, and the profile files."""

@@ -32,7 +32,7 @@ HEAD_TOKENS = (32, 128)  # numbers of tokens that rounds do not reach
 # For several rows: tokens per row, and the maximum in all. Matrix products have steps of 16 tokens; with even widths,
 # batches of up to 8 rows would be measured at full steps only.
 BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 288
-BESIDE = (0, 1, 3, 7)  # second choices
+BRANCHES = (0, 1, 3, 7)  # second choices
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # in a ragged verification every fourth row has so many tokens, the others have one
 SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT, LONG_WIDTH = 512, 8  # cached tokens, and tokens per row of a verification with them
@@ -40,7 +40,7 @@ LONGER = (64, 128)  # additional cached tokens per row of a batch; the last also
 LONGER_WIDTH = 3  # tokens per row of a verification with these
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward below which the overhead of single calls matters
-THIN_WIDTHS, THIN_HEADS, THIN_BESIDE = (1, 2, 4, 8), (16, 128), (0, 3)  # the points of a slow model with a time limit
+THIN_WIDTHS, THIN_HEADS, THIN_BRANCHES = (1, 2, 4, 8), (16, 128), (0, 3)  # the points of a slow model with a time limit
 THIN_BATCH_WIDTHS = (1, 2, 8)  # the same of several rows; batch sizes between the second and the last are left out
 MANY_FORWARDS = 200  # a model is slow where so many forwards exceed the time limit
 PER_PROBE = 3  # forwards of a probe, about
@@ -112,7 +112,7 @@ class _Measurement:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        room = self.base + max(widest, 2 * max(BESIDE) + 2, LONGER[-1] + LONGER_WIDTH)
+        room = self.base + max(widest, 2 * max(BRANCHES) + 2, LONGER[-1] + LONGER_WIDTH)
         self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(counts)
@@ -163,9 +163,9 @@ class _Measurement:
                 yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
             if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
                 yield partial(self.ragged, rows)
-        if self.base + 2 * max(BESIDE) + 2 <= self.stack.context_limit:
-            beside = THIN_BESIDE if self.thin else BESIDE
-            yield from (partial(self.beside, max(beside), more) for more in beside)
+        if self.base + 2 * max(BRANCHES) + 2 <= self.stack.context_limit:
+            branches = THIN_BRANCHES if self.thin else BRANCHES
+            yield from (partial(self.branches, max(branches), more) for more in branches)
         yield partial(self.plain, 1, self.long, "long")
         if LONG_WIDTH in self.widths:
             yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
@@ -246,7 +246,7 @@ class _Measurement:
             for one in laps["head"][:-1]:
                 self.keep("copied head", 1, rows, one)
 
-    def beside(self, drafted: int, more: int) -> None:
+    def branches(self, drafted: int, more: int) -> None:
         """Time the last early pass of a draft with `more` second choices."""
         rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
         plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)

@@ -173,8 +173,8 @@ def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
 def _merge(known: Costs, more: Costs) -> Costs:
     """`known`, with the points that only `more` has: further batch sizes, and larger numbers of tokens."""
 
-    def both(name: str, of: Any = known, beside: Any = more) -> Table:
-        old, new = getattr(of, name), getattr(beside, name)
+    def both(name: str, of: Any = known, other: Any = more) -> Table:
+        old, new = getattr(of, name), getattr(other, name)
         return Table.of({p: s for t in (new, old) for p, s in zip(t.points, t.seconds, strict=True)})
 
     first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}

@@ -1,1 +1,1 @@
-"""What to do next: plans, and the policies that choose them."""
+"""Plans, and the policies that make them."""

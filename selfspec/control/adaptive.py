@@ -251,10 +251,12 @@ class Adaptive(Policy):
 
     def _compare_with_costs(self, plan: Plan, round_: RoundOutcome) -> None:
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
-        drafted, beside = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
+        drafted, second_choices = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
         context, share = self.costs.context_of(self._context_lengths), self._drafters.share(plan.draft_vocab)
         copies = plan.draft_bits is not None
-        expected = self.costs.stages(exit_layer, drafted, context, beside if any(beside) else [], share, copies)
+        expected = self.costs.stages(
+            exit_layer, drafted, context, second_choices if any(second_choices) else [], share, copies
+        )
         took = seconds.draft + seconds.verify + seconds.head + seconds.pick
         kind = kind_of(exit_layer, plan.draft_bits)
         self._correction.add(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)

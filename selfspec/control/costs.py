@@ -79,7 +79,7 @@ class Costs:
         exit_layer: int | None,
         lengths: Sequence[int],
         context: float = CONTEXT,
-        beside: Sequence[int] = (),
+        second_choices: Sequence[int] = (),
         draft_share: float = 1.0,
         copies: bool = False,
     ) -> dict[str, float]:
@@ -89,11 +89,11 @@ class Costs:
 
         Args:
             context: cached tokens per row, see `context_of`.
-            beside: second choices per row; empty: none.
+            second_choices: second choices per row; empty: none.
             draft_share: share of the vocabulary that drafts are over. Their head and picks take this share of the time.
             copies: 4-bit copies draft, and all layers verify.
         """
-        rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(beside)
+        rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(second_choices)
         draft = head = pick = 0.0
         judging = self.verify_head(tokens, rows)
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
@@ -105,22 +105,22 @@ class Costs:
             draft, head, pick = self._by_copies(self.copies, exit_layer, lengths, context)
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
-            draft, head, pick = self._by_layers(exit_layer, lengths, context, beside)
+            draft, head, pick = self._by_layers(exit_layer, lengths, context, second_choices)
             verify, judging = self.verify(exit_layer, rows, tokens, context), self.head(tokens)
         head, pick = draft_share * head + judging, draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
     def _by_layers(
-        self, exit_layer: int, lengths: Sequence[int], context: float, beside: Sequence[int]
+        self, exit_layer: int, lengths: Sequence[int], context: float, second_choices: Sequence[int]
     ) -> tuple[float, float, float]:
         """Seconds of early passes, heads and picks. The last drafted token runs through the early layers, too."""
         draft, head, pick = self.early_pass(exit_layer, len(lengths), context, True), 0.0, 0.0
         for live, steps in _active_rows(lengths):
             draft += steps * self.early_pass(exit_layer, live, context)
             head, pick = head + steps * self.head(live), pick + steps * self.pick(live)
-        for last in sorted({length for length, more in zip(lengths, beside, strict=False) if more}):
+        for last in sorted({length for length, more in zip(lengths, second_choices, strict=False) if more}):
             live, first = sum([length >= last for length in lengths]), last == 0
-            wider = live + sum([more for length, more in zip(lengths, beside, strict=True) if length == last])
+            wider = live + sum([more for length, more in zip(lengths, second_choices, strict=True) if length == last])
             draft += self.wide_pass(exit_layer, live, wider, context)
             draft -= self.early_pass(exit_layer, live, context, first)
         return draft, head, pick

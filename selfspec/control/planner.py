@@ -185,7 +185,7 @@ def _second_choices(
     if seconds is None:
         return None
     second = seconds.of(exit_layer)
-    fixed, each = costs.beside(exit_layer, length, drafter)
+    fixed, each = costs.branch_seconds(exit_layer, length, drafter)
     # The bound for the first token; later second choices are accepted less often.
     if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
         return None

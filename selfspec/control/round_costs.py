@@ -177,7 +177,7 @@ class RoundCosts:
         seconds: list[float] = self._seconds(drafter)[exit_layer - 1].tolist()
         return seconds
 
-    def beside(self, exit_layer: int, drafted: float, drafter: Drafter = BY_LAYERS) -> tuple[float, float]:
+    def branch_seconds(self, exit_layer: int, drafted: float, drafter: Drafter = BY_LAYERS) -> tuple[float, float]:
         """Seconds that second choices add to a round with about `drafted` tokens per row: (fixed, per second choice).
 
         They widen the last early pass and the verification.

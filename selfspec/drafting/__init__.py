@@ -1,1 +1,1 @@
-"""Where guesses come from."""
+"""Drafters: early exit, prompt lookup, and lookup in a corpus."""

@@ -108,8 +108,8 @@ class Datastore:
             return data[at : at + size]
 
         slot = bisect_left(places, key, first, end, key=before)
-        beside = [before(places[i]) for i in (slot - 1, slot) if first <= i < end]
-        length = max((_num_equal(key, found, width) for found in beside), default=0)
+        neighbours = [before(places[i]) for i in (slot - 1, slot) if first <= i < end]
+        length = max((_num_equal(key, found, width) for found in neighbours), default=0)
         if length == 0:
             return None
         size = length * width

@@ -78,9 +78,9 @@ def draft_by_exit(
         step = len(steps)
         fed, spans = live, [Span(rows[r].pages, rows[r].position + step, 1) for r in live]
         if branches is not None:
-            beside = [branches(r, step) if lengths[r] == step else () for r in live]
-            if any(beside):
-                fed, tokens, spans = _add_branches(live, tokens, spans, beside, step, trees)
+            branches_of = [branches(r, step) if lengths[r] == step else () for r in live]
+            if any(branches_of):
+                fed, tokens, spans = _add_branches(live, tokens, spans, branches_of, step, trees)
         packed = PackedRows(cache, spans, stack.device)
         taps: Taps | None = dict.fromkeys(inner) if inner else None
         hidden = stack.run(packed, 0, exit_layer, tokens, taps)
@@ -103,7 +103,7 @@ def _add_branches(
     live: list[int],
     tokens: Tensor,
     spans: list[Span],
-    beside: Sequence[Sequence[Branch]],
+    branches_of: Sequence[Sequence[Branch]],
     step: int,
     trees: list[Tree | None],
 ) -> tuple[list[int], Tensor, list[Span]]:
@@ -111,7 +111,7 @@ def _add_branches(
     fed: list[int] = []
     parts: list[Tensor] = []
     wider = []
-    for i, (row, span, more) in enumerate(zip(live, spans, beside, strict=True)):
+    for i, (row, span, more) in enumerate(zip(live, spans, branches_of, strict=True)):
         parts.append(tokens[i : i + 1])
         fed += [row] * (1 + len(more))
         if more:

@@ -1,1 +1,1 @@
-"""What online learning is made of: lessons, and the student that learns from them."""
+"""Parts of online learning: training examples, and the exit heads in training."""

@@ -1,1 +1,1 @@
-"""The model, opened up without copying its code: twin, views, packed rows, paged cache, self-check."""
+"""The split model: twin, views, packed rows, paged KV cache, attention, self-check."""

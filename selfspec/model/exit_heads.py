@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from selfspec.files import write_whole
 
-FILE = "exit_heads.safetensors"  # beside a model's weights, or in a folder of its own
+FILE = "exit_heads.safetensors"  # in the model's folder or in another one
 FORMAT = "selfspec exit heads 1"
 EPS = 1e-6
 

@@ -141,7 +141,7 @@ def test_a_round_by_hand():
     assert costs.round(2, (2,)) == pytest.approx(by_hand)
     # three tokens beside them go through the last early pass, as much longer as a late layer, and are verified
     wider = 2 * 2.0 + 2.0 * 1.3 + 6 * 1.5 + (0.5 + 0.5 + 0.75) + (0.1 + 0.1 + 0.15) + 0.2
-    assert costs.round(2, (2,), beside=(3,)) == pytest.approx(wider)
+    assert costs.round(2, (2,), second_choices=(3,)) == pytest.approx(wider)
     assert costs.plain_round(1) == pytest.approx(10.0 + 0.5 + 0.1 + 0.2)
     assert costs.early_pass(2, 2) == pytest.approx(2.0 + (4.0 - 2.0) / 3)  # between one and four rows
 

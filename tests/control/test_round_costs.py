@@ -73,8 +73,8 @@ def test_rows_draft_on_together_while_their_mean_survival_pays():
 @pytest.mark.parametrize("drafted", [1, 4, 12])
 def test_tokens_beside_a_draft_add_what_the_table_says(exit_layer, drafted):
     costs = made_up_costs(LAYERS)
-    fixed, each = RoundCosts(costs, 1).beside(exit_layer, drafted)
+    fixed, each = RoundCosts(costs, 1).branch_seconds(exit_layer, drafted)
     without = costs.round(exit_layer, [drafted])
     for count in (1, 3, 5):
-        added = costs.round(exit_layer, [drafted], beside=[count]) - without
+        added = costs.round(exit_layer, [drafted], second_choices=[count]) - without
         assert fixed + count * each == pytest.approx(added, rel=0.05, abs=1e-6)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from train.config import parse_config
 from train.corpus import is_held_out, read_corpus
 from train.data import Windows, encode_files, pack
-from train.material import make_tokenizer, weighted
+from train.material import make_tokenizer, repeat_library
 from train.sections import CorpusConfig
 from train.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -83,7 +83,7 @@ def test_packed_files_are_separated_and_library_code_is_repeated(small_settings)
     config = parse_config(small_settings)
     corpus = read_corpus(config.corpus)
     tokenizer = make_tokenizer(config, corpus)
-    files = weighted(corpus.train, 3)
+    files = repeat_library(corpus.train, 3)
     assert len(files) == sum(1 if file.is_test else 3 for file in corpus.train)
     stream = pack(encode_files(tokenizer, files), seed=0)
     assert stream[0] == 0 and stream[-1] == 0 and int((stream == 0).sum()) == len(files) + 1

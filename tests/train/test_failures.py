@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from train.__main__ import main
-from train.checkpoints import find_newest, written_aside
+from train.checkpoints import checkpoint_folder, find_newest
 from train.config import MAY_DIFFER, parse_config
 from train.config_file import different_keys
 from train.errors import RunFailed
@@ -53,7 +53,7 @@ def test_a_loss_that_is_no_number_ends_the_run(small_settings, command, tmp_path
     monkeypatch.setattr(EarlyExitTrainer, "compute_loss", broken)
     assert command() == 1
     err = capsys.readouterr().err.splitlines()[-1]
-    assert err.startswith("train: the loss is nan at step 3; checkpoint-2 is whole, go on from it with --resume")
+    assert err.startswith("train: the loss is nan at step 3; checkpoint-2 is whole, continue from it with --resume")
     checkpoint = find_newest(small_settings["run"]["output"])
     assert checkpoint is not None and checkpoint.name == "checkpoint-2"
     assert all(bool(each.isfinite().all()) for each in load_file(checkpoint / "model.safetensors").values())
@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_settings, command
     assert command() == 1
     err = capsys.readouterr().err
     assert "train: the checkpoint of step 4 could not be written to" in err and str(error) in err
-    assert "checkpoint-2 is whole, go on from it with --resume" in err
+    assert "checkpoint-2 is whole, continue from it with --resume" in err
     output = find_newest(small_settings["run"]["output"]).parent
     assert [each.name for each in output.iterdir() if each.is_dir()] == ["checkpoint-2"]
     monkeypatch.undo()
@@ -111,7 +111,7 @@ def test_a_run_killed_while_saving_is_resumed_from_the_checkpoint_before(small_s
 def test_only_the_last_checkpoints_are_kept(small_settings, tmp_path):
     config = parse_config(small_settings)
     for step in (2, 4, 10, 12):
-        with written_aside(config, step) as aside:
+        with checkpoint_folder(config, step) as aside:
             (aside / f"checkpoint-{step}").mkdir(parents=True)
             (aside / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     found = sorted(each.name for each in (tmp_path / "run").iterdir())

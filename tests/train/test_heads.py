@@ -17,7 +17,7 @@ from train.config_file import read_file
 from train.heads_config import HeadsRun, parse_heads
 from train.heads_files import CHECKPOINT
 from train.heads_loss import exit_losses, measure, with_rest
-from train.heads_states import Batch, Stream, collect, walk
+from train.heads_states import Batch, Stream, collect, run_texts
 from train.heads_text import Text, gather_texts
 
 
@@ -239,11 +239,13 @@ def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
 
 def test_every_position_is_seen_as_decoding_saw_it(stories):
     texts = [Text(list(range(5, 5 + n)), 3) for n in (9, 4, 30)]
-    spots = [range(2, 8), range(2, 3), range(0, 29)]
-    (seen,) = walk(stories.stack, texts, spots, (2, 4))
-    alone = [next(walk(stories.stack, [text], [spot], (2, 4))) for text, spot in zip(texts, spots, strict=True)]
+    positions = [range(2, 8), range(2, 3), range(0, 29)]
+    (seen,) = run_texts(stories.stack, texts, positions, (2, 4))
+    alone = [
+        next(run_texts(stories.stack, [text], [spot], (2, 4))) for text, spot in zip(texts, positions, strict=True)
+    ]
     torch.testing.assert_close(seen.hidden, torch.cat([one.hidden for one in alone], 1), atol=1e-4, rtol=1e-4)
-    kept = collect(stories.stack, texts, spots, (2, 4), top_k=10)
+    kept = collect(stories.stack, texts, positions, (2, 4), top_k=10)
     assert kept.ids.shape == (36, 10) and kept.log_probs.shape == (36, 11) and kept.hidden.shape == (2, 36, 64)
     with torch.inference_mode():
         logits = stories.stack.logits(seen.final)

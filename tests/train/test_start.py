@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from tests.target import load
 from train.__main__ import main
-from train.backbone import open_up
+from train.backbone import find_parts
 from train.config import parse_config
 from train.export import best_exit
 from train.models import build_model, load_base, start_model
@@ -95,7 +95,10 @@ def test_a_base_that_is_gone_costs_the_card_its_comparison_only(settings, base, 
     shutil.rmtree(tmp_path / "model")
     assert run(settings, tmp_path, "--export-only") == 0
     card = (tmp_path / "model" / "README.md").read_text("utf-8")
-    assert "| exit layer | loss | agreement |\n" in card and "how good the model was before" in capsys.readouterr().out
+    assert (
+        "| exit layer | loss | agreement |\n" in card
+        and "the card has no figures of model.base" in capsys.readouterr().out
+    )
 
 
 def test_the_stored_exit_is_what_selfspec_starts_from(settings, tmp_path):
@@ -172,7 +175,7 @@ def test_models_that_do_not_fit_are_refused(settings, base, tmp_path, capsys):
     GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=64)).save_pretrained(gpt2)
     AutoTokenizer.from_pretrained(base).save_pretrained(gpt2)
     for name, message in {
-        str(gpt2): "model.base must be a decoder built like Llama",
+        str(gpt2): "model.base must be a decoder like Llama",
         str(tmp_path / "none"): "has no tokenizer that can be loaded",
     }.items():
         settings["model"]["base"] = name
@@ -199,13 +202,13 @@ def test_a_head_with_something_behind_it_is_refused(settings, monkeypatch):
         return found
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
-    with pytest.raises(ValueError, match="by its norm and head alone, which LlamaForCausalLM does not"):
+    with pytest.raises(ValueError, match="by norm and head alone, which LlamaForCausalLM does not"):
         load_base(parse_config(settings))
 
 
 def test_the_best_exit_weighs_agreement_against_size(settings):
     model = start_model(parse_config(settings), 0)
-    assert len(open_up(model).layers) == 4
+    assert len(find_parts(model).layers) == 4
     assert best_exit(model, (0.9, 0.9, 0.9, 1.0))[0] == 1  # the earliest of equals
     assert best_exit(model, (0.0, 0.0, 0.95, 1.0))[0] == 3
     short, long = (best_exit(model, (agreement, 0.0, 0.0, 1.0))[1] for agreement in (0.3, 0.95))

@@ -109,7 +109,7 @@ def test_packed_texts_are_separated_and_do_not_predict_each_other(tokenizer):
     assert all(labels[end + 1] == -100 for end in ends[:-1])  # an end of text does not predict the next text
     counted = labels != -100
     assert np.array_equal(labels[counted], tokens[counted]) and counted[1:].sum() == len(tokens) - 4
-    assert counted[ends[1:]].all()  # that a text ends is learnt
+    assert counted[ends[1:]].all()  # that a text ends is trained_positions
 
 
 def test_a_text_that_is_cut_does_not_learn_to_end(tokenizer):
@@ -131,7 +131,7 @@ def test_templates_that_cannot_be_used_are_refused(tokenizer):
     with pytest.raises(ValueError, match=r"data\.messages_field needs a tokenizer with a chat template"):
         encode_chat(tokenizer, CHAT)
     tokenizer.chat_template = FORGETFUL
-    with pytest.raises(ValueError, match=r"cannot write the messages .*: it rewrites earlier turns"):
+    with pytest.raises(ValueError, match=r"cannot render the messages .*: it changes earlier turns"):
         encode_chat(tokenizer, CHAT)
 
 
