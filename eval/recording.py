@@ -27,9 +27,9 @@ from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker, told_of
 from selfspec.executors.shadow import shadow_picks
-from selfspec.legacy import LoadedTarget as Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
+from selfspec.target import Target
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
