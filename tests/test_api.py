@@ -194,23 +194,7 @@ BAD = [
 
 @pytest.mark.parametrize(("prompts", "options", "sentence"), BAD)
 def test_bad_input_is_refused_in_a_sentence_before_anything_is_decoded(prompts, options, sentence):
-<<<<<<< HEAD
     with pytest.raises(TypeError, match="there is no option 'temprature'; the options are generation_config, keep"):
-=======
-    for call in (tiny("llama").generate, tiny("llama").stream):  # a stream checks at the call, not at its first round
-        with pytest.raises(ValueError, match=sentence) as refusal:
-            call(prompts, **options)
-        assert "\n" not in str(refusal.value)
-
-
-def test_an_option_that_does_not_exist_is_a_type_error():
-    for call in (tiny("llama").generate, tiny("llama").stream):
-        with pytest.raises(
-            TypeError, match=r"there is no option 'temprature'; the options are .*max_batch_size, .*top_k"
-        ):
-            call([[5]], temprature=1.0)
-    with pytest.raises(TypeError, match="there is no option 'temprature'; the options are frequency_penalty, gen"):
->>>>>>> wt-picks
         Engine(tiny("llama")).submit([5], temprature=1.0)
 
 

@@ -60,4 +60,4 @@ def test_what_cannot_be_had_is_said_on_every_rank(records):
         assert refused["learn"].startswith("ValueError: learn works by the clock of one process")
         assert "no plan today" in refused["broken"]
         assert refused["broken"].startswith("KeyError" if number == 0 else "RuntimeError: the policy failed on rank 0")
-        assert "spread over processes by fsdp" in refused["fsdp"]
+        assert "tensor parallelism only, got fsdp" in refused["fsdp"]
