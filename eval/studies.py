@@ -282,25 +282,14 @@ def _policies_table(found: Record) -> Cells:
     return ["name", "kind", "speedup"], [[f"`{row['name']}`", row["kind"], f"{row['speedup']:.2f}"] for row in rows]
 
 
+RATIO = "Speedup over plain decoding"
 SHOWN: dict[str, tuple[str, str, Callable[[Record], Cells]]] = {
     "acceptance": (
         "Acceptance",
         "How often a draft is the model's own output up to and including a position, by the layer that drafts.",
         _acceptance_table,
     ),
-    "grid": (
-        "Exit layer and draft length",
-        "Speedup over plain decoding by exit layer and drafted tokens, prefill apart.",
-        _grid_table,
-    ),
-    "batch": (
-        "Batches",
-        "Speedup over plain decoding of the same batch, prefill apart: median and range of the repeats.",
-        _batch_table,
-    ),
-    "policies": (
-        "Policies",
-        "Speedup over plain decoding by replay of recorded outputs at this machine's costs; bounds know the output.",
-        _policies_table,
-    ),
+    "grid": ("Exit layer and draft length", f"{RATIO} by exit layer and drafted tokens, prefill apart.", _grid_table),
+    "batch": ("Batches", f"{RATIO} of the same batch, prefill apart: median and range of the repeats.", _batch_table),
+    "policies": ("Policies", f"{RATIO} by replay at this machine's costs; bounds know the output.", _policies_table),
 }
