@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from selfspec.executors.pick import Sampling
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 REPEATS = 3  # of a batch
+SECONDS = 60.0  # after which a study that decodes begins nothing more, and shows what it has
 MOST = 8  # drafted tokens whose acceptance is shown
 Record = dict[str, Any]
 
@@ -95,8 +97,10 @@ def acceptance(material: Material) -> Record:
 def grid(material: Material) -> Record:
     """Every setting is timed beside plain decoding of its own, question by question; medians of the ratios count."""
     ratios: dict[tuple[int, int], list[float]] = {(e, d): [] for e in material.exits for d in DRAFT_LENGTHS}
-    speeds = []
+    speeds, start = list[float](), perf_counter()
     for i, prompt in enumerate(material.prompts):
+        if i and perf_counter() - start > SECONDS:
+            break
         material.say(f"grid: question {i + 1} of {len(material.prompts)}")
         for layer in material.exits:
             plain = material.seconds([prompt], 1)
@@ -117,14 +121,20 @@ def grid(material: Material) -> Record:
 
 
 def batch(material: Material) -> Record:
-    """Batch sizes up to the first that memory does not hold. Prompts are repeated until the last batch is full."""
+    """Batch sizes up to the first that memory does not hold, or that would probably take longer than SECONDS.
+
+    Prompts are repeated until the last batch is full.
+    """
     found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
     layer = found.get("exit_layer", max(1, material.target.stack.num_layers // 4))
     fixed = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": found.get("draft_length", 4)}
     ways: dict[str, Record] = {"adaptive": {"policy": "adaptive"}, f"fixed:{layer},{fixed['num_draft_tokens']}": fixed}
     speedups: dict[str, list[Record]] = {name: [] for name in ways}
     sizes: list[int] = []
+    last, now = 0.0, perf_counter()  # seconds of the last size
     for size in BATCH_SIZES:
+        if 2 * last > SECONDS:
+            break
         material.say(f"batch: {size} rows")
         count = -(-len(material.prompts) // size) * size  # whole batches
         prompts = [material.prompts[i % len(material.prompts)] for i in range(count)]
@@ -133,6 +143,7 @@ def batch(material: Material) -> Record:
         except torch.OutOfMemoryError:
             break
         sizes.append(size)
+        last, now = perf_counter() - now, perf_counter()
         for name, of_name in speedups.items():
             values = [each["plain"] / each[name] for each in taken]
             of_name.append({"median": median(values), "low": min(values), "high": max(values)})
@@ -271,25 +282,14 @@ def _policies_table(found: Record) -> Cells:
     return ["name", "kind", "speedup"], [[f"`{row['name']}`", row["kind"], f"{row['speedup']:.2f}"] for row in rows]
 
 
+RATIO = "Speedup over plain decoding"
 SHOWN: dict[str, tuple[str, str, Callable[[Record], Cells]]] = {
     "acceptance": (
         "Acceptance",
         "How often a draft is the model's own output up to and including a position, by the layer that drafts.",
         _acceptance_table,
     ),
-    "grid": (
-        "Exit layer and draft length",
-        "Speedup over plain decoding by exit layer and drafted tokens, prefill apart.",
-        _grid_table,
-    ),
-    "batch": (
-        "Batches",
-        "Speedup over plain decoding of the same batch, prefill apart: median and range of the repeats.",
-        _batch_table,
-    ),
-    "policies": (
-        "Policies",
-        "Speedup over plain decoding by replay of recorded outputs at this machine's costs; bounds know the output.",
-        _policies_table,
-    ),
+    "grid": ("Exit layer and draft length", f"{RATIO} by exit layer and drafted tokens, prefill apart.", _grid_table),
+    "batch": ("Batches", f"{RATIO} of the same batch, prefill apart: median and range of the repeats.", _batch_table),
+    "policies": ("Policies", f"{RATIO} by replay at this machine's costs; bounds know the output.", _policies_table),
 }
