@@ -70,7 +70,7 @@ def test_a_datastore_that_is_not_there_or_of_another_model_is_refused(speaker, t
     with pytest.raises(DatastoreError, match="built with another tokenizer"):
         speaker.stream("abc", datastore=file)
     build_datastore(file, [[1, 2, 300]], vocabulary_of(speaker.tokenizer), 301)
-    with pytest.raises(DatastoreError, match="a vocabulary of 301 tokens and the model knows 257; build it again"):
+    with pytest.raises(DatastoreError, match="a vocabulary of 301 tokens and the model one of 257; build it again"):
         speaker.stream("abc", datastore=file)
 
 
@@ -194,7 +194,13 @@ BAD = [
 
 @pytest.mark.parametrize(("prompts", "options", "sentence"), BAD)
 def test_bad_input_is_refused_in_a_sentence_before_anything_is_decoded(prompts, options, sentence):
-    with pytest.raises(TypeError, match="there is no option 'temprature'; the options are generation_config, keep"):
+    for call in (tiny("llama").generate, tiny("llama").stream):
+        with pytest.raises(ValueError, match=sentence):
+            call(prompts, **options)
+
+
+def test_an_option_that_does_not_exist_is_a_type_error():
+    with pytest.raises(TypeError, match="there is no option 'temprature'; the options are frequency_penalty, gen"):
         Engine(tiny("llama")).submit([5], temprature=1.0)
 
 
