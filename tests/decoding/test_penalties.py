@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from selfspec.api import Target
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Policy
 from selfspec.executors.cpu.rounds import CompiledRounds
@@ -17,6 +16,7 @@ from selfspec.executors.pick import Sampling, scored
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Adversary, Always, Schedule, decode, generate, make_prompts
 from tests.models import build, tiny
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 NEW = 20
