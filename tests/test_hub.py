@@ -181,6 +181,7 @@ def test_without_peft_one_sentence_says_what_to_install(model_folder, adapter_fo
         load(model_folder, adapter=adapter_folder)
 
 
+@pytest.mark.slow
 def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(model_folder, tmp_path):
     name, commit = "models--org--tiny", "0" * 40
     folder = tmp_path / "hub" / name / "snapshots" / commit
