@@ -103,7 +103,9 @@ class Scheduler:
         """Those of these that wait, as rows without pages; each waits until it is handed out."""
         for pair in [pair for pair in self._waiting if pair[0] in request_ids]:
             self._waiting.remove(pair)
-            yield self._row(*pair, [], 0)
+            row = self._row(*pair, [], 0)
+            row.has_pages = False
+            yield row
 
     def _row(self, request_id: int, request: Request, pages: list[int], num_cached: int) -> Row:
         eos = self._target.eos_token_ids if request.eos is None else request.eos

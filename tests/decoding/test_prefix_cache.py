@@ -94,6 +94,19 @@ def test_a_cancelled_answer_leaves_what_was_read_and_written(kind, steps):
     assert done.num_cached_tokens == (len(prompt) + len(cut.tokens) - 1 if cut.tokens else min(8 * steps, 29))
 
 
+def test_a_request_that_leaves_while_it_waits_takes_nothing_away():
+    engine = engine_of("eager", policy="plain", max_batch_size=1, reuse_prefix=True)
+    prompt = make_prompts([20])[0]
+    first = ask(engine, request(prompt, 6))
+    waiting = engine.submit(request(make_prompts([5], seed=1)[0]))
+    engine.cancel(waiting)
+    assert finish(engine, waiting).finish_reason == "cancelled"
+    following = request([*prompt, *first.tokens, 4], 5)
+    done = ask(engine, following)
+    assert done.num_cached_tokens == len(prompt) + len(first.tokens) - 1
+    assert done.tokens == alone("eager", following).tokens
+
+
 class Interrupted(Policy):
     """Another policy, in whose place an interrupt comes at one of its calls."""
 
