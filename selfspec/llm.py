@@ -262,7 +262,8 @@ class LLMEngine:
             ValueError: what `LLM.generate` refuses, or a `request_id` that is in use.
             CacheFullError: the request could never fit into `max_num_cached_tokens`.
         """
-        if not isinstance(request_id, str) or request_id in self._rows or not request_id:
+        name: Any = request_id
+        if not isinstance(name, str) or name in self._rows or not name:
             raise ValueError(f"request_id must be a text that no unfinished request has, got {request_id!r}")
         [own] = _each(params, 1)
         asked = Asked(request_id, None, [], own.n)

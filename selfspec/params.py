@@ -126,10 +126,10 @@ class SpeculativeConfig:
         for name, least in (("exit_layer", 1), ("num_speculative_tokens", 0)):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least)
-        if self.drafters is not None:
-            are_several = isinstance(self.drafters, Collection) and not isinstance(self.drafters, str)
-            if not (are_several and self.drafters and all(one in DRAFTS for one in self.drafters)):
-                raise ValueError(f"drafters must be some of {', '.join(DRAFTS)}, {got(self.drafters)}")
+        drafters: Any = self.drafters
+        are_several = isinstance(drafters, Collection) and not isinstance(drafters, str)
+        if drafters is not None and not (are_several and drafters and all(one in DRAFTS for one in drafters)):
+            raise ValueError(f"drafters must be some of {', '.join(DRAFTS)}, {got(drafters)}")
         if not isinstance(self.learn, bool | Learner):
             raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(self.learn)}")
 

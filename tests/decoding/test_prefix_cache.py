@@ -183,14 +183,18 @@ def test_a_surplus_of_pages_is_given_back():
 
 
 @pytest.mark.parametrize("backend", ["views", "compiled"])
-def test_keys_and_values_of_older_weights_are_not_used(backend):
+@pytest.mark.parametrize("is_running", [False, True])
+def test_keys_and_values_of_older_weights_are_not_used(backend, is_running):
     target = Target(build("llama"), engine=backend)
-    engine = Engine(target, policy="plain", reuse_prefix=True)
+    engine = Engine(target, policy="plain", reuse_prefix=True, burst=0.0)
     wanted = request(make_prompts([12])[0], 8)
-    first = ask(engine, wanted)
+    request_id = engine.submit(wanted)
+    first = None if is_running else finish(engine, request_id)
+    engine.step()
     with torch.no_grad():
         for parameter in target.model.parameters():
             parameter.mul_(1.3)
+    first = first or finish(engine, request_id)
     following = request([*wanted.prompt, *first.tokens, 4], 8)
     done = ask(engine, following, audit=True)
     assert done.num_cached_tokens == 0
