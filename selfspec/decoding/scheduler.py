@@ -55,8 +55,8 @@ class Scheduler:
         need, room = self._num_cached_at_end(request), self._cache.room
         if self._cache.pages_for(need) > self._cache.num_pages:
             raise CacheFullError(
-                f"a request of {need} tokens (prompt and output) exceeds the engine's {room} cached tokens; "
-                "raise max_cached_tokens or lower max_new_tokens"
+                f"a request of {need} tokens (prompt and output) exceeds the engine's {room} cached tokens; raise the "
+                "engine's limit of cached tokens, or ask for fewer new tokens"
             )
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._waiting.append((request_id, request))
