@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -37,11 +38,17 @@ def is_named(questions: str) -> bool:
 
 
 def read_questions(
-    questions: str | Path, limit: int = 0, *, path: str = "", columns: Mapping[str, str] | None = None
+    questions: str | Path,
+    limit: int = 0,
+    *,
+    path: str = "",
+    columns: Mapping[str, str] | None = None,
+    per_category: int = 0,
 ) -> list[Question]:
     """The first `limit` questions, or all where that is 0.
 
     Args:
+        per_category: of them the first so many of each category; 0: all.
         questions: a file of JSON lines; a parquet, CSV or JSON file, or a folder of them; a data set of the hub
             (`hf:OWNER/NAME`, or `hf:OWNER/NAME:CONFIG:SPLIT`); or the name of a set.
         path: the named set's file.
@@ -71,7 +78,12 @@ def read_questions(
         made.append(question)
     if not made:
         raise ValueError(f"the question file {file!r} is empty; give at least one question")
-    return made[: limit or None]
+    asked, counts = list[Question](), Counter[str]()
+    for question in made[: limit or None]:
+        counts[question.category] += 1
+        if not per_category or counts[question.category] <= per_category:
+            asked.append(question)
+    return asked
 
 
 def _lines(file: str) -> Iterator[tuple[int, Any]]:

@@ -70,7 +70,11 @@ class Session:
     def __init__(self, config: RunConfig) -> None:
         self.config, path = config, Path(config.output)
         self.asked = read_questions(
-            config.questions, config.num_questions, path=config.questions_path, columns=config.columns
+            config.questions,
+            config.num_questions,
+            path=config.questions_path,
+            columns=config.columns,
+            per_category=config.per_category,
         )
         record = {**as_record(config), "questions_sha256": fingerprint(self.asked)}
         self.folder = RunFolder(path, record, config.methods)

@@ -39,6 +39,7 @@ class RunConfig(Common):
         "", "Where a named set's file lies; named sets are not part of the repository.", is_file=True
     )
     columns: dict[str, str] = option({}, f"What the file calls {', '.join(COLUMNS)}, where it has other names.")
+    per_category: int = option(0, "How many questions of each category to use, the first ones; 0 uses all.")
     max_new_tokens: int = option(128, "Most tokens per turn; fewer where the context has no room for them.")
     ignore_eos: bool = option(False, "Write max_new_tokens whatever the model says; else stop at its end of text.")
     temperature: float = option(0.0, "How tokens are picked: 0 is greedy, else they are sampled.")
@@ -71,7 +72,7 @@ class RunConfig(Common):
     def __post_init__(self) -> None:
         check_common(self)
         check_least(self, 1, "max_new_tokens", "resamples", *SIZES)
-        check_least(self, 0, "warmups", "cost_repeats", "seed", "temperature")
+        check_least(self, 0, "per_category", "warmups", "cost_repeats", "seed", "temperature")
         check(self.time_limit > 0 and isfinite(self.time_limit), "time_limit", "above 0", self.time_limit)
         for what, names, allowed in (
             ("columns", self.columns, COLUMNS),

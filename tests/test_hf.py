@@ -529,7 +529,7 @@ def test_drafts_are_looked_up_in_a_datastore_and_tokens_stay_the_same(llama, tmp
         assert output.tolist() == expected[:, : 4 + NEW].tolist()
         assert speculate.stats.mean_acceptance_length > 4
     build_datastore(tmp_path / "wide.store", [[1, 2, 3]], "any", vocab + 1)
-    with pytest.raises(DatastoreError, match="the model knows"):
+    with pytest.raises(DatastoreError, match="and the model one of"):
         llama.generate(prompt, custom_generate=SelfSpeculative(datastore=tmp_path / "wide.store"), max_new_tokens=NEW)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import selfspec
 from selfspec.errors import UnsupportedModelError
 from selfspec.hf import SelfSpeculative
 from tests.models import build
@@ -129,7 +128,7 @@ def test_a_routing_by_task_is_refused():
 def test_hooks_that_are_an_adapters_own_are_refused_and_stay():
     model = adapted("ShadowConfig")
     wanted = theirs(model)
-    for call in (ours, selfspec.load):
+    for call in (ours, load):
         with pytest.raises(UnsupportedModelError, match="acts on calls"):
             call(model)
     assert theirs(model) == wanted

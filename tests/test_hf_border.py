@@ -18,7 +18,6 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
-import selfspec
 from selfspec.errors import UnsupportedModelError
 from selfspec.hf import SelfSpeculative
 from tests.models import EOS, build
@@ -200,7 +199,7 @@ def test_other_replaced_forwards_are_refused_by_name_and_the_model_goes_on(llama
     change(llama)
     wanted = theirs(llama)
     before = {name: dict(vars(module)) for name, module in llama.named_modules()}
-    for call in (ours, selfspec.load):
+    for call in (ours, load):
         with pytest.raises(UnsupportedModelError, match=sentence) as refusal:
             call(llama)
         assert "\n" not in str(refusal.value)
@@ -272,7 +271,7 @@ def on_disk(model, tmp_path):
 def test_offloaded_weights_are_refused_by_name_and_the_model_goes_on(llama, way, tmp_path):
     wanted = theirs(llama)
     model = on_disk(llama, tmp_path) if way == "disk" else accelerate.cpu_offload(llama, execution_device="cpu")
-    for call in (ours, selfspec.load):
+    for call in (ours, load):
         with pytest.raises(
             UnsupportedModelError, match=r"offloaded by accelerate.*; load the whole model onto one device"
         ):

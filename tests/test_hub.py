@@ -21,7 +21,7 @@ from selfspec.control.acceptance import Tracker
 from selfspec.model.exit_heads import FILE as EXIT_HEADS
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
-from tests.target import load
+from tests.target import Target, load
 
 BEST = "cuda" if torch.cuda.is_available() else "cpu"  # the device where none is named
 model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
@@ -30,7 +30,7 @@ model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
 def test_a_folder_is_loaded_with_its_tokenizer(model_folder):
     for name in (model_folder, str(model_folder)):
         target = load(name)
-        assert isinstance(target, selfspec.Target)
+        assert isinstance(target, Target)
         assert target.split_error < 1e-3
         assert target.tokenizer.decode(target.tokenizer("abc")["input_ids"]) == "abc"
         assert (target.stack.dtype, target.stack.device) == (torch.float32, torch.device(BEST))
@@ -181,6 +181,7 @@ def test_without_peft_one_sentence_says_what_to_install(model_folder, adapter_fo
         load(model_folder, adapter=adapter_folder)
 
 
+@pytest.mark.slow
 def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(model_folder, tmp_path):
     name, commit = "models--org--tiny", "0" * 40
     folder = tmp_path / "hub" / name / "snapshots" / commit

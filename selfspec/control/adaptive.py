@@ -31,8 +31,8 @@ from selfspec.control.plan import (
     match_bin,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
-from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, Vocabulary
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow
+from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts
+from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, Vocabulary
 from selfspec.control.schedule import Schedule
 
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured

@@ -6,14 +6,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.rows import RoundOutcome, RowState, Shadow
-
-if TYPE_CHECKING:
-    from selfspec.control.round_costs import Vocabulary
+from selfspec.control.rows import RoundOutcome, RowState, Shadow, Vocabulary
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins of confidence. Bins are narrower near 1."""

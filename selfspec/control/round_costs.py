@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
 from selfspec.control.decay import Floats
+from selfspec.control.rows import Vocabulary
 
 MOST = 18  # maximum draft length
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # maximum lengths among the stop rules of a single row
@@ -26,16 +27,6 @@ VOCAB_DIVISORS = (8, 4)  # sizes of draft vocabularies: the vocabulary's over th
 LEAST_VOCAB = 4096  # smallest draft vocabulary
 NOTICEABLE = 0.01  # relative change below which a time ratio is not updated
 _LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
-
-
-class Vocabulary(Protocol):
-    """Token statistics for policies; see `selfspec.model.draft_vocabulary.Frequencies`."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    def coverage(self, size: int) -> float:
-        """The share of recent tokens that were among the `size` most frequent tokens before them."""
-        ...
 
 
 class Drafter(NamedTuple):

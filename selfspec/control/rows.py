@@ -27,6 +27,16 @@ class Lookup(Protocol):
     def take_tally(self) -> Tally: ...
 
 
+class Vocabulary(Protocol):
+    """Token statistics for policies; see `selfspec.model.draft_vocabulary.Frequencies`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def coverage(self, size: int) -> float:
+        """The share of recent tokens that were among the `size` most frequent tokens before them."""
+        ...
+
+
 class RowState(NamedTuple):
     """The state of a row before a plan is made."""
 

@@ -22,6 +22,7 @@ from selfspec.control.rows import RowOutcome, RowState, Tally
 from tests.control.rounds import Found, tell
 from tests.control.test_adaptive import LAYERS, traces
 from tests.eval.replays import made_up_costs, trace_of, with_dear_contexts
+from tests.slow import slow
 
 VOCAB = 1 << 20  # of the traces; a text of tokens as random as that says nothing twice
 
@@ -168,7 +169,7 @@ def test_a_text_that_repeats_itself_is_drafted_by_lookup():
 EXIT, TREE = (("exit",), ("lookup",)), (("exit", "tree"), ("lookup",))
 
 
-@pytest.mark.parametrize("vocab", [10, 100, 1000, VOCAB])
+@pytest.mark.parametrize("vocab", [slow(10), 100, slow(1000), VOCAB])
 @pytest.mark.parametrize(
     ("acceptance", "without", "beside"), [(0.0, *EXIT), (0.7, *EXIT), *[(rate, *TREE) for rate in (0.0, 0.3, 0.7, 0.9)]]
 )

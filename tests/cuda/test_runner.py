@@ -105,7 +105,7 @@ def test_views_of_other_families_can_be_recorded(family, most_rows):
     assert runner.refused is None and runner.graphs.num_recorded > 0
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", [slow("mixtral"), "gpt_oss"])
 def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
     prompts, how = make_prompts([3, 20, 11]), {"max_new_tokens": 6}
     wanted = decode(tiny(family), prompts, Schedule(3, 4), **how)
@@ -118,6 +118,7 @@ def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
     assert half.stack.runner.refused is None and half.stack.runner.graphs.num_recorded > 0
 
 
+@pytest.mark.slow
 def test_float64_too():
     prompts, model = make_prompts([9, 17]), build("llama").double()
     wanted = decode(Target(model), prompts, Schedule(5, 4), max_new_tokens=16)

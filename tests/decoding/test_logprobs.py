@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.api import Target
 from selfspec.decoding.engine import Engine
 from selfspec.executors.logprobs import TokenLogprobs, token_logprobs
 from tests.helpers import Adversary, Always, Schedule, decode, make_prompts
 from tests.models import build, tiny
+from tests.target import Target
 
 RAGGED = (12, 1, 20)
 WAYS = {"temperature": [0.0, 0.9, 1.3], "top_k": [0, 9, 0], "seed": [0, 1, 2], "repetition_penalty": [1.4, 1.0, 1.2]}

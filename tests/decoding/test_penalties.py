@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from selfspec.api import Target
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Policy
 from selfspec.executors.cpu.rounds import CompiledRounds
@@ -17,6 +16,8 @@ from selfspec.executors.pick import Sampling, scored
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Adversary, Always, Schedule, decode, generate, make_prompts
 from tests.models import build, tiny
+from tests.slow import slow
+from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
 NEW = 20
@@ -65,7 +66,7 @@ def plain_loop(model, prompt, count, sampling):
 
 
 @pytest.mark.parametrize("name", OF_GENERATE)
-@pytest.mark.parametrize(("family", "engine"), [("phi", "views"), ("llama", "compiled"), ("llama", "views")])
+@pytest.mark.parametrize(("family", "engine"), [("phi", "views"), ("llama", "compiled"), slow("llama", "views")])
 def test_repetition_and_ngrams_are_those_of_generate(family, engine, name):
     target, changed = tiny(family, engine=engine), False
     for prompt in make_prompts(RAGGED, seed=1, vocab=14):

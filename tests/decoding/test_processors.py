@@ -18,6 +18,7 @@ from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Always, Schedule, decode, drain, generate, make_prompts
 from tests.models import EOS, tiny
+from tests.slow import slow
 
 PROCESSORS = {
     "a repetition penalty": lambda length: [RepetitionPenaltyLogitsProcessor(1.6)],
@@ -47,7 +48,7 @@ def check_processors(target, processors, schedules=3):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-@pytest.mark.parametrize("family", ["phi", "gpt_neox"])  # these two like to repeat themselves
+@pytest.mark.parametrize("family", ["phi", slow("gpt_neox")])  # these two like to repeat themselves
 def test_processors_that_look_back_equal_generate(family, name):
     check_processors(tiny(family), PROCESSORS[name])
 

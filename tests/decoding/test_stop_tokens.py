@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.api import Target
 from tests.executors.engines import BYTES
 from tests.helpers import Always, Schedule, decode, make_prompts
 from tests.models import build, tiny
+from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 ENGINES = pytest.mark.parametrize("engine", ["compiled", "views"])

@@ -30,6 +30,13 @@ def test_columns_are_mapped(tmp_path):
     assert fingerprint(found) != fingerprint(found[:1])
 
 
+def test_the_first_questions_of_each_category(tmp_path):
+    rows = [{"turns": [str(i)], "category": "aab"[i % 3]} for i in range(9)]
+    path = write(tmp_path / "own.jsonl", *rows)
+    assert [q.question_id for q in read(path, per_category=2)] == [1, 2, 3, 6]
+    assert [q.question_id for q in read(path, 3, per_category=1)] == [1, 3]
+
+
 def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"turns": ["a\u2028b"]}\n', "utf-8")

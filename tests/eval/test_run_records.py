@@ -81,7 +81,7 @@ def test_a_file_cut_anywhere_in_its_last_line_is_made_whole_again(name, tmp_path
     whole = file.read_bytes()
     last = whole.rstrip(b"\n").rfind(b"\n") + 1
     lost = json.loads(whole[last:])
-    for cut in (last, last + 1, (last + len(whole)) // 2, len(whole) - 1):
+    for cut in (last, (last + len(whole)) // 2):
         file.write_bytes(whole[:cut])
         assert go(tmp_path) == [(lost.get("method", lost.get("model_id")), lost["question_id"])]
         assert identity(tmp_path) == wanted

@@ -13,6 +13,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from tests.slow import slow
 from tests.target import load
 from train.__main__ import main
 from train.backbone import find_parts
@@ -127,7 +128,7 @@ def test_adapters_end_merged_or_as_a_folder_of_their_own(settings, base, tmp_pat
     assert "LoRA of rank 2" in (folder / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapters", "streamed"])
+@pytest.mark.parametrize("kind", ["adapters", slow("whole"), slow("streamed")])
 def test_resuming_a_continued_run_reaches_the_same_weights(settings, tmp_path, kind):
     if kind == "adapters":
         settings["lora"] = {"rank": 2, "dropout": 0.2}

@@ -76,7 +76,7 @@ class CompiledBody:
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
-        self.spare = Spare()
+        self.spare = Spare[Any]()
         """Buffers of compiled rounds, see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
