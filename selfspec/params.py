@@ -130,6 +130,12 @@ class SpeculativeConfig:
         are_several = isinstance(drafters, Collection) and not isinstance(drafters, str)
         if drafters is not None and not (are_several and drafters and all(one in DRAFTS for one in drafters)):
             raise ValueError(f"drafters must be some of {', '.join(DRAFTS)}, {got(drafters)}")
+        is_fixed = self.exit_layer is not None or self.num_speculative_tokens is not None
+        if drafters is not None and self.policy != "adaptive" and not (self.policy is None and not is_fixed):
+            raise ValueError(
+                "drafters are those of the policy adaptive, got another policy, or fixed by exit_layer or "
+                "num_speculative_tokens alone; add policy='adaptive', or leave drafters out"
+            )
         if not isinstance(self.learn, bool | Learner):
             raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(self.learn)}")
 

@@ -291,6 +291,8 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SpeculativeConfig(drafters=["early"]), "drafters must be some of"),
         (lambda m: LLM(m, max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
         (lambda m: SpeculativeConfig(drafters=[]), "drafters must be some of"),
+        (lambda m: SpeculativeConfig(policy="pld", drafters=["exit"]), "drafters are those of the policy adaptive"),
+        (lambda m: SpeculativeConfig(exit_layer=2, drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(drafters=5), "drafters must be some of"),
         (lambda m: SpeculativeConfig(policy=["adaptive"]), "policy must be one of adaptive, .*, got"),
         (lambda m: SpeculativeConfig(learn=5), "learn must be True, False or a selfspec.learn.Learner, got 5"),
