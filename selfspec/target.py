@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -94,7 +95,7 @@ class Target:
         """The same opened model; statistics of its calls are its own from now on."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
-        made.remembered = self.remembered.copy()
+        made.remembered, made.learner = self.remembered.copy(), None
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -320,10 +321,12 @@ class Target:
 
     def _remembering(self, engine: Engine, way: Way | None) -> Iterator[Round]:
         """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""
+        is_exiting = sys.is_finalizing  # a local, since modules are empty when the interpreter closes open generators
         try:
             yield from engine.run()
         except GeneratorExit:  # between two rounds
-            self._end(engine, way)
+            if not is_exiting():
+                self._end(engine, way)
             raise
         except BaseException:  # anywhere: nobody knows what state the policy is in
             with suppress(Exception):  # what was raised matters more than statistics

@@ -166,13 +166,23 @@ def test_compare_times_both_and_finds_the_same_tokens(generate):
 
 @pytest.mark.parametrize(
     "options",
-    [("--temperature", 1), ("--stop", "zz"), ("--ignore-generation-config",), ("--num-speculative-tokens", 2)],
+    [
+        ("--temperature", 1),
+        ("--stop", "zz"),
+        ("--presence-penalty", 1),
+        ("--frequency-penalty", 1),
+        ("--ignore-generation-config",),
+        ("--num-speculative-tokens", 2),
+        ("--repetition-penalty", 1.5),
+        ("--no-repeat-ngram-size", 2),
+    ],
 )
 def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options):
-    done = generate("abc", "--compare", "--json", "--max-tokens", 6, *options)
+    done = generate("abc", "--compare", "--json", "--max-tokens", 20, *options)
     comparison = json.loads(done.out)["compare"]
     assert comparison["tokens_identical"] is True
-    alike = options[0] == "--num-speculative-tokens"
+    alike = options[0] in ("--num-speculative-tokens", "--repetition-penalty", "--no-repeat-ngram-size")
+    assert comparison["generate_first_difference"] is None
     assert (comparison["generate_speedup"] is not None) == (len(comparison["generate_seconds"]) > 0) == alike
 
 

@@ -221,3 +221,8 @@ def test_the_hub_is_asked_for_a_file_only_where_it_answered_and_may_fail_in_any_
     assert asked == [("org/name", "some.json", local_only)]
     assert hub.file_beside(torch.nn.Identity(), "some.json", local_only) is None
     assert len(asked) == 1
+
+
+def test_a_module_that_is_no_language_model_is_refused():
+    with pytest.raises(selfspec.UnsupportedModelError, match="must be a transformers causal LM, got a Identity"):
+        load(torch.nn.Identity())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
@@ -48,10 +52,10 @@ def test_a_prompt_is_a_text_or_ids_or_a_mapping_of_them_alone_or_among_others(sp
     params, ids = SamplingParams(max_tokens=5), speaker.tokenizer("abc")["input_ids"]
     [wanted] = speaker.generate("abc", params)
     assert wanted.prompt == "abc" and wanted.prompt_token_ids == ids
-    forms = ["abc", ids, {"prompt": "abc"}, {"prompt_token_ids": ids}]
+    forms = ["abc", ids, list(np.array(ids)), {"prompt": "abc"}, {"prompt_token_ids": ids}]
     several = speaker.generate(forms, params)
     alone = [speaker.generate(form, params)[0] for form in forms]
-    assert tokens_of(several) == tokens_of(alone) == tokens_of([wanted]) * 4
+    assert tokens_of(several) == tokens_of(alone) == tokens_of([wanted]) * 5
 
 
 def test_every_prompt_may_have_parameters_of_its_own(model):
@@ -114,6 +118,9 @@ def test_a_conversation_is_what_the_chat_template_makes_of_it(speaker):
         [one] = speaker.chat(messages, params)
         assert tokens_of([one]) == tokens_of(speaker.generate("user: hi\na: ", params))
         assert len(speaker.chat([messages, messages], params)) == 2
+        more = {"add_generation_prompt": False, "tokenize": False}
+        [one] = speaker.chat(messages, params, chat_template_kwargs=more)
+        assert one.prompt_token_ids == speaker.tokenizer("user: hi\n")["input_ids"]
     finally:
         speaker.tokenizer.chat_template = None
 
@@ -180,6 +187,45 @@ def test_requests_join_and_leave_an_engine_while_it_decodes(model):
     engine.add_request("a", PROMPTS[0], params)  # the name is free again
 
 
+def test_a_step_that_raises_loses_no_output(model):
+    def refuse(round_):
+        raise RuntimeError("not now")
+
+    llm, params = thrown(model), SamplingParams(max_tokens=9)
+    engine, found = llm.engine(), []
+    engine.add_request("a", PROMPTS[0], params)
+    while engine.has_unfinished_requests():
+        with pytest.raises(RuntimeError, match="not now"):
+            engine.step(on_round=refuse)
+        found += engine.step()
+    assert [token for part in found for token in part.outputs[0].token_ids] == tokens_of(
+        llm.generate(PROMPTS[0], params)
+    )[0][0]
+    assert [part.finished for part in found] == [False] * (len(found) - 1) + [True]
+    engine.add_request("a", PROMPTS[0], params)  # the name is free again
+
+
+def test_a_stream_may_be_left_open_when_the_program_ends():
+    code = (
+        "import selfspec; s = selfspec.LLM('demo', backend='views').stream('def f(', sampling); print(next(s).finished)"
+    )
+    setup = "sampling = __import__('selfspec').SamplingParams(max_tokens=60); "
+    done = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, check=True)
+    assert (done.stdout, "Exception" in done.stderr) == ("False\n", False), done.stderr
+
+
+def test_an_llm_with_other_drafts_learns_on_after_the_model_was_changed():
+    model = build("llama")
+    first = LLM(model, speculative=SpeculativeConfig(learn=True))
+    params = SamplingParams(max_tokens=8)
+    first.generate(PROMPTS, params)
+    other = first.with_speculative(SpeculativeConfig(learn=True))
+    model.double()
+    wanted = [generate(model, prompt, 8) for prompt in PROMPTS]
+    for llm in (other, first, other):
+        assert [one for [one] in tokens_of(llm.generate(PROMPTS, params))] == wanted
+
+
 def test_an_end_of_text_is_a_stop_without_a_reason(model):
     llm = thrown(model)
     prompts = make_prompts([5] * 12, seed=8)
@@ -244,6 +290,25 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SpeculativeConfig(drafters="exit"), "drafters must be some of exit, .*, got 'exit'"),
         (lambda m: SpeculativeConfig(drafters=["early"]), "drafters must be some of"),
         (lambda m: LLM(m, max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
+        (lambda m: SpeculativeConfig(drafters=[]), "drafters must be some of"),
+        (lambda m: SpeculativeConfig(policy="pld", drafters=["exit"]), "drafters are those of the policy adaptive"),
+        (lambda m: SpeculativeConfig(exit_layer=2, drafters=["exit"]), "drafters are those of the policy adaptive"),
+        (lambda m: SpeculativeConfig(drafters=5), "drafters must be some of"),
+        (lambda m: SpeculativeConfig(policy=["adaptive"]), "policy must be one of adaptive, .*, got"),
+        (lambda m: SpeculativeConfig(learn=5), "learn must be True, False or a selfspec.learn.Learner, got 5"),
+        (lambda m: LLM(m, exact="yes"), "exact must be True or False, got 'yes'"),
+        (lambda m: LLM(m).engine(max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
+        (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "sampling_params must be a SamplingParams"),
+        (
+            lambda m: LLM(m).engine(max_num_cached_tokens=0),
+            "max_num_cached_tokens must be a whole number of at least 1",
+        ),
+        (lambda m: LLM(m, exit_heads=5), "exit_heads must be a folder, 'none' or an ExitHeads, got 5"),
+        (lambda m: LLM(5), "model must be a name, a folder, a .gguf file or a transformers causal LM, got 5"),
+        (lambda m: LLM(m).engine().add_request(7, [5]), "request_id must be a text"),
+        (lambda m: LLM(m).chat("hello"), "messages must be a list of mappings, or several such lists, got 'hello'"),
+        (lambda m: LLM(m).chat({"role": "user"}), "messages must be a list of mappings"),
+        (lambda m: LLM(m).chat(["hello"]), "messages must be a list of mappings"),
         (lambda m: LLM(m, speculative="adaptive"), "speculative must be a SpeculativeConfig, got 'adaptive'"),
         (lambda m: LLM(m, backend="fast"), "fast"),
         (lambda m: LLM(m).generate([]), None),

@@ -74,7 +74,7 @@ Example:  selfspec corpus info code.store --verify
 
 app = typer.Typer(
     help="Faster decoding for Hugging Face models: their first layers draft, the rest verify. No token changes.",
-    epilog="Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.",
+    epilog="Data goes to stdout, messages to stderr. Exit codes: 0, 1 (the run failed), 2 (wrong input), 130 (Ctrl-C).",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

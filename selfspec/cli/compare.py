@@ -14,6 +14,8 @@ from selfspec.cli.job import Job, Run
 
 WARM_UP_TOKENS = 8
 PAIRS = (2, 31)  # fewest and most timed runs of each: those of a small model take hundredths of a second
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")  # that `generate` has, too, by the same names
+UNLIKE = ("stop", "generation_config", "presence_penalty", "frequency_penalty")  # options that it has not, or otherwise
 ENOUGH_SECONDS = 3.0  # no further pair is begun after this
 
 
@@ -116,24 +118,25 @@ def _timed(job: Job, shown: Run, before: Any) -> Comparison:
 
 
 def _generate_is_alike(job: Job) -> bool:
-    """Whether transformers' `generate` is asked the same by token ids and a length: one prompt, greedy, no stop texts.
+    """Whether transformers' `generate` can be asked the same: one prompt, greedy, no option that it lacks.
 
     In sampling it draws other random numbers.
     """
     options, own = job.options, getattr(job.target.model, "generation_config", None)
     temperature = options.get("temperature")
     greedy = temperature == 0 or (temperature is None and not getattr(own, "do_sample", False))
-    return len(job.ids) == 1 and greedy and not options.get("stop") and "generation_config" not in options
+    return len(job.ids) == 1 and greedy and not any(name in options for name in UNLIKE)
 
 
 def _generate(job: Job, count: int) -> tuple[list[int], float]:
     """Up to `count` new tokens by transformers' `generate`, and the seconds it took."""
     model: Any = job.target.model
+    penalties = {name: job.options[name] for name in PENALTIES if name in job.options}
     ids = torch.tensor([job.ids[0]], device=job.target.stack.device)
     with hub.quiet():
         start = perf_counter()
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **penalties
         ).tolist()
         return out[0][len(job.ids[0]) :], perf_counter() - start
 

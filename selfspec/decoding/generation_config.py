@@ -90,7 +90,8 @@ class Stored:
             self._is_told_of_chat = True
             _log.warning(
                 "texts are continued as they are, although this model's tokenizer has a chat template; for answers, "
-                "pass tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
+                "call LLM.chat(messages), or pass what tokenizer.apply_chat_template(messages, "
+                "add_generation_prompt=True, return_dict=False) returns"
             )
 
     def complete(self, requests: Sequence[Request], options: Mapping[str, Any], target: Writer) -> list[Request]:

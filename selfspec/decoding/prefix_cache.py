@@ -26,11 +26,12 @@ class PrefixCache:
     def keep(self, row: Row) -> None:
         """Take over the pages of a row that ended, however it ended; those of the row before are given back.
 
-        Of its content, the first `num_cached` tokens have keys and values that no interrupt can have left undone.
+        Of its content, the first `num_cached` tokens have keys and values that no interrupt can have left undone. Where
+        weights were edited since it joined, they are of older ones, and none is used.
         """
         self.drop()
         self._pages, self._written = row.pages, row.limit
-        self._tokens, self._edits = row.content[: row.num_cached], self._count_edits()
+        self._tokens, self._edits = row.content[: row.num_cached], row.num_edits
 
     def drop(self) -> None:
         """Give the pages back."""
@@ -59,11 +60,11 @@ class PrefixCache:
         return [*own[:count], *more], common
 
     def _num_common(self, prompt: Sequence[int]) -> int:
-        if not self._tokens or self._edits != self._count_edits():
+        if not self._tokens or self._edits != self.count_edits():
             return 0
         most = min(len(self._tokens), len(prompt) - 1)  # the first round feeds the last token
         return next((i for i in range(most) if self._tokens[i] != prompt[i]), most)
 
-    def _count_edits(self) -> int:
+    def count_edits(self) -> int:
         """How often weights were edited in place, all together; those made in inference mode do not tell."""
         return sum([w._version for w in self._model.parameters() if not w.is_inference()])

@@ -55,8 +55,8 @@ class Scheduler:
         need, room = self._num_cached_at_end(request), self._cache.room
         if self._cache.pages_for(need) > self._cache.num_pages:
             raise CacheFullError(
-                f"a request of {need} tokens (prompt and output) exceeds the engine's {room} cached tokens; "
-                "raise max_cached_tokens or lower max_new_tokens"
+                f"a request of {need} tokens (prompt and output) exceeds the engine's {room} cached tokens; raise the "
+                "engine's limit of cached tokens, or ask for fewer new tokens"
             )
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._waiting.append((request_id, request))
@@ -82,6 +82,7 @@ class Scheduler:
             self._waiting.popleft()
             row = self._row(request_id, request, *reserved)
             row.datastore = self._datastore
+            row.num_edits = 0 if self._prefix is None else self._prefix.count_edits()
             yield row
 
     def _reserve(self, request: Request) -> tuple[list[int], int] | None:
@@ -103,7 +104,9 @@ class Scheduler:
         """Those of these that wait, as rows without pages; each waits until it is handed out."""
         for pair in [pair for pair in self._waiting if pair[0] in request_ids]:
             self._waiting.remove(pair)
-            yield self._row(*pair, [], 0)
+            row = self._row(*pair, [], 0)
+            row.has_pages = False
+            yield row
 
     def _row(self, request_id: int, request: Request, pages: list[int], num_cached: int) -> Row:
         eos = self._target.eos_token_ids if request.eos is None else request.eos

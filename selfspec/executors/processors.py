@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +27,25 @@ def process_packed(
 
 
 def process(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """A row's processors on logits `[vocab]`, after its content and the `drafted` tokens."""
+    """A row's processors on logits `[vocab]`, after its content and the `drafted` tokens.
+
+    The dtype stays: rows that are packed beside this one must not get another.
+
+    Raises:
+        ValueError: a processor returns something else than logits `[1, vocab]`; it is the row's own fault.
+    """
     if not row.request.logits_processor:
         return logits
     ids = torch.tensor([[*row.content, *drafted]], device=logits.device)
-    scores = logits[None].clone()
+    scores: Any = logits[None].clone()
     with row.blamed():
         for one in row.request.logits_processor:
             scores = one(ids, scores)
-    return scores[0]
+        shape = tuple(getattr(scores, "shape", ()))
+        if not isinstance(scores, Tensor) or shape != (1, len(logits)):
+            raise ValueError(
+                f"logits_processor must return a tensor of logits [1, {len(logits)}], got a {type(scores).__name__} of "
+                f"shape {[*shape]}"
+            )
+    processed: Tensor = scores[0].to(logits.dtype)
+    return processed

@@ -94,6 +94,19 @@ def test_a_cancelled_answer_leaves_what_was_read_and_written(kind, steps):
     assert done.num_cached_tokens == (len(prompt) + len(cut.tokens) - 1 if cut.tokens else min(8 * steps, 29))
 
 
+def test_a_request_that_leaves_while_it_waits_takes_nothing_away():
+    engine = engine_of("eager", policy="plain", max_batch_size=1, reuse_prefix=True)
+    prompt = make_prompts([20])[0]
+    first = ask(engine, request(prompt, 6))
+    waiting = engine.submit(request(make_prompts([5], seed=1)[0]))
+    engine.cancel(waiting)
+    assert finish(engine, waiting).finish_reason == "cancelled"
+    following = request([*prompt, *first.tokens, 4], 5)
+    done = ask(engine, following)
+    assert done.num_cached_tokens == len(prompt) + len(first.tokens) - 1
+    assert done.tokens == alone("eager", following).tokens
+
+
 class Interrupted(Policy):
     """Another policy, in whose place an interrupt comes at one of its calls."""
 
@@ -170,14 +183,18 @@ def test_a_surplus_of_pages_is_given_back():
 
 
 @pytest.mark.parametrize("backend", ["views", "compiled"])
-def test_keys_and_values_of_older_weights_are_not_used(backend):
+@pytest.mark.parametrize("is_running", [False, True])
+def test_keys_and_values_of_older_weights_are_not_used(backend, is_running):
     target = Target(build("llama"), engine=backend)
-    engine = Engine(target, policy="plain", reuse_prefix=True)
+    engine = Engine(target, policy="plain", reuse_prefix=True, burst=0.0)
     wanted = request(make_prompts([12])[0], 8)
-    first = ask(engine, wanted)
+    request_id = engine.submit(wanted)
+    first = None if is_running else finish(engine, request_id)
+    engine.step()
     with torch.no_grad():
         for parameter in target.model.parameters():
             parameter.mul_(1.3)
+    first = first or finish(engine, request_id)
     following = request([*wanted.prompt, *first.tokens, 4], 8)
     done = ask(engine, following, audit=True)
     assert done.num_cached_tokens == 0

@@ -13,9 +13,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from selfspec.decoding.engine import Engine
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
-from tests.helpers import Always, Schedule, decode, generate, make_prompts
+from tests.helpers import Always, Schedule, decode, drain, generate, make_prompts
 from tests.models import EOS, tiny
 from tests.slow import slow
 
@@ -100,3 +101,34 @@ def test_a_processor_cannot_spoil_the_logits_it_is_given():
     done = decode(target, prompts, Schedule(0, 4), max_new_tokens=10, logits_processor=spoil, keep_logits=True)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 10) for prompt in prompts]
     assert all(torch.stack(c.logits).std() > 0 for c in done)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (lambda ids, logits: logits[0], r"a Tensor of shape \[96\]"),
+        (lambda ids, logits: logits[:, :50], r"a Tensor of shape \[1, 50\]"),
+        (lambda ids, logits: logits.numpy(), "a ndarray of"),
+        (lambda ids, logits: None, "a NoneType of"),
+    ],
+)
+def test_a_processor_that_returns_no_logits_ends_its_own_row_alone(wrong, got):
+    target = tiny("llama")
+    first, second = make_prompts([9, 4])
+    engine = Engine(target, policy=Schedule(1, 4), max_batch_size=2)
+    spoiled = engine.submit(first, max_new_tokens=12, logits_processor=wrong)
+    sound = engine.submit(second, max_new_tokens=12)
+    with pytest.raises(ValueError, match=r"^logits_processor must return a tensor of logits \[1, 96\], got " + got):
+        drain(engine)
+    completions = drain(engine).completions
+    assert completions[spoiled].finish_reason == "cancelled"
+    assert completions[sound].tokens == generate(target.model, second, 12)
+
+
+def test_a_processor_of_another_dtype_does_not_change_its_neighbours():
+    first, second = make_prompts([9, 4])
+    options = {"max_new_tokens": 12, "keep_logits": True}
+    engine = Engine(tiny("llama"), policy=Schedule(1, 4), max_batch_size=2)
+    engine.submit(first, logits_processor=lambda ids, logits: logits.double(), **options)
+    engine.submit(second, **options)
+    assert {score.dtype for done in drain(engine).completions.values() for score in done.scores} == {torch.float32}

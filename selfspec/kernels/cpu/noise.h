@@ -27,7 +27,7 @@ static float noise(uint64_t key, int64_t token) {
     return float(-std::log(-std::log((double(bits_of(key, token)) + 0.5) * 0x1p-52)));
 }
 
-// E = -log(u) of CHUNK tokens to about 1e-6 of it, from u and 1 - u: near 1 all there is of u is what it lacks.
+// E = -log(u) of CHUNK tokens, relative error about 1e-6; from u and 1 - u, since near 1 a float of u loses digits.
 static void arrivals(uint64_t key, const int64_t* tokens, int64_t first, float* out) {
     float uniform[CHUNK], rest[CHUNK];
     for (int64_t i = 0; i < CHUNK; i++) {

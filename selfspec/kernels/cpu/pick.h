@@ -14,7 +14,9 @@ struct Row {
     const float* logits;
     int64_t vocab, position;
     const int64_t* tokens;  // that the logits are of, ascending; null: all of a vocabulary
-    float* kept = nullptr;  // what `arrivals` says of all of it at this position, or a NaN where nobody asked; or null
+    // `arrivals` of the whole vocabulary at this position, shared by draft and target; a NaN first: not made yet; null:
+    // not kept.
+    float* kept = nullptr;
     const Prefix* prefix = nullptr;  // what penalties are for; null: there are none
 };
 
