@@ -468,6 +468,11 @@ def test_several_completions_of_a_prompt_are_lines_with_seeds_that_count_up(gene
     assert [line["tokens"] for line in lines[:2]] == [completion.tokens[:4] for completion in expected[1:]]
 
 
+def test_several_greedy_outputs_are_refused(generate):
+    done = generate("abc", "--n", 2)
+    assert (done.code, done.out) == (2, "") and "--n must be 1 with greedy decoding" in done.err
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

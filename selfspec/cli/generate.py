@@ -81,6 +81,7 @@ def _document(completion: Any) -> dict[str, Any]:
         "text": completion.text,
         "tokens": completion.tokens,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "seed": completion.seed,
         "stats": completion.stats.as_dict(),
     }

@@ -94,6 +94,11 @@ class Job:
             options = self.options | changes
             drafting = {name: options.pop(name) for name in DRAFTING if name in options}
             requests = self.target.requests(self.ids, options)
+            several = any(prompt.of > 1 for prompt in self.prompts)
+            if several and any(request.sampling.temperature == 0 for request in requests):
+                raise ValueError(
+                    "--n must be 1 with greedy decoding, whose outputs are all the same; add --temperature"
+                )
             rounds = self.target.rounds(requests, policy=policy or self.policy, max_batch_size=MAX_ROWS, **drafting)
             return cast(Generator[Round], rounds)
 

@@ -255,6 +255,8 @@ class Generate(Decoding):
 class Chat(Decoding):
     """`selfspec chat`."""
 
+    model: str = _model("Which model.", "--model", "-m", metavar="smollm2|FOLDER|FILE.gguf|HUB_ID", default="smollm2")
+
     stats: bool = _out("After a reply: tokens, speed, acceptance, tokens from the cache.", "--stats", default=False)
     quiet: bool = _quiet()
 

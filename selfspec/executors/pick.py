@@ -28,6 +28,7 @@ from selfspec.kernels.layout import SamplingTensors
 from selfspec.kernels.suite import pick_for
 
 LEAST_TEMPERATURE = 1e-6
+MAX_NGRAM = 1 << 16
 LIKELIEST = 256  # tokens that top-p looks at first
 
 
@@ -73,8 +74,10 @@ class Sampling:
             value = getattr(self, name)
             if not (is_number(value) and -2 <= value <= 2):
                 raise ValueError(f"{name} must be a number in [-2, 2] (0 changes nothing), {got(value)}")
-        if whole("no_repeat_ngram_size", self.no_repeat_ngram_size) < 0:
-            raise ValueError(f"no_repeat_ngram_size must be at least 0 (0 allows all), got {self.no_repeat_ngram_size}")
+        if not 0 <= whole("no_repeat_ngram_size", self.no_repeat_ngram_size) <= MAX_NGRAM:
+            raise ValueError(
+                f"no_repeat_ngram_size must lie in 0..{MAX_NGRAM} (0 allows all), got {self.no_repeat_ngram_size}"
+            )
 
     @property
     def filters(self) -> tuple[float, int, float, float]:

@@ -262,7 +262,7 @@ def test_no_number_of_the_device_is_waited_for():
         ({"presence_penalty": 2.5}, r"presence_penalty must be a number in \[-2, 2\] .* got 2.5"),
         ({"frequency_penalty": float("nan")}, r"frequency_penalty must be a number in \[-2, 2\] .* got nan"),
         ({"frequency_penalty": "1"}, r"frequency_penalty must be a number in \[-2, 2\] .* got '1'"),
-        ({"no_repeat_ngram_size": -1}, r"no_repeat_ngram_size must be at least 0 \(0 allows all\), got -1"),
+        ({"no_repeat_ngram_size": -1}, r"no_repeat_ngram_size must lie in 0..65536 \(0 allows all\), got -1"),
         ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size must be a whole number, got 1.5"),
     ],
 )
