@@ -19,7 +19,7 @@ def test_the_python_of_the_readme_runs_and_its_comparison_finds_no_difference(ca
     exec(code, known)
     written = capsys.readouterr().out
     assert written and known["answer"].outputs[0].text
-    params = known["SamplingParams"](max_tokens=64, temperature=0.8, seed=7)
+    params = known["SamplingParams"](max_tokens=32)
     plain = known["plain"].generate([output.prompt for output in known["outputs"]], params)
     for output, wanted in zip(known["outputs"], plain, strict=True):
         assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
