@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.control.rows import Shadow
 from selfspec.executors.cpu.body import CompiledBody
-from selfspec.executors.cpu.shadow import can_look, look
+from selfspec.executors.cpu.shadow import can_compute_shadow, look
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling, filtered
 from selfspec.executors.picker import Picker, told_of
@@ -38,7 +38,12 @@ def shadow_picks(
 ) -> Shadow:
     """What each layer would have picked at N positions, with the noise and filters of their rows."""
     hits, sure = None, None
-    if not exact and picker.is_compiled and isinstance(stack.compiled, CompiledBody) and can_look(stack.compiled):
+    if (
+        not exact
+        and picker.is_compiled
+        and isinstance(stack.compiled, CompiledBody)
+        and can_compute_shadow(stack.compiled)
+    ):
         hits, sure = in_one_call(stack, stack.compiled, layers, hidden, samplings, positions, target, judged, penalty)
     elif not exact:
         hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged, penalty)

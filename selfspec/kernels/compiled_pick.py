@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
 
-ALONE = 1 << 16  # logits up to which one thread picks: more of them would only wait for each other
+MAX_SINGLE_THREAD = 1 << 16  # logits up to which one thread picks: more of them would only wait for each other
 
 
 class Picks(NamedTuple):
@@ -22,7 +22,7 @@ class Picks(NamedTuple):
     seconds: Tensor | None  # int64 [N], what would have been picked instead, where asked
 
 
-def told(
+def sampling_bytes(
     temperature: float,
     top_k: int,
     top_p: float,
@@ -61,7 +61,7 @@ def compiled_pick(
     picks = logits.new_empty(count, dtype=torch.int64)
     seconds = logits.new_empty(count, dtype=torch.int64) if with_seconds else None
     sure = logits.new_empty(count) if with_sure else None
-    threads = min(torch.get_num_threads(), count) if count * size > ALONE else 1
+    threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
     room = logits.new_empty(threads * lib.selfspec_pick_floats(size))
     names, apart = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
     lib.selfspec_pick(

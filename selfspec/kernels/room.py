@@ -14,7 +14,7 @@ LINE = 64  # and of a cache line, where every tensor begins
 CHUNK = 32 << 20  # bytes asked of the system at a time, at least
 
 
-class Room:
+class LargePageAllocator:
     """Hands out float32 tensors of zeros, one after another in memory that the system is asked to back by large pages.
 
     Where it has none to give, or knows none, the pages are small ones. The memory is given back with the last tensor.

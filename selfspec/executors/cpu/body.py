@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.executors.cpu.four_bit import Rounded, RoundedLayers
+from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
-from selfspec.executors.cpu.spare import Spare
+from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
@@ -64,7 +64,7 @@ class CompiledBody:
         }
         eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
         self._numbers = {**eps, "scale": one.scale}
-        room = Room()
+        room = LargePageAllocator()
         self._products = [pack_layer(layer, Packed, room) for layer in self.layers]
         self.packed_head = Packed([head], room)
         self.rounded = RoundedLayers(self.layers, head)
@@ -76,7 +76,7 @@ class CompiledBody:
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
         self._seen, self._sums = self._edits(), self._checksums()
-        self.spare = Spare[Any]()
+        self.buffer_pool = BufferPool[Any]()
         """Buffers of compiled rounds, see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
@@ -149,9 +149,9 @@ class CompiledBody:
         """
         if subset is None:
             return self.rounded.head if rounded else self.packed_head, None
-        kind = Rounded if rounded else Packed
+        kind = PackedInt4 if rounded else Packed
         if kind not in subset.made:
-            subset.made[kind] = kind([subset.linear], Room())
+            subset.made[kind] = kind([subset.linear], LargePageAllocator())
         return subset.made[kind], subset.tokens
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:

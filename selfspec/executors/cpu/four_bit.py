@@ -14,11 +14,11 @@ from typing import Any
 
 from selfspec.executors.cpu.packed import Packed, pack_layer
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.llama_weights import Layer, Linear
 
 
-class Rounded(Packed):
+class PackedInt4(Packed):
     """A product's weights in 4 bits, of which each output's GROUP inputs share a scale: see `kernels/cpu/nibbles.h`."""
 
     def _kind(self) -> int:
@@ -33,23 +33,23 @@ class RoundedLayers:
 
     def __init__(self, layers: Sequence[Layer], head: Linear) -> None:
         self._given, self._head_weight = layers, head
-        self._room = Room()
+        self._room = LargePageAllocator()
         self._layers: list[tuple[Packed, ...]] = []
-        self._head: Rounded | None = None
+        self._head: PackedInt4 | None = None
         self._lock = threading.Lock()  # several threads may draft
 
     @property
     def head(self) -> Packed:
         with self._lock:
             if self._head is None:
-                self._head = Rounded([self._head_weight], self._room)
+                self._head = PackedInt4([self._head_weight], self._room)
             return self._head
 
     def structs(self, layers: Any, count: int) -> Any:
         """The first `count` of a compiled body's layers for a cache, with rounded weights instead of its own."""
         with self._lock:
             while len(self._layers) < count:
-                self._layers.append(pack_layer(self._given[len(self._layers)], Rounded, self._room))
+                self._layers.append(pack_layer(self._given[len(self._layers)], PackedInt4, self._room))
         made = (c.Layer * count)()
         for i, products in enumerate(self._layers[:count]):
             ctypes.memmove(ctypes.byref(made[i]), ctypes.byref(layers[i]), ctypes.sizeof(c.Layer))

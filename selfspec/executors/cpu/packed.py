@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.llama_weights import Layer, Linear
 
 WHOLE = 1 << 40  # more outputs than a weight has: no gap after any of them
@@ -31,7 +31,7 @@ class Packed:
         struct: what the compiled functions are told; another after a `fill` that changed its kind.
     """
 
-    def __init__(self, parts: Sequence[Linear], room: Room, paired: bool = False) -> None:
+    def __init__(self, parts: Sequence[Linear], room: LargePageAllocator, paired: bool = False) -> None:
         self._panel = int(c.functions().selfspec_panel())
         half = self._panel // 2
         self._parts, self._room = parts, room
@@ -91,7 +91,7 @@ class Packed:
             at += self._lanes if self._stride else size
 
 
-def pack_layer(x: Layer, kind: type[Packed], room: Room) -> tuple[Packed, Packed, Packed, Packed]:
+def pack_layer(x: Layer, kind: type[Packed], room: LargePageAllocator) -> tuple[Packed, Packed, Packed, Packed]:
     """A layer's products, in the order that `kernels/cpu/model.h` has them."""
     qkv, out = kind([x.q, x.k, x.v], room), kind([x.o], room)
     return qkv, out, kind([x.gate, x.up], room, paired=True), kind([x.down], room)

@@ -16,10 +16,10 @@ from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.penalties import Penalty
 from selfspec.kernels import compiled_call as c
 
-ALONE = 1 << 22  # products up to which one thread looks
+MAX_SINGLE_THREAD = 1 << 22  # products up to which one thread looks
 
 
-def can_look(body: CompiledBody) -> bool:
+def can_compute_shadow(body: CompiledBody) -> bool:
     """Whether the head's weights lie in memory as they are read: who edits them may have put others in their place."""
     size = body.embedding.shape[1]
     shapes = (body.head.weight, (body.packed_head.num_outputs, size)), (body.head.bias, (body.packed_head.num_outputs,))
@@ -67,7 +67,7 @@ def look(
         *(one.data_ptr() for one in marks),
     )
     products = hidden.numel() * (1 + num_likely + len(others))
-    threads = min(body.threads(num_positions), num_positions) if products > ALONE else 1
+    threads = min(body.threads(num_positions), num_positions) if products > MAX_SINGLE_THREAD else 1
     room = judged.new_empty(threads * lib.selfspec_shadow_words(ctypes.byref(looking)))
     lib.selfspec_shadow(ctypes.byref(looking), room.data_ptr(), threads)
     return hits, sure

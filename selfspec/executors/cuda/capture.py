@@ -44,7 +44,7 @@ class CannotCapture(RuntimeError):
         self.operation, self.reason = operation, reason
 
 
-class Watched(TorchDispatchMode):
+class OperationTracer(TorchDispatchMode):
     """Remembers the last operation, so that a failure can be told by name."""
 
     last = "nothing"
@@ -64,7 +64,7 @@ class CudaCapture:
 
     def record(self, body: Body) -> Recording:
         """The first run, outside the recording, compiles kernels and makes what is made once."""
-        watch = Watched()  # type: ignore[no-untyped-call]
+        watch = OperationTracer()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             body()

@@ -29,7 +29,7 @@ class CudaExecutor(Executor):
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
         runner = self.stack.runner
-        if runner is None or len(rows) > runner.most_rows or plan.shadow is not None or plan.keep_divergence:
+        if runner is None or len(rows) > runner.max_rows or plan.shadow is not None or plan.keep_divergence:
             return False
         requests = [row.request for row in rows]
         if any(one.sampling.penalizes or one.logprobs is not None for one in requests):

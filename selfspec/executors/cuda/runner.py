@@ -18,7 +18,7 @@ from selfspec.control.plan import SurvivalStop
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.shapes import SLOTS, TOKENS, held, round_up, shape_of
+from selfspec.executors.cuda.shapes import SLOTS, TOKENS, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import RoundInputs, RoundKey, RoundRow, RowRound, WholeRound, read_record
@@ -27,8 +27,8 @@ from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
-MOST_WIDTH = 16  # places per row of a whole round: as many new tokens as the attention kernel splits work for
-MOST_ROWS = 8  # of a whole round: it computes every row's every place, used or not
+MAX_WIDTH = 16  # places per row of a whole round: as many new tokens as the attention kernel splits work for
+MAX_ROWS = 8  # of a whole round: it computes every row's every place, used or not
 BUDGET = 2 << 30  # bytes that recordings may keep
 
 
@@ -65,13 +65,13 @@ class Runner:
         kernels: who scatters, attends, picks and accepts.
         capture: who records.
         budget: bytes that recordings may keep together.
-        most_rows: rows of a whole round; larger batches are recorded in segments of layers.
+        max_rows: rows of a whole round; larger batches are recorded in segments of layers.
     """
 
     def __init__(
-        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, most_rows: int = MOST_ROWS
+        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, max_rows: int = MAX_ROWS
     ) -> None:
-        self.stack, self.kernels, self.most_rows = stack, kernels, most_rows
+        self.stack, self.kernels, self.max_rows = stack, kernels, max_rows
         self.graphs = Graphs(capture, budget)
         self.storages = Storages()
         self.refused: str | None = None
@@ -180,12 +180,12 @@ class Runner:
         if longest == 0:
             exit_layer, stop = 0, "none"
         slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.most_rows or longest + 1 > MOST_WIDTH:
+        if slots is None or len(rows) > self.max_rows or longest + 1 > MAX_WIDTH:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = held(max(row.content + longest for row in rows), room)
+        most_tokens = token_capacity(max(row.content + longest for row in rows), room)
         return RoundKey(exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident)
 
     def _recorded(

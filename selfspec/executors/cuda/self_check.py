@@ -41,7 +41,7 @@ def round_problem(stack: Any, runner: Any) -> str | None:
         stack: a `selfspec.model.stack.Stack`.
         runner: a `selfspec.executors.cuda.runner.Runner` of it.
     """
-    if runner.most_rows == 0:
+    if runner.max_rows == 0:
         return None
     exit_layer = max(1, stack.num_layers // 4)
     rng = torch.Generator().manual_seed(0)

@@ -35,7 +35,7 @@ def round_up(value: int, steps: Sequence[int]) -> int | None:
     return steps[at] if at < len(steps) else None
 
 
-def held(most_tokens: int, room: int) -> int:
+def token_capacity(most_tokens: int, room: int) -> int:
     """The capacity for rows of at most so many tokens, in a cache with room for so many in all."""
     return min(room, max(LEAST_HELD, 1 << (most_tokens - 1).bit_length()))
 
@@ -51,5 +51,5 @@ def shape_of(spans: Sequence[Span], room: int) -> Shape | None:
     most_new = round_up(max(span.length for span in spans), NEW)
     if tokens is None or slots is None or most_new is None or not fits_masks(spans):
         return None
-    most_tokens = held(max(span.start + span.length for span in spans), room)
+    most_tokens = token_capacity(max(span.start + span.length for span in spans), room)
     return Shape(tokens, slots, most_new, most_tokens, any(span.tree is not None for span in spans))
