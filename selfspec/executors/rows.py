@@ -1,4 +1,4 @@
-"""`Row`: what executors need to know of a sequence that is being decoded; `selfspec.decoding.row.Row` is one."""
+"""`Row`: what executors read of a sequence that is being decoded. `selfspec.decoding.row.Row` implements it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from selfspec.executors.pick import Sampling
 
 
 class Stopper(Protocol):
-    """Which tokens end a row."""
+    """The tokens that end a row: `ends`."""
 
     @property
     def ends(self) -> Collection[int]: ...
 
 
 class Request(Protocol):
-    """How a row's tokens are picked."""
+    """How a row's tokens are picked, and what is reported about them."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -34,7 +34,10 @@ class Request(Protocol):
 
 
 class Row(Protocol):
-    """A sequence. Valid keys and values: those of its first `num_cached` tokens; all but the last once it decodes."""
+    """A sequence that is being decoded.
+
+    Keys and values of its first `num_cached` tokens are valid. After the prefill these are all tokens but the last.
+    """
 
     num_cached: int
     num_prompt_tokens: int
