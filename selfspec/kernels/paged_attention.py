@@ -228,7 +228,7 @@ def _seen(
 
 @triton.jit
 def _added(score, v, top, total, acc):
-    """Add scores and values to a running softmax in base 2: its maximum, its sum of weights, and its weighted values."""
+    """Add scores and values to a running softmax in base 2: its maximum, sum of weights, and weighted values."""
     higher = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - safe[:, None])

@@ -19,7 +19,7 @@ Pick = Callable[[Tensor, SamplingTensors], tuple[Tensor, Tensor]]
 
 
 class Kernels(NamedTuple):
-    """The kernels that recorded rounds use. `selfspec.kernels.reference` lists their arguments."""
+    """The kernels of recorded rounds. The Triton functions of the same names document arguments and results."""
 
     name: str
     scatter: Callable[..., None]
