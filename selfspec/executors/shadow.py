@@ -33,7 +33,7 @@ def shadow_picks(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     target: Tensor,
-    judged: Tensor,
+    target_picks: Tensor,
     exact: bool = False,
     penalty: Penalty | None = None,
 ) -> Shadow:
@@ -44,7 +44,7 @@ def shadow_picks(
         samplings: per position, how its row picks.
         positions: per position, the index in its row's content of the token picked there.
         target: `[N, vocab]`, the target's logits, after penalties.
-        judged: int64 `[N]`, the target's picks.
+        target_picks: int64 `[N]`, the target's picks.
         exact: compute logits over the whole vocabulary.
         penalty: penalties at the N positions.
     """
@@ -55,11 +55,13 @@ def shadow_picks(
         and isinstance(stack.compiled, CompiledBody)
         and can_compute_shadow(stack.compiled)
     ):
-        hits, sure = in_one_call(stack, stack.compiled, layers, hidden, samplings, positions, target, judged, penalty)
+        hits, sure = in_one_call(
+            stack, stack.compiled, layers, hidden, samplings, positions, target, target_picks, penalty
+        )
     elif not exact:
-        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged, penalty)
+        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, target_picks, penalty)
     if hits is None or sure is None:
-        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged, penalty)
+        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, target_picks, penalty)
     if hits.device.type == "cpu":
         return Shadow(tuple(layers), hits.numpy(), sure.float().numpy())
     on_host = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
@@ -74,7 +76,7 @@ def in_one_call(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     target: Tensor,
-    judged: Tensor,
+    target_picks: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The results of `over_shortlist` by one compiled call; its other arguments are those of `shadow_picks`."""
@@ -83,7 +85,7 @@ def in_one_call(
         hidden = heads.of_layers(hidden, layers)
     num_likely = min(NUM_TOP, target.shape[1]) - 1
     return compiled_shadow(
-        body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others, penalty
+        body, hidden, told_of(samplings), positions, target, target_picks, num_likely, stack.others, penalty
     )
 
 
@@ -95,14 +97,14 @@ def over_shortlist(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     target: Tensor,
-    judged: Tensor,
+    target_picks: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Hits, bool, and confidences, fp32, `[layers, N]`, from logits of few tokens; None if the head's kind is unknown.
 
     The arguments are those of `shadow_picks`.
     """
-    own = judged[:, None]
+    own = target_picks[:, None]
     likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, target.shape[1]) - 1).indices
     top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first
     logits = stack.short_logits(hidden, top, layers)
@@ -142,7 +144,7 @@ def _over_vocabulary(
     hidden: Tensor,
     samplings: Sequence[Sampling],
     positions: Sequence[int],
-    judged: Tensor,
+    target_picks: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Hits and confidences `[layers, N]` from logits of the whole vocabulary."""
@@ -155,7 +157,7 @@ def _over_vocabulary(
         logits = logits if penalty is None else penalty.applied(logits)
         picks = picker(logits.flatten(0, 1), [*samplings] * len(some), [*positions] * len(some), with_sure=True)
         assert picks.sure is not None
-        hits.append(picks.tokens == judged.repeat(len(some)))
+        hits.append(picks.tokens == target_picks.repeat(len(some)))
         sure.append(picks.sure)
     return torch.cat(hits).view(-1, count), torch.cat(sure).view(-1, count)
 

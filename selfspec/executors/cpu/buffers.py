@@ -109,22 +109,25 @@ class RoundResult(NamedTuple):
 
 
 class Buffers:
-    """Inputs and outputs of up to `num_rounds` rounds of `count` rows, with at most `most` drafted tokens per row."""
+    """Inputs and outputs of up to `num_rounds` rounds of `count` rows that draft up to `max_draft` tokens each."""
 
-    def __init__(self, body: CompiledBody, count: int, most: int, num_rounds: int) -> None:
-        self.count, self.most, self.size = count, most, (count, most, num_rounds)
+    def __init__(self, body: CompiledBody, count: int, max_draft: int, num_rounds: int) -> None:
+        self.count, self.max_draft, self.size = count, max_draft, (count, max_draft, num_rounds)
         self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
         # One entry per round:
         self._drafted, self._counts, self._chains, self._accepted, self._matches = (
             _ints(num_rounds * count) for _ in range(5)
         )
-        self._tokens, self._parents = (_ints(num_rounds * count * most) for _ in range(2))
-        self._path, self._picks = (_ints(num_rounds * count * (most + 1)) for _ in range(2))
-        self._sure = (ctypes.c_float * (num_rounds * count * most))()
-        self._steps, self._taken = (ctypes.c_double * (num_rounds * 3 * most))(), (ctypes.c_double * (num_rounds * 4))()
+        self._tokens, self._parents = (_ints(num_rounds * count * max_draft) for _ in range(2))
+        self._path, self._picks = (_ints(num_rounds * count * (max_draft + 1)) for _ in range(2))
+        self._sure = (ctypes.c_float * (num_rounds * count * max_draft))()
+        self._steps, self._taken = (
+            (ctypes.c_double * (num_rounds * 3 * max_draft))(),
+            (ctypes.c_double * (num_rounds * 4))(),
+        )
         # Of the last round only:
-        self._written, self._others = (_ints(count * most) for _ in range(2))
-        self._hidden = body.embedding.new_empty(count, most, body.embedding.shape[1])
+        self._written, self._others = (_ints(count * max_draft) for _ in range(2))
+        self._hidden = body.embedding.new_empty(count, max_draft, body.embedding.shape[1])
         # Inputs are kept here while the structures point to them. Equal inputs of later calls are not copied again.
         self._pages: tuple[list[Sequence[int]], Any] = [], None
         self._sampling: tuple[bytes, Any] = b"", None
@@ -138,14 +141,14 @@ class Buffers:
         self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `drafting` points to
         at = ctypes.addressof
         self.drafting = c.Drafting(
-            num_rows=count, most=most, norm=body.last_norm.data_ptr(), eps=body.norm.eps, positions=at(self._positions),
-            lengths=at(self._lengths), last=at(self._last), counts=at(self._drafted), tokens=at(self._written),
-            hidden=self._hidden.data_ptr(), taken=at(self._steps),
+            num_rows=count, most=max_draft, norm=body.last_norm.data_ptr(), eps=body.norm.eps,
+            positions=at(self._positions), lengths=at(self._lengths), last=at(self._last), counts=at(self._drafted),
+            tokens=at(self._written), hidden=self._hidden.data_ptr(), taken=at(self._steps),
         )  # fmt: skip
         self.judging = c.Judging(
-            num_layers=len(body.layers), norm=body.last_norm.data_ptr(), few=FEW, most=most, counts=at(self._counts),
-            tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains), accepted=at(self._accepted),
-            path=at(self._path), picks=at(self._picks), taken=at(self._taken),
+            num_layers=len(body.layers), norm=body.last_norm.data_ptr(), few=FEW, most=max_draft,
+            counts=at(self._counts), tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains),
+            accepted=at(self._accepted), path=at(self._path), picks=at(self._picks), taken=at(self._taken),
         )  # fmt: skip
         self._given = _ints(num_rounds)
         self._taps = (ctypes.c_void_p * len(body.layers))()
@@ -176,7 +179,7 @@ class Buffers:
 
     def write_draft(self, row: int, tokens: Sequence[int]) -> None:
         """Write a draft of the first round that was made elsewhere."""
-        count, at = len(tokens), row * self.most
+        count, at = len(tokens), row * self.max_draft
         self._counts[row] = count
         self._tokens[at : at + count], self._parents[at : at + count] = tokens, range(count)
 
@@ -217,7 +220,7 @@ class Buffers:
         none = (None, None, None)
         program, judging = self._program, self.judging
         program.texts, program.text_ends, program.num_prompts = none if data is None else data.texts()
-        logprobs = None if data is None else data.logprobs(self.most, self.size[2])
+        logprobs = None if data is None else data.logprobs(self.max_draft, self.size[2])
         judging.num_likely = None
         if logprobs is not None:
             logprobs.set_outputs(judging)
@@ -239,7 +242,7 @@ class Buffers:
         self._indices[:] = [*limits.indices]
         if table is not self._table[0]:
             lengths, gains, needs = table
-            flat_lengths = [min(n, self.most) for own in lengths for n in own]  # they may exceed 64 bits
+            flat_lengths = [min(n, self.max_draft) for own in lengths for n in own]  # they may exceed 64 bits
             flat_gains = [gain for own in gains for gain in own]
             arrays = (ctypes.c_int64 * len(flat_lengths))(*flat_lengths), doubles(flat_gains), doubles(needs)
             self._table = table, arrays
@@ -249,7 +252,7 @@ class Buffers:
     def read_results(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[RoundResult]:
         """The results of all rounds that ran."""
         num_rounds, count = self._program.done, self.count
-        own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure
+        own, max_draft, with_sure = num_rounds * count, self.max_draft, drafter is not None and drafter.with_sure
         counts, chains, accepted, matches = (
             part[:own] for part in (self._counts, self._chains, self._accepted, self._matches)
         )
@@ -258,7 +261,7 @@ class Buffers:
         tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure
         rows = []
         for at, (length, chain, right, match) in enumerate(zip(counts, chains, accepted, matches, strict=True)):
-            first, to = at * most, at * (most + 1)
+            first, to = at * max_draft, at * (max_draft + 1)
             path, tree = range(right), None
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
                 path, tree = self._path[to : to + right], parents
@@ -268,7 +271,7 @@ class Buffers:
             rows.append(RowResult(drafted_tokens, tree, chain, path, block, confidences, match, row_logprobs))
         results = []
         for at in range(num_rounds):
-            row, step = at * count, at * 3 * most
+            row, step = at * count, at * 3 * max_draft
             last, seconds = (
                 step if given[at] else step + 3 * max(drafted[row : row + count]),
                 taken[4 * at : 4 * at + 4],

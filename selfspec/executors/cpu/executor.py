@@ -47,6 +47,7 @@ class CpuExecutor(Executor):
         self._rounds = CompiledRounds(body) if isinstance(body, CompiledBody) else None
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+        """Whether the plan can run in compiled code; see `Executor.serves`."""
         if self._rounds is None or plan.keep_divergence or any(row.request.logits_processor for row in rows):
             return False
         if any(_may_ban_all_tokens(row, self.stack.vocab_size) for row in rows):
@@ -57,6 +58,7 @@ class CpuExecutor(Executor):
         return not (keeps or plan.shadow is not None) or self._hidden_state_buffers(rows, plan) is not None
 
     def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
+        """Run the rounds of a plan, in one call if possible; see `Executor.run`."""
         table, looks_up = plan.table, plan.table is not None
         keeps = any(row.request.keep_logits for row in rows)
         if keeps or plan.shadow is not None or (looks_up and any(row.lookup.has_corpus for row in rows)):
@@ -73,6 +75,7 @@ class CpuExecutor(Executor):
         yield from self._executed(rows, plan, limits)
 
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+        """Run one round in one call; see `Executor.round`."""
         plan, given = draft.plan, None if draft.given is None else [guess.tokens for guess in draft.given]
         keeps = any(row.request.keep_logits for row in rows)
         hidden_states = self._hidden_state_buffers(rows, plan) if keeps or plan.shadow is not None else None

@@ -48,17 +48,17 @@ class PickData:
         """Addresses of tokens, row offsets and prompt lengths, int64 each; None if no row has penalties."""
         return tuple([array.buffer_info()[0] if self._is_penalized else None for array in self._arrays])
 
-    def logprobs(self, most: int, num_rounds: int) -> LogprobBuffers | None:
-        """Buffers for `num_rounds` rounds of at most `most` drafted tokens per row; None if no row requests any."""
-        return LogprobBuffers(self._num_likely, most, num_rounds) if max(self._num_likely) >= 0 else None
+    def logprobs(self, max_draft: int, num_rounds: int) -> LogprobBuffers | None:
+        """Buffers for `num_rounds` rounds of up to `max_draft` drafted tokens per row; None if none are requested."""
+        return LogprobBuffers(self._num_likely, max_draft, num_rounds) if max(self._num_likely) >= 0 else None
 
 
 class LogprobBuffers:
     """Log-probabilities of emitted tokens, fp32, with the most probable tokens at their positions."""
 
-    def __init__(self, num_likely: Sequence[int], most: int, num_rounds: int) -> None:
+    def __init__(self, num_likely: Sequence[int], max_draft: int, num_rounds: int) -> None:
         self._num_likely = np.array(num_likely, np.int64)
-        shape = num_rounds * len(num_likely), most + 1
+        shape = num_rounds * len(num_likely), max_draft + 1
         self._own, self._ranks = np.empty(shape, np.float32), np.empty(shape, np.int64)
         wider = *shape, max(1, *num_likely)
         self._likely, self._likely_own = np.empty(wider, np.int64), np.empty(wider, np.float32)

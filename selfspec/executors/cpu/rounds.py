@@ -67,14 +67,14 @@ class CompiledRounds:
         second_choices = None if drafter is None else drafter.second_choices
         num_second = 0 if second_choices is None else min(second_choices.most, max(lengths))
         drafts = lengths if given is None else [len(tokens) for tokens in given]
-        most = max(*drafts, max(lengths) + num_second, min(limits.max_lookup_draft, max(rooms)), 1)
+        max_draft = max(*drafts, max(lengths) + num_second, min(limits.max_lookup_draft, max(rooms)), 1)
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + num_second
         if num_rounds > 1 or limits.table is not None:  # no row exceeds its room
             full = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
-            longest = max(longest, min(longest + num_rounds * (most + 1), full))
+            longest = max(longest, min(longest + num_rounds * (max_draft + 1), full))
         model, layers = body.structs(cache)
         round_capacity = 1 if num_rounds == 1 else max_rounds(len(rows))
-        size = len(rows), max(MIN_DRAFT_CAPACITY, 1 << (most - 1).bit_length()), round_capacity
+        size = len(rows), max(MIN_DRAFT_CAPACITY, 1 << (max_draft - 1).bit_length()), round_capacity
         buffers = body.buffer_pool.take(size) or Buffers(body, *size)
         drafting, judging = buffers.drafting, buffers.judging
         buffers.write_inputs(rows, lengths, last, sampling, rooms)

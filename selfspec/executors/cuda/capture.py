@@ -120,4 +120,5 @@ class _CudaRecording:
         self._graph, self.outputs, self.num_bytes, self._pool = graph, outputs, num_bytes, pool
 
     def replay(self) -> None:
+        """Replay the graph; see `Recording.replay`."""
         self._graph.replay()

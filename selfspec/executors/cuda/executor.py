@@ -28,6 +28,7 @@ class CudaExecutor(Executor):
         self._fallback = fallback
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+        """Whether the runner may record rounds of this plan; see `Executor.serves`."""
         runner = self.stack.runner
         if runner is None or len(rows) > runner.max_rows or plan.shadow is not None or plan.keep_divergence:
             return False
@@ -38,6 +39,7 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+        """Run one round from a recording, or by the fallback; see `Executor.round`."""
         plan, seconds, runner = draft.plan, self.new_seconds(), self.stack.runner
         given = [()] * len(rows) if draft.given is None else [guess.tokens for guess in draft.given]
         round_rows = [_round_row(*one) for one in zip(rows, plan.draft_lengths, given, strict=True)]

@@ -30,6 +30,7 @@ class StaticRows(PackedRows):
 
     @property
     def num_tokens(self) -> int:
+        """The number of places for tokens, padding included."""
         return self.layout.positions.shape[0]
 
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

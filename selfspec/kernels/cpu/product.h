@@ -29,7 +29,7 @@ static inline int64_t panel_bytes(const Product& p) {
     return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
 }
 
-// The addresses of R rows that are `apart` floats apart. An x86 address has at most two summands besides a constant.
+// The addresses of R rows that are `apart` floats apart: one pointer per three rows, with offsets of 0 to 2 `apart`.
 template <int R>
 class Rows {
     const float* every_third[(R + 2) / 3];
