@@ -22,7 +22,7 @@ from selfspec.control.round_costs import deepest_copy
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
 from selfspec.drafting.prompt_lookup import num_right
 from selfspec.executors.cpu.body import CompiledBody
-from selfspec.executors.cpu.buffers import Drafter, Further, Stops
+from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker, told_of
@@ -109,7 +109,7 @@ class _Recorder:
         body = self.stack.compiled
         assert isinstance(body, CompiledBody)
         head = body.draft_head(None, rounded=True)
-        rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, Stops(), with_sure=True, rounded=True)
+        rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, StopRule(), with_sure=True, rounded=True)
         right = np.zeros(len(self.tokens), np.int16)
         sure = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)
         for start in range(0, len(right), ROWS):
@@ -117,8 +117,8 @@ class _Recorder:
             rows, owned = self.branched([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
             last, how = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
             spans = [Span(*row) for row in rows]
-            rooms, further = [row.length for row in rows], Further(1, 0.0, [()] * len(rows))
-            [done] = rounds.run(self.cache, spans, last, how, rooms, drafter, further)
+            rooms, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
+            [done] = rounds.run(self.cache, spans, last, how, rooms, drafter, limits)
             for i, row in zip(members, done.rows, strict=True):
                 right[i] = num_right(row.drafted, self.tokens[i:])
                 sure[i, : len(row.sure)] = row.sure

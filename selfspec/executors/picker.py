@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.executors.pick import Sampling, Subset, among, pick, pick_surely, scored, second_choices, surely
-from selfspec.kernels.compiled_pick import Picks, compiled_pick, told
+from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.model.stack import Stack
 
@@ -59,7 +59,7 @@ def told_of(samplings: Sequence[Sampling]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _told(sampling: Sampling) -> bytes:
-    return told(*sampling.filters, sampling.seed, *sampling.penalties)
+    return sampling_bytes(*sampling.filters, sampling.seed, *sampling.penalties)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""`Executor`: who runs the rounds of a plan; and how a round of a plan drafts."""
+"""`Executor`, the base class of what runs the rounds of a plan, and `next_draft`, which decides how a round drafts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from selfspec.model.stack import Stack
 
 
 class Executed(NamedTuple):
-    """A round that was run. Its rows do not hold its tokens yet."""
+    """The result of a round. Its tokens are not yet added to the rows."""
 
-    exit_layer: int | None  # what drafted, if anything was: a layer, or `LOOKUP`
-    verdicts: list[Verdict]  # of every row
-    seconds: StageSeconds
+    exit_layer: int | None  # the layer that drafted, or `LOOKUP`; None: nothing was drafted
+    verdicts: list[Verdict]  # one per row
+    seconds: StageSeconds  # seconds by stage
 
 
 class RoundDraft(NamedTuple):
-    """How a round of a plan drafts."""
+    """How one round of a plan drafts."""
 
-    plan: Plan  # its draft lengths fit into the rows
-    given: Sequence[Guess] | None = None  # every row's draft by lookup, empty where it has none; None: no lookup drafts
+    plan: Plan  # with draft lengths cut to the tokens that the rows may still emit
+    given: Sequence[Guess] | None = None  # per row, its draft by lookup, possibly empty; None: not drafted by lookup
 
     def with_matches(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """The verdicts of rows that drafted by lookup, with the match that each draft follows."""
+        """The verdicts, with the match lengths of rows that drafted by lookup."""
         if self.given is None:
             return verdicts
         pairs = zip(verdicts, self.given, strict=True)
@@ -40,9 +40,12 @@ class RoundDraft(NamedTuple):
 
 
 class Executor:
-    """Runs plans. Keys and values are written beyond what rows hold; whoever takes the rounds adds tokens to the rows.
+    """Runs plans. It writes keys and values to the cache; the caller adds the emitted tokens to the rows.
 
     Args:
+        stack: the model's layers and heads.
+        cache: the KV cache of the rows.
+        picker: picks tokens from logits.
         new_seconds: makes the clock of a round.
     """
 
@@ -52,22 +55,25 @@ class Executor:
         self.stack, self.cache, self.picker, self.new_seconds = stack, cache, picker, new_seconds
 
     def prefill(self, rows: Sequence[Row], max_tokens: int, policy: Policy) -> None:
-        """Write keys and values of at most so many prompt tokens."""
+        """Write keys and values of at most `max_tokens` prompt tokens."""
         prefill(self.stack, self.cache, self.picker, rows, max_tokens, policy)
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
-        """Whether it can run this plan."""
+        """Whether this executor can run the plan on these rows."""
         raise NotImplementedError
 
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
-        """Draft and verify once for every row."""
+        """Run one round: draft and verify for every row."""
         raise NotImplementedError
 
     def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
-        """The rounds of a plan, all of them final; the caller adds each to its rows before it asks for the next.
+        """Run the rounds of a plan and yield their results.
+
+        The caller adds a round's tokens to the rows before it takes the next round. The program ends after
+        `plan.num_rounds` rounds, after a round with a probe, or when a row has ended.
 
         Args:
-            deadline: seconds after which no further round begins.
+            deadline: seconds after which no further round begins. At least one round runs.
         """
         clock = self.new_seconds()
         begin = clock.now()
@@ -81,7 +87,7 @@ class Executor:
 
 
 def next_draft(rows: Sequence[Row], plan: Plan) -> RoundDraft:
-    """How the next round of a plan drafts, by what its rows hold now."""
+    """How the next round of a plan drafts, given the rows' current contents."""
     rooms, table = [row.room - 1 for row in rows], plan.table
     if table is not None:
         lengths = table.drafted([row.lookup.match for row in rows], rooms)
@@ -95,7 +101,7 @@ def next_draft(rows: Sequence[Row], plan: Plan) -> RoundDraft:
 
 
 def next_exit(rows: Sequence[Row], plan: Plan) -> int | None:
-    """The layer that drafts in the next round that lookup does not; None where no row has room for what it would."""
+    """The layer that drafts in rounds without lookup; None if no layer drafts or no row may emit a drafted token."""
     if not plan.exit_layer:
         return None
     has_room = any(length and row.room > 1 for length, row in zip(plan.draft_lengths, rows, strict=True))

@@ -1,4 +1,4 @@
-"""`Row`: what executors need to know of a sequence that is being decoded; `selfspec.decoding.row.Row` is one."""
+"""`Row`: what executors read of a sequence that is being decoded. `selfspec.decoding.row.Row` implements it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from selfspec.executors.pick import Sampling
 
 
 class Stopper(Protocol):
-    """Which tokens end a row."""
+    """The tokens that end a row: `ends`."""
 
     @property
     def ends(self) -> Collection[int]: ...
 
 
 class Request(Protocol):
-    """How a row's tokens are picked."""
+    """How a row's tokens are picked, and what is reported about them."""
 
     @property
     def sampling(self) -> Sampling: ...
     @property
     def logits_processor(self) -> Sequence[Any]: ...
     @property
-    def keep_logits(self) -> bool: ...
+    def keep_logits(self) -> bool: ...  # return the logits of the emitted tokens
     @property
-    def speculative(self) -> bool: ...
+    def speculative(self) -> bool: ...  # False: the row never drafts
     @property
-    def logprobs(self) -> int | None: ...
+    def logprobs(self) -> int | None: ...  # most probable tokens to report per position; None: no log-probabilities
 
 
 class Row(Protocol):
-    """A sequence. Valid keys and values: those of its first `num_cached` tokens; all but the last once it decodes."""
+    """A sequence that is being decoded.
+
+    Keys and values of its first `num_cached` tokens are valid. After the prefill these are all tokens but the last.
+    """
 
     num_cached: int
     num_prompt_tokens: int
@@ -46,15 +49,15 @@ class Row(Protocol):
     @property
     def stopper(self) -> Stopper: ...
     @property
-    def pages(self) -> list[int]: ...
+    def pages(self) -> list[int]: ...  # its KV pages, in order
     @property
-    def content(self) -> list[int]: ...
+    def content(self) -> list[int]: ...  # prompt and output tokens
     @property
-    def room(self) -> int: ...
+    def room(self) -> int: ...  # tokens that it may still emit
     @property
-    def lookup(self) -> RowLookup: ...
+    def lookup(self) -> RowLookup: ...  # its drafts by lookup
     @property
-    def state(self) -> RowState: ...
+    def state(self) -> RowState: ...  # what policies know of it
     @property
     def has_ended(self) -> bool: ...
-    def blamed(self) -> AbstractContextManager[None]: ...
+    def blamed(self) -> AbstractContextManager[None]: ...  # errors raised inside are errors of this row's request

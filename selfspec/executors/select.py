@@ -1,4 +1,4 @@
-"""Which executors serve a stack."""
+"""Choice of the executors for a stack."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def executors_for(
     teach: Teach | None = None,
     new_seconds: Callable[[], StageSeconds] = StageSeconds,
 ) -> list[Executor]:
-    """The fastest first; the last, the eager one, serves every plan.
+    """The executors of a stack, fastest first. The last one, the eager executor, serves every plan.
 
     Args:
-        teach: what exit heads learn from is then handed on, which the eager one alone does.
+        teach: called with training examples for exit heads. Only the eager executor provides them, so it is then the
+            only one.
         new_seconds: makes the clock of a round.
     """
     eager = EagerExecutor(stack, cache, picker, new_seconds, teach)

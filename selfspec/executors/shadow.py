@@ -1,7 +1,8 @@
-"""Shadow picks: what layers that were not the exit would have picked at positions the target has judged.
+"""Shadow picks: the tokens that other layers than the exit layer would have picked at the verified positions.
 
-No layer runs for it: the hidden states are there already. Nor, as a rule, does the whole head: a layer is right if it
-prefers the target's pick to the target's other likeliest tokens and to a fixed sample of the vocabulary.
+They need no pass over layers, since the verification computes the hidden states. They rarely need the whole head: a
+layer counts as right if it prefers the target's pick to the target's other most probable tokens and to a fixed sample
+of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from selfspec.control.rows import Shadow
 from selfspec.executors.cpu.body import CompiledBody
-from selfspec.executors.cpu.shadow import can_look, look
+from selfspec.executors.cpu.shadow import can_compute_shadow, compiled_shadow
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling, filtered
 from selfspec.executors.picker import Picker, told_of
@@ -21,33 +22,50 @@ from selfspec.kernels.gumbel import gumbel
 from selfspec.model.shortlist import NUM_TOP
 from selfspec.model.stack import Stack
 
-CHUNK = 256  # rows of one vocabulary product, as far as one layer's positions are fewer
+CHUNK = 256  # positions times layers per product with the whole head, if one layer has fewer positions
 
 
 def shadow_picks(
     stack: Stack,
     picker: Picker,
     layers: Sequence[int],
-    hidden: Tensor,  # [layers, N, hidden_size], after each of them
-    samplings: Sequence[Sampling],  # per position
-    positions: Sequence[int],  # [N]: index in its row's content of the token picked there
-    target: Tensor,  # [N, vocab]: the target's logits, after penalties
-    judged: Tensor,  # int64 [N]: its picks
+    hidden: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    target: Tensor,
+    target_picks: Tensor,
     exact: bool = False,
     penalty: Penalty | None = None,
 ) -> Shadow:
-    """What each layer would have picked at N positions, with the noise and filters of their rows."""
+    """Whether each layer would have picked the target's token at N positions, with the noise and filters of their rows.
+
+    Args:
+        hidden: `[layers, N, hidden_size]`, after each of the layers.
+        samplings: per position, how its row picks.
+        positions: per position, the index in its row's content of the token picked there.
+        target: `[N, vocab]`, the target's logits, after penalties.
+        target_picks: int64 `[N]`, the target's picks.
+        exact: compute logits over the whole vocabulary.
+        penalty: penalties at the N positions.
+    """
     hits, sure = None, None
-    if not exact and picker.is_compiled and isinstance(stack.compiled, CompiledBody) and can_look(stack.compiled):
-        hits, sure = in_one_call(stack, stack.compiled, layers, hidden, samplings, positions, target, judged, penalty)
+    if (
+        not exact
+        and picker.is_compiled
+        and isinstance(stack.compiled, CompiledBody)
+        and can_compute_shadow(stack.compiled)
+    ):
+        hits, sure = in_one_call(
+            stack, stack.compiled, layers, hidden, samplings, positions, target, target_picks, penalty
+        )
     elif not exact:
-        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, judged, penalty)
+        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, target_picks, penalty)
     if hits is None or sure is None:
-        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, judged, penalty)
+        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, target_picks, penalty)
     if hits.device.type == "cpu":
         return Shadow(tuple(layers), hits.numpy(), sure.float().numpy())
-    told = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
-    return Shadow(tuple(layers), told[0] > 0, told[1])
+    on_host = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
+    return Shadow(tuple(layers), on_host[0] > 0, on_host[1])
 
 
 def in_one_call(
@@ -58,15 +76,17 @@ def in_one_call(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     target: Tensor,
-    judged: Tensor,
+    target_picks: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `over_shortlist` gives, with the same arguments, in one call."""
+    """The results of `over_shortlist` by one compiled call; its other arguments are those of `shadow_picks`."""
     heads = stack.exit_heads  # read once: another thread may set it
     if heads is not None:
         hidden = heads.of_layers(hidden, layers)
     num_likely = min(NUM_TOP, target.shape[1]) - 1
-    return look(body, hidden, told_of(samplings), positions, target, judged, num_likely, stack.others, penalty)
+    return compiled_shadow(
+        body, hidden, told_of(samplings), positions, target, target_picks, num_likely, stack.others, penalty
+    )
 
 
 def over_shortlist(
@@ -77,14 +97,14 @@ def over_shortlist(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     target: Tensor,
-    judged: Tensor,
+    target_picks: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Hits, bool, and confidences, fp32, `[layers, N]`, or None where the head is of an unknown kind.
+    """Hits, bool, and confidences, fp32, `[layers, N]`, from logits of few tokens; None if the head's kind is unknown.
 
-    Arguments are those of `shadow_picks`.
+    The arguments are those of `shadow_picks`.
     """
-    own = judged[:, None]
+    own = target_picks[:, None]
     likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, target.shape[1]) - 1).indices
     top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first
     logits = stack.short_logits(hidden, top, layers)
@@ -92,14 +112,13 @@ def over_shortlist(
         return None, None
     if penalty is not None:
         logits = penalty.applied(logits, torch.cat((top, stack.others.expand(len(top), -1)), 1))
-    twice = (stack.others[:, None] == top[:, None, :]).any(-1)  # [N, others]
+    is_duplicate = (stack.others[:, None] == top[:, None, :]).any(-1)  # [N, others]
     num_top, num_others = top.shape[1], len(stack.others)
-    logits[:, :, num_top:].masked_fill_(twice, float("-inf"))
-    unseen = (target.shape[1] - num_top) / (num_others - twice.sum(-1)).clamp(
-        min=1
-    )  # tokens that each other stands for
+    logits[:, :, num_top:].masked_fill_(is_duplicate, float("-inf"))
+    # The number of tokens that each token of the sample represents:
+    represented = (target.shape[1] - num_top) / (num_others - is_duplicate.sum(-1)).clamp(min=1)
     weights = torch.ones_like(logits[0])
-    weights[:, num_top:] = unseen.clamp(min=1)[:, None]
+    weights[:, num_top:] = represented.clamp(min=1)[:, None]
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for i, sampling in enumerate(samplings):
         groups.setdefault(sampling.filters, []).append(i)
@@ -112,7 +131,7 @@ def over_shortlist(
             noise = gumbel(seeds, places, target.shape[1], tokens)
             kept = filtered(logits[:, at].flatten(0, 1), samplings[members[0]]).view(len(logits), len(members), -1)
             logits[:, at] = kept + noise
-            weights[at] = 1  # noise makes a few of many tokens stand out; a sample cannot stand for the rest
+            weights[at] = 1  # with noise, few tokens dominate, so that a sample does not represent the rest
     best = logits.amax(-1)
     sure = 1 / ((logits - best[..., None]).exp() * weights).sum(-1)
     return logits[..., 0] >= best, sure
@@ -125,10 +144,10 @@ def _over_vocabulary(
     hidden: Tensor,
     samplings: Sequence[Sampling],
     positions: Sequence[int],
-    judged: Tensor,
+    target_picks: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hits and confidences `[layers, N]`."""
+    """Hits and confidences `[layers, N]` from logits of the whole vocabulary."""
     count = hidden.shape[1]
     per_call = max(1, CHUNK // count)
     hits, sure = [], []
@@ -138,11 +157,11 @@ def _over_vocabulary(
         logits = logits if penalty is None else penalty.applied(logits)
         picks = picker(logits.flatten(0, 1), [*samplings] * len(some), [*positions] * len(some), with_sure=True)
         assert picks.sure is not None
-        hits.append(picks.tokens == judged.repeat(len(some)))
+        hits.append(picks.tokens == target_picks.repeat(len(some)))
         sure.append(picks.sure)
     return torch.cat(hits).view(-1, count), torch.cat(sure).view(-1, count)
 
 
 def part_of(shadow: Shadow, start: int, stop: int) -> Shadow:
-    """The positions [start, stop) of a shadow over several rows."""
+    """The shadow picks at positions [start, stop)."""
     return Shadow(shadow.layers, shadow.hits[:, start:stop], shadow.confidences[:, start:stop])

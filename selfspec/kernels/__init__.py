@@ -1,1 +1,1 @@
-"""Functions on plain tensors that a device may fuse; each has a plain-torch form that says what is meant."""
+"""Kernels on tensors, in Triton and C++. Each has a reference implementation in torch."""

@@ -1,7 +1,8 @@
-"""What every kernel requires of its tensors; the kernels and their plain twins check it alike.
+"""Checks of the tensors that kernels take. The Triton kernels and their reference implementations share them.
 
-A kernel reads memory by address. A tensor of another dtype, shape, layout or device would give wrong numbers without an
-error, so it is refused by name. The twins refuse it too, and so a caller's mistake is found without a GPU.
+A kernel reads memory by address. A tensor of another dtype, shape, layout or device would give wrong results without an
+error, so it raises a ValueError that names the tensor. The reference implementations raise it, too, so that a caller's
+mistake shows without a GPU.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 
 
 class Requirements:
-    """Checks the tensors of one call of a kernel; raises ValueError with the first that the kernel would misread.
+    """Checks the tensors of one kernel call. Each method raises ValueError if its condition does not hold.
 
     Args:
-        kernel: its name.
-        device: where all its tensors lie.
+        kernel: the kernel's name, for the message.
+        device: the device of all tensors.
     """
 
     def __init__(self, kernel: str, device: torch.device) -> None:
         self.kernel, self.device = kernel, device
 
     def dense(self, name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-        """Contiguous."""
+        """Require a contiguous tensor of this dtype and shape."""
         self._check(name, tensor, dtype, shape, tensor.is_contiguous(), "contiguous")
 
     def lines(self, name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-        """The last dimension is contiguous; the others may have any stride."""
+        """Require a tensor of this dtype and shape whose last dimension is contiguous; other strides are free."""
         is_dense = tensor.dim() > 0 and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
         self._check(name, tensor, dtype, shape, is_dense, "contiguous in its last dimension")
 
     def holds(self, what: str, allowed: str, got: object, is_true: bool) -> None:
-        """Any other condition."""
+        """Require a condition. `allowed` describes it, `got` is the actual value."""
         if not is_true:
             raise ValueError(f"{self.kernel}: {what} must be {allowed}, got {got}")
 
@@ -50,7 +51,7 @@ class Requirements:
 
 
 def check_scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Raises ValueError for what `kv_scatter.scatter` does not accept."""
+    """Raise ValueError for arguments that `kv_scatter.scatter` does not accept."""
     require = Requirements("scatter", key.device)
     require.holds("key", "[N, kv_heads, head_dim]", list(key.shape), key.dim() == 3)
     require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
@@ -62,7 +63,7 @@ def check_scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot
 
 
 def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None) -> None:
-    """Raises ValueError for what `paged_attention.attend` does not accept."""
+    """Raise ValueError for arguments that `paged_attention.attend` does not accept."""
     require = Requirements("attend", queries.device)
     require.holds("queries", "[N, heads, head_dim]", list(queries.shape), queries.dim() == 3)
     require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
@@ -88,7 +89,7 @@ def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, 
 
 
 def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None) -> None:
-    """Raises ValueError for what `fused_pick.pick` does not accept."""
+    """Raise ValueError for arguments that `fused_pick.pick` does not accept."""
     require = Requirements("pick", logits.device)
     require.holds("logits", "[N, vocab]", list(logits.shape), logits.dim() == 2)
     count, vocab = logits.shape
@@ -112,7 +113,7 @@ def check_accept(
     most_new: int,
     sums: Tensor | None,
 ) -> None:
-    """Raises ValueError for what `fused_accept.accept` does not accept."""
+    """Raise ValueError for arguments that `fused_accept.accept` does not accept."""
     require = Requirements("accept", fed.device)
     require.holds("fed", "[N]", list(fed.shape), fed.dim() == 1)
     require.holds("counts", "[S]", list(counts.shape), counts.dim() == 1)

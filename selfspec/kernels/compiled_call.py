@@ -1,4 +1,4 @@
-"""The structures and functions of `cpu`, as Python calls them."""
+"""The C structures and functions of `cpu/` in ctypes. The C++ headers describe the fields."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-FULL, HALF, AMX, INT4, PAIRS = range(5)  # how a product's weights are packed and read: see `cpu/product.h`
+FULL, HALF, AMX, INT4, PAIRS = range(5)  # formats of packed weights: see `cpu/product.h`
 
 
 class Product(Structure):
+    """A matrix product with packed weights: `cpu/model.h`."""
+
     _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64))
 
 
 class Layer(Structure):
+    """A layer's products, norms and KV pages: `cpu/model.h`."""
+
     _fields_ = (
         *_all("qkv o gate_up down", Product),
         *_all("norm mlp_norm q_norm k_norm keys values", c_void_p),
@@ -30,6 +34,8 @@ class Layer(Structure):
 
 
 class Model(Structure):
+    """A model's sizes and constants: `cpu/model.h`."""
+
     _fields_ = (
         *_all("heads kv_heads head_dim page_size hidden inner", c_int64),
         *_all("eps mlp_eps qk_eps scale", c_float),
@@ -37,6 +43,8 @@ class Model(Structure):
 
 
 class Call(Structure):
+    """The rows of a packed call: `cpu/model.h`."""
+
     _fields_ = (
         *_all("num_tokens num_rows", c_int64),
         *_all("positions firsts pages", c_void_p),
@@ -48,6 +56,8 @@ class Call(Structure):
 
 
 class How(Structure):
+    """How a row picks tokens: `cpu/model.h`."""
+
     _fields_ = (
         *_all("temperature top_p min_p repetition presence frequency", c_float),
         *_all("top_k seed ngram", c_int64),
@@ -55,6 +65,8 @@ class How(Structure):
 
 
 class Stop(Structure):
+    """When rows stop drafting: `cpu/drafting.h`."""
+
     _fields_ = (
         *_all("min_confidence least", c_double),
         *_all("edges calibration", c_void_p),
@@ -63,6 +75,8 @@ class Stop(Structure):
 
 
 class Drafting(Structure):
+    """Inputs and outputs of a draft: `cpu/drafting.h`."""
+
     _fields_ = (
         *_all("num_rows most vocab", c_int64),
         *_all("pages positions lengths last", c_void_p),
@@ -77,6 +91,8 @@ class Drafting(Structure):
 
 
 class SecondChoices(Structure):
+    """Which second choices are drafted: `Seconds` in `cpu/drafts.h`."""
+
     _fields_ = (
         *_all("edges right second", c_void_p),
         *_all("num_edges", c_int64),
@@ -87,6 +103,8 @@ class SecondChoices(Structure):
 
 
 class Judging(Structure):
+    """Inputs and outputs of a verification: `cpu/round.h`."""
+
     _fields_ = (
         *_all("layers", c_void_p),
         *_all("num_layers", c_int64),
@@ -103,6 +121,8 @@ class Judging(Structure):
 
 
 class Program(Structure):
+    """Inputs and outputs of a program of rounds: `cpu/program.cpp`."""
+
     _fields_ = (
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
@@ -114,6 +134,8 @@ class Program(Structure):
 
 
 class Looking(Structure):
+    """Inputs and outputs of shadow picks: `cpu/shadow.cpp`."""
+
     _fields_ = (
         *_all("num_layers num_positions hidden vocab num_likely num_others", c_int64),
         *_all("head bias norm others states target judged how positions hits sure", c_void_p),
@@ -124,7 +146,11 @@ class Looking(Structure):
 
 @lru_cache(maxsize=1)
 def functions() -> ctypes.CDLL:
-    """The compiled library with its functions' types; raises what `library` raises."""
+    """The compiled library, with the types of its functions. It is compiled and loaded at the first call.
+
+    Raises:
+        NoCompilerError: see `selfspec.kernels.compiler.library`.
+    """
     lib, p, n = library(), c_void_p, c_int64
     types = {
         "selfspec_panel": ([], n),
@@ -157,5 +183,5 @@ def functions() -> ctypes.CDLL:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """The same, if they were asked for before; None else: they are not compiled for what Python can do, too."""
+    """The compiled library if it is loaded already, else None. For callers that do without it rather than compile."""
     return functions() if functions.cache_info().currsize else None

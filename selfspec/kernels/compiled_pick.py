@@ -1,4 +1,4 @@
-"""The pick from logits, compiled on this machine (`cpu/pick.h`); its twin is torch's in `selfspec.executors.pick`."""
+"""The compiled pick from logits on CPU (`cpu/pick.h`). `selfspec.executors.pick` does the same in torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
 
-ALONE = 1 << 16  # logits up to which one thread picks: more of them would only wait for each other
+MAX_SINGLE_THREAD = 1 << 16  # logits up to which one thread is faster than several
 
 
 class Picks(NamedTuple):
-    """What was picked at N positions."""
+    """The tokens picked at N positions."""
 
     tokens: Tensor  # int64 [N]
-    sure: Tensor | None  # fp32 [N], how sure each is, where asked
-    seconds: Tensor | None  # int64 [N], what would have been picked instead, where asked
+    sure: Tensor | None  # fp32 [N], confidences; None: not requested
+    seconds: Tensor | None  # int64 [N], second choices; None: not requested
 
 
-def told(
+def sampling_bytes(
     temperature: float,
     top_k: int,
     top_p: float,
@@ -33,7 +33,10 @@ def told(
     frequency: float = 0.0,
     ngram: int = 0,
 ) -> bytes:
-    """How a row picks, as compiled functions are told. `compiled_pick` takes logits after penalties, whatever these."""
+    """The bytes of a `How` structure: a row's sampling parameters for compiled functions.
+
+    `compiled_pick` ignores the penalties in it: it takes logits to which they are applied already.
+    """
     return bytes(c.How(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
 
 
@@ -45,28 +48,30 @@ def compiled_pick(
     with_sure: bool = False,
     with_seconds: bool = False,
 ) -> Picks:
-    """Picks from logits on CPU; a row's do not depend on the others.
+    """Pick one token per row of logits on CPU. A row's pick does not depend on the other rows.
 
     Args:
         logits: fp32 `[N, T]`.
-        how: what `told` says of each row, one after another.
+        how: `sampling_bytes` of each row, joined.
         positions: `[N]`, the index in its row's content of the token to be picked.
-        tokens: int64 `[T]` or `[N, T]`, ascending, those that logits are of; None: all of a vocabulary.
+        tokens: int64 `[T]` or `[N, T]`, ascending: the token ids of the logits; None: the whole vocabulary.
+        with_sure: compute confidences.
+        with_seconds: compute second choices.
 
     Raises:
-        NoCompilerError: it cannot be compiled here.
+        NoCompilerError: see `selfspec.kernels.compiler.library`.
     """
     lib, (count, size) = c.functions(), logits.shape
     logits = logits if logits.dtype == torch.float32 and logits.stride(1) == 1 else logits.float().contiguous()
     picks = logits.new_empty(count, dtype=torch.int64)
     seconds = logits.new_empty(count, dtype=torch.int64) if with_seconds else None
     sure = logits.new_empty(count) if with_sure else None
-    threads = min(torch.get_num_threads(), count) if count * size > ALONE else 1
-    room = logits.new_empty(threads * lib.selfspec_pick_floats(size))
-    names, apart = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
+    threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
+    memory = logits.new_empty(threads * lib.selfspec_pick_floats(size))
+    names, stride = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
     lib.selfspec_pick(
-        *(logits.data_ptr(), logits.stride(0), count, size, how, (ctypes.c_int64 * count)(*positions), names, apart),
+        *(logits.data_ptr(), logits.stride(0), count, size, how, (ctypes.c_int64 * count)(*positions), names, stride),
         *(picks.data_ptr(), None if sure is None else sure.data_ptr(), None if seconds is None else seconds.data_ptr()),
-        *(room.data_ptr(), threads),
+        *(memory.data_ptr(), threads),
     )
     return Picks(picks, sure, seconds)

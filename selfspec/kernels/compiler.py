@@ -1,4 +1,4 @@
-"""The C++ of `cpu/`, compiled once per machine by the compiler that is there, and kept in the user's cache folder."""
+"""Compiles the C++ code of `cpu/`, once per machine, and keeps the result in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from selfspec.errors import NoCompilerError
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off")
-# What this processor has, where the compiler can tell, and threads, where it knows them: the first that works is taken.
+# Flags for the processor's instructions and for threads. The first combination that compiles is used.
 TRIED = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ("-mcpu=native",), ())
-SECONDS = 120  # after which a compiler is given up
+SECONDS = 120  # time limit of a compilation
 _log = logging.getLogger("selfspec")
 
 
@@ -34,10 +34,10 @@ def find_compiler() -> str | None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The compiled functions of `cpu`; compiled now if they never were on this machine.
+    """The library of the compiled functions of `cpu/`. It is compiled now if the cache folder does not hold it.
 
     Raises:
-        NoCompilerError: there is no compiler, or it cannot compile them, with the reason.
+        NoCompilerError: there is no compiler, or the code cannot be compiled or loaded; the message says why.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -50,14 +50,15 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(file))
     except OSError as problem:
         with suppress(OSError):
-            file.unlink()  # broken, or of another system under the same name: the next program compiles anew
+            file.unlink()  # it is broken, or of another system: the next process compiles it again
         raise NoCompilerError(f"{file} cannot be loaded ({problem})", "run it again") from problem
     finally:
         if not is_lasting:
-            shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded
+            shutil.rmtree(folder, ignore_errors=True)  # a loaded library stays usable
 
 
 def _compile(compiler: str, file: Path, kept: str) -> None:
+    """Compile the library to `file`. `kept`: the end of the log message."""
     start = perf_counter()
     reason = ""
     _log.warning("compiling for this machine's processor with %s, ten to thirty seconds, once ...", compiler)
@@ -66,7 +67,7 @@ def _compile(compiler: str, file: Path, kept: str) -> None:
         os.close(handle)
         reason = _run([compiler, *FLAGS, *more, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", name])
         if not reason:
-            os.replace(name, file)  # whole or not at all: of several programs that compile at once, the last one wins
+            os.replace(name, file)  # atomic, since several processes may compile at once
             _log.warning("compiled in %.1f s%s", perf_counter() - start, kept)
             return
         with suppress(OSError):
@@ -75,7 +76,7 @@ def _compile(compiler: str, file: Path, kept: str) -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Empty, or the last line of what a failed command said."""
+    """Run a command. Returns an empty string, or the first error line of a command that failed."""
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -86,16 +87,16 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _key(compiler: str) -> str:
-    """What the compiled file depends on: the sources, the flags, the compiler and the processor."""
+    """A hash of what the compiled file depends on: the sources, flags, compiler and processor."""
     parts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
     stat = os.stat(os.path.realpath(compiler))
-    about = f"{FLAGS} {TRIED} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns}"
-    about += f" {platform.machine()} {_features()}"
-    return hashlib.sha256(b"".join([*parts, about.encode()])).hexdigest()[:16]
+    machine = f"{FLAGS} {TRIED} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns}"
+    machine += f" {platform.machine()} {_features()}"
+    return hashlib.sha256(b"".join([*parts, machine.encode()])).hexdigest()[:16]
 
 
 def _features() -> str:
-    """The processor's name and instruction sets: a home folder may be shared between machines."""
+    """The processor's name and instruction sets. They matter since machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -105,12 +106,16 @@ def _features() -> str:
 
 
 def _folder(name: str) -> tuple[Path, bool]:
-    """Where a compiled file is or can be kept, in selfspec's cache folder; else, with a notice, a temporary folder."""
+    """The folder of a compiled file, and whether it is lasting.
+
+    It is in selfspec's cache folder if the file exists there or can be written there. Else it is a temporary folder,
+    with a warning.
+    """
     from selfspec.kernels.places import cache_folder, say_unkept
 
     try:
         place = cache_folder() / "compiled"
-        if (place / name).is_file():  # which need not be a folder that can be written to
+        if (place / name).is_file():  # the folder need not be writable
             return place, True
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):

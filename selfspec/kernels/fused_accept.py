@@ -1,4 +1,4 @@
-"""What becomes of every row's draft, decided on the device (Triton). The plain twin is `reference.accept`."""
+"""Acceptance of every row's draft on the device (Triton). `reference.accept` is the reference implementation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,32 @@ from selfspec.kernels.layout import Accepted
 
 
 def accept(
-    fed: Tensor,  # int64 [N], the tokens fed: each row's last token, then what it drafted
-    picks: Tensor,  # int64 [N], the target's picks after them
-    starts: Tensor,  # int32 [S]
-    counts: Tensor,  # int32 [S], drafted tokens + 1; 0: an empty slot
-    room: Tensor,  # int32 [S], tokens the row may still emit
-    eos: Tensor,  # int64 [S, E], tokens that end each row; -1 where it has fewer
+    fed: Tensor,
+    picks: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    room: Tensor,
+    eos: Tensor,
     most_new: int,
-    sums: Tensor | None = None,  # int64 [2, >= most_new], added to: judged drafted tokens by place, and right ones
+    sums: Tensor | None = None,
 ) -> Accepted:
-    """The longest prefix of each draft that equals the target's picks, and the next pick, cut where the row ends.
+    """Accept the longest prefix of each draft that equals the target's picks, and the target's next pick.
+
+    The result is cut where the row ends.
+
+    Args:
+        fed: int64 `[N]`, the tokens fed: each row's last token, then its drafted ones.
+        picks: int64 `[N]`, the target's pick after each of them.
+        starts: int32 `[S]`, where each row's tokens begin among the N.
+        counts: int32 `[S]`, drafted tokens + 1; 0: an empty slot.
+        room: int32 `[S]`, tokens that the row may still emit.
+        eos: int64 `[S, E]`, tokens that end each row; -1 in unused entries.
+        most_new: maximum of `counts`.
+        sums: int64 `[2, >= most_new]`, updated in place: by draft position, the numbers of verified and of accepted
+            tokens are added.
 
     Raises:
-        ValueError: a tensor that the kernel would misread, see `checks.check_accept`.
+        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_accept`.
     """
     check_accept(fed, picks, starts, counts, room, eos, most_new, sums)
     slots, device = counts.shape[0], counts.device
@@ -71,7 +84,7 @@ def _accept(
     tl.store(record + 2, kept.to(tl.int64))
     tl.store(record + 3 + place, guess, mask=place < most_new)
     tl.store(record + 3 + most_new + place, own, mask=place < most_new)
-    if SUMS:  # beyond the row's end nothing was judged
+    if SUMS:  # tokens after the row's end do not count as verified
         right = tl.minimum(accepted, kept)
         tried = tl.where(kept < accepted, kept, drafted)
         judged = tl.minimum(right + 1, tried)

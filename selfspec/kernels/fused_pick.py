@@ -1,9 +1,9 @@
-"""Picks from logits over a whole vocabulary (Triton), without writing probabilities anywhere.
+"""Picks from logits over a whole vocabulary (Triton), without storing probabilities.
 
-The vocabulary is cut into blocks; one program finds the best token of a block, a second kernel the best block. Noise is
-hashed in place (`selfspec.kernels.gumbel`). Filters become one bound per row: the least scaled logit that is kept,
-found by halving the range of 32-bit patterns, so that nothing is sorted. The plain twin is
-`selfspec.kernels.reference.pick`.
+A first kernel finds the best token of each block of the vocabulary, a second one the best block. Noise is computed in
+the kernel (`selfspec.kernels.gumbel`). The filters become one bound per row, the smallest scaled logit that is kept. It
+is found by bisection of 32-bit patterns, without sorting. `selfspec.kernels.reference.pick` is the reference
+implementation.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch import Tensor
 from selfspec.kernels.checks import check_pick
 from selfspec.kernels.layout import SamplingTensors
 
-BLOCK = 2048  # tokens of the vocabulary that one program looks at
-WIDE = 8192  # and that the search for a bound looks at in one step
+BLOCK = 2048  # tokens of the vocabulary per program
+WIDE = 8192  # tokens per step of the search for a bound
 
 
 def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pick one token per place: int64 `[N]`, and how sure each is, fp32 `[N]`; see `executors.pick.pick_surely`.
+    """Pick one token per place. Returns tokens, int64 `[N]`, and confidences, fp32 `[N]`.
 
-    Ties go to the lowest token. A logit that is no number counts as the largest, as it does to `torch.argmax`.
+    See `executors.pick.pick_surely`. Among equal scores the lowest token wins. A NaN logit counts as the largest, as in
+    `torch.argmax`.
 
     Args:
         logits: fp32 `[N, vocab]`.
-        noise: fp32 `[N, vocab]` to use instead of the hash.
+        sampling: how each place picks.
+        noise: fp32 `[N, vocab]`, used instead of the hashed noise.
 
     Raises:
-        ValueError: a tensor that the kernel would misread, see `checks.check_pick`.
+        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_pick`.
     """
     check_pick(logits, sampling, noise)
     count, vocab = logits.shape
@@ -51,7 +53,7 @@ def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None)
 
 
 def _bounds(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The least scaled logit that each row keeps, fp32 `[N]`."""
+    """The smallest scaled logit that each row keeps, fp32 `[N]`."""
     count, vocab = logits.shape
     bounds = logits.new_empty(count)
     wide = min(WIDE, triton.next_power_of_2(vocab))
@@ -64,7 +66,7 @@ def _bounds(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 @triton.jit
 def _scaled(logits_ptr, row, stride, token, vocab, temperature):
-    """Logits over temperature; -inf beyond the vocabulary, the largest number where there is none."""
+    """Logits over temperature; -inf beyond the vocabulary, and the largest float for NaN."""
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + token, mask=token < vocab, other=float("-inf"))
     x = tl.div_rn(x, temperature)
     return tl.where(x != x, 3.4028234663852886e38, x)
@@ -72,14 +74,14 @@ def _scaled(logits_ptr, row, stride, token, vocab, temperature):
 
 @triton.jit
 def _key(x):
-    """Integers in the order of the floats they are made from; its own inverse on the bits."""
+    """Integers in the order of the floats; the same operation on the bits inverts it."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def _mix(z):
-    """SplitMix64's finaliser; shifts are logical."""
+    """The finaliser of SplitMix64, with logical shifts."""
     z = (((z >> 30) & 0x3FFFFFFFF) ^ z) * -4658895280553007687
     z = (((z >> 27) & 0x1FFFFFFFFF) ^ z) * -7723592293110705685
     return ((z >> 31) & 0x1FFFFFFFF) ^ z
@@ -150,7 +152,7 @@ def _bound(
         highest = tl.maximum(highest, _scaled(logits_ptr, row, stride, base + lane, vocab, temperature))
     top = tl.max(highest, 0)
     low = tl.full((), -2139095041, tl.int64)  # the key of -inf
-    if top_k > 0:  # the highest bound that as many as top_k tokens reach
+    if top_k > 0:  # the highest bound that at least top_k tokens reach
         high = tl.max(_key(highest), 0)
         enough = tl.minimum(top_k, vocab)
         while low < high:
@@ -163,7 +165,7 @@ def _bound(
                 low = middle
             else:
                 high = middle - 1
-    if top_p < 1:  # the lowest bound above which there is less than top_p of what top_k has left
+    if top_p < 1:  # the lowest bound above which the kept tokens weigh less than top_p
         whole = tl.zeros((BLOCK,), tl.float32)
         for base in range(0, vocab, BLOCK):
             x = _scaled(logits_ptr, row, stride, base + lane, vocab, temperature)

@@ -1,4 +1,4 @@
-"""New keys and values into their pages (Triton). The plain twin is `selfspec.kernels.reference.scatter`."""
+"""Writes new keys and values to KV pages (Triton). `selfspec.kernels.reference.scatter` is the reference."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from selfspec.kernels.checks import check_scatter
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write `[N, kv_heads, head_dim]` into pages `[pages, page_size, kv_heads, head_dim]` at `slots`, int64 `[N]`.
+    """Write the keys and values of N tokens to the cache.
 
-    A negative slot is nowhere: its token is skipped.
+    Args:
+        key: `[N, kv_heads, head_dim]`.
+        value: `[N, kv_heads, head_dim]`.
+        keys: pages of keys, `[pages, page_size, kv_heads, head_dim]`.
+        values: pages of values, of the same shape.
+        slots: int64 `[N]`, page * page_size + offset of each token; tokens with a negative slot are skipped.
 
     Raises:
-        ValueError: a tensor that the kernel would misread, see `checks.check_scatter`.
+        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_scatter`.
     """
     check_scatter(key, value, keys, values, slots)
     count, heads, dim = key.shape

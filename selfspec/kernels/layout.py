@@ -1,4 +1,4 @@
-"""`Layout`: where the rows of a packed call stand, told in tensors that a captured graph can read again and again."""
+"""`Layout`: the description of a packed call in tensors, which recorded graphs can read."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """S slots, each with a row or empty, and N places for new tokens, each taken or padding.
+    """The rows of a packed call: S slots, each with a row or empty, and N places, each with a new token or padding.
 
-    All tensors lie on one device. A row's new tokens are neighbours, in order; padding may stand anywhere between rows.
-    The two bounds are what a launch is shaped by: no row has more new tokens, or holds more tokens, than they say.
+    All tensors are on one device. The new tokens of a row are adjacent and in order. Padding may be anywhere between
+    rows. `most_new` and `most_tokens` determine the size of kernel launches.
     """
 
     starts: Tensor  # int32 [S], where each row's new tokens begin among the N
-    counts: Tensor  # int32 [S], how many there are; 0 is an empty slot
-    lengths: Tensor  # int32 [S], tokens the row holds, the new ones included
+    counts: Tensor  # int32 [S], number of new tokens; 0: an empty slot
+    lengths: Tensor  # int32 [S], number of tokens that the row holds, new ones included
     pages: Tensor  # int32 [S, P], pages of the row in order; unused entries are never read
-    rows: Tensor  # int32 [N], the slot each new token belongs to; -1 is padding
-    slots: Tensor  # int64 [N], where its key and value go, page * page_size + offset; -1 is nowhere
+    rows: Tensor  # int32 [N], the slot of each new token; -1: padding
+    slots: Tensor  # int64 [N], place of its key and value: page * page_size + offset; -1: not written
     positions: Tensor  # int64 [N], its position
-    most_new: int
-    most_tokens: int
-    trees: Trees | None = None  # where some rows are trees
+    most_new: int  # upper bound of `counts`
+    most_tokens: int  # upper bound of `lengths`
+    trees: Trees | None = None  # None: no row is a tree
 
 
 class Trees(NamedTuple):
-    """Rows whose last tokens are the nodes of a tree, of which the new tokens are the last.
+    """Rows that end with the nodes of a tree. Their new tokens are its last nodes.
 
-    A new token of such a row sees what lies before the tree, and the nodes it goes on from. A row that is no tree has
-    its root at its length, and no nodes.
+    A new token of such a row attends to all tokens before the tree, to its ancestors, and to itself. For a row without
+    a tree, the root is its length.
     """
 
-    roots: Tensor  # int32 [S], where each row's first node lies among its tokens
-    positions: Tensor  # int32 [S, MOST_NODES], of every node
-    ancestors: Tensor  # int64 [N], bit j is set where a new token sees node j
+    roots: Tensor  # int32 [S], index of the first node among the row's tokens
+    positions: Tensor  # int32 [S, MOST_NODES], position of each node
+    ancestors: Tensor  # int64 [N], bit j is set if the new token attends to node j
 
 
-MOST_NODES = 64  # the bits of a mask
+MOST_NODES = 64  # maximum nodes of a tree: the bits of an int64 mask
 
 
 class SamplingTensors(NamedTuple):
-    """How each of N places picks; see `selfspec.executors.pick.Sampling`, whose fields these are."""
+    """How each of N places picks: the fields of `selfspec.executors.pick.Sampling` as tensors."""
 
-    temperature: Tensor  # fp32 [N], 0 is greedy
-    top_k: Tensor  # int32 [N], 0 keeps all
+    temperature: Tensor  # fp32 [N], 0: greedy
+    top_k: Tensor  # int32 [N], 0: no limit
     top_p: Tensor  # fp32 [N]
     min_p: Tensor  # fp32 [N]
     seeds: Tensor  # int64 [N]
     positions: Tensor  # int64 [N], the index in its row's content of the token to be picked
     sampled: bool = True  # whether any temperature may be above 0
-    filtered: bool = True  # whether any of top_k, top_p and min_p may keep less than all
+    filtered: bool = True  # whether top_k, top_p or min_p of any place may remove tokens
 
 
 class Accepted(NamedTuple):
-    """What became of every slot's draft; zeros for empty slots."""
+    """The acceptance of every slot's draft; zeros for empty slots."""
 
-    num_accepted: Tensor  # int32 [S], first drafted tokens that equal the target's picks
-    num_kept: Tensor  # int32 [S], tokens kept of those and the pick after them, up to an end of text or of room
-    ended: Tensor  # int32 [S], why the row ends there: 0 it does not, 1 end of text, 2 no room
-    last: Tensor  # int64 [S], the last kept token: what the next round feeds first
-    record: Tensor  # int64 [S, 3 + 2 * most_new]: drafted, accepted and kept counts, drafted tokens, picks
+    num_accepted: Tensor  # int32 [S], number of accepted drafted tokens
+    num_kept: Tensor  # int32 [S], tokens kept of the accepted ones and the next pick, up to the row's end
+    ended: Tensor  # int32 [S], 0: the row continues; ENDED_BY_EOS; ENDED_BY_LENGTH: it has no room left
+    last: Tensor  # int64 [S], the last kept token, which the next round feeds first
+    record: Tensor  # int64 [S, 3 + 2 * most_new]: counts of drafted, accepted and kept tokens; drafted tokens; picks
 
 
 ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2

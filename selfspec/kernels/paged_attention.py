@@ -1,10 +1,10 @@
-"""Attention of ragged rows over paged keys and values (Triton): every new token over its own row's content.
+"""Attention of ragged rows over paged keys and values (Triton).
 
-Decoding is bound by reading keys and values once, so the work is split along them (flash-decoding, Dao et al. 2023):
-one program takes one key head, a few of a row's queries with all the query heads that share that key head, and one
-stretch of the row's tokens; a second kernel adds the stretches up. The stretches begin at fixed positions of the row
-and are added in order, so a row's result does not depend on which rows stand beside it. The plain twin is
-`selfspec.kernels.reference.attend`.
+Decoding is bound by reading keys and values, so the work is split along them (flash-decoding, Dao et al. 2023). One
+program takes one key head, a few of a row's queries with all query heads that share this key head, and one split of the
+row's tokens. A second kernel combines the splits. Splits begin at fixed positions of the row and are combined in order,
+so a row's result does not depend on the other rows of the call. `selfspec.kernels.reference.attend` is the reference
+implementation.
 """
 
 from __future__ import annotations
@@ -17,35 +17,42 @@ from torch import Tensor
 from selfspec.kernels.checks import check_attend
 from selfspec.kernels.layout import MOST_NODES, Layout
 
-SPLIT = 256  # tokens of a row that one program reads
-SHORT = 16  # rows with more new tokens than this (prompts) have queries enough to fill a device without splitting
-MOST_ROWS = 64  # of a tile of queries
+SPLIT = 256  # tokens of a row per program
+SHORT = 16  # rows with more new tokens (prompts) have enough queries to fill a device without splitting
+MAX_TILE_ROWS = 64
 
 
 def attend(
-    queries: Tensor,  # [N, heads, head_dim]
-    keys: Tensor,  # [pages, page_size, kv_heads, head_dim], the new tokens written
+    queries: Tensor,
+    keys: Tensor,
     values: Tensor,
     layout: Layout,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,  # [heads]
+    sinks: Tensor | None = None,
     tile_rows: int | None = None,
-) -> Tensor:  # [N, heads, head_dim]; zeros at padding
-    """Attention of every new token over its row's content up to itself, or up to its own ancestors.
+) -> Tensor:
+    """Causal attention of every new token over its row; nodes of a tree attend to their ancestors only.
+
+    Returns `[N, heads, head_dim]`, with zeros for padding.
 
     Args:
-        window: the last so many positions are seen.
-        chunk: positions of the same chunk are seen.
-        softcap: scores are bounded by it, softcap * tanh(score / softcap).
-        sinks: a logit per head that takes weight and gives nothing.
-        tile_rows: rows of a tile of queries, a power of two of at least 16; None: by the call's shape. Sums are taken
-            in an order that may depend on it.
+        queries: `[N, heads, head_dim]`.
+        keys: `[pages, page_size, kv_heads, head_dim]`; those of the new tokens are written already.
+        values: of the same shape.
+        layout: the rows of the call.
+        scale: factor of the scores.
+        window: attend to the last `window` positions only.
+        chunk: attend to positions of the same chunk of this size only.
+        softcap: bound the scores: softcap * tanh(score / softcap).
+        sinks: `[heads]`, attention sinks: logits that take part in the softmax but have no value.
+        tile_rows: rows of a tile of queries, a power of two of at least 16; None: chosen by the call's shape. The order
+            of summation may depend on it.
 
     Raises:
-        ValueError: a tensor that the kernel would misread, see `checks.check_attend`.
+        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_attend`.
     """
     check_attend(queries, keys, values, layout, sinks)
     count, heads, dim = queries.shape
@@ -80,16 +87,16 @@ def attend(
 
 
 def tile_rows_for(share: int, most_new: int, itemsize: int) -> int:
-    """Rows of a tile: every query and query head that reads the same keys, in a power of two from 16 to 64.
+    """The rows of a tile, a power of two: the pairs of query and query head that read the same keys, 16 to 64.
 
-    In float32, which has no tensor cores, 16: its products are made in registers.
+    Float32 takes 16, since its products are computed in registers, not by tensor cores.
     """
-    wanted = triton.next_power_of_2(share * min(most_new, MOST_ROWS))
-    return int(max(16, triton.next_power_of_2(share), min(MOST_ROWS if itemsize < 4 else 16, wanted)))
+    wanted = triton.next_power_of_2(share * min(most_new, MAX_TILE_ROWS))
+    return int(max(16, triton.next_power_of_2(share), min(MAX_TILE_ROWS if itemsize < 4 else 16, wanted)))
 
 
 def _keys_per_step(page_size: int, block_d: int, itemsize: int) -> int:
-    """As many as registers and shared memory hold; within one page, if pages allow it."""
+    """The keys per step: as many as registers and shared memory hold, and at most a page of 16, 32 or 64."""
     fits = 64 if block_d * itemsize <= 256 else 32 if block_d * itemsize <= 512 else 16
     return min(fits, page_size) if page_size in (16, 32, 64) else fits
 
@@ -104,12 +111,12 @@ def _split(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * (ROWS // SHARE)  # query of the row that this tile begins with
+    first = (tl.program_id(0) % blocks) * (ROWS // SHARE)  # first query of this tile in its row
     kv_head, split = tl.program_id(1), tl.program_id(2)
     count, length = tl.load(counts_ptr + slot), tl.load(lengths_ptr + slot)
     if (first >= count) | (split * SPLIT >= length):
         return
-    context = length - count  # tokens the row held before
+    context = length - count  # tokens before the new ones
     start = tl.load(starts_ptr + slot)
     r = tl.arange(0, ROWS)
     query = first + r // SHARE
@@ -126,7 +133,7 @@ def _split(
         root = tl.load(roots_ptr + slot)
         position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int32)
         seen_by = tl.load(ancestors_ptr + token, mask=live, other=0)
-    low, high = _stretch(
+    low, high = _key_range(
         context + first, ROWS // SHARE, length, root, split, window, chunk, BLOCK_N, SPLIT, NODES, WINDOW, CHUNK
     )
     if UPCAST:
@@ -140,7 +147,7 @@ def _split(
         place = _places(pages_ptr + slot * pages_row, base, kv, there, PAGE_SIZE, BLOCK_N)
         at = (place * KV_HEADS + kv_head) * DIM
         kv_mask = there[:, None] & (d < DIM)[None, :]
-        # What is not there may hold anything, even NaN: it is never read, so that 0 * NaN cannot arise.
+        # Unwritten places may hold NaN. They are not read, since 0 * NaN would be NaN.
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
         if UPCAST:
@@ -168,11 +175,11 @@ def _split(
 
 
 @triton.jit(do_not_specialize=["window", "chunk"])
-def _stretch(
+def _key_range(
     at, queries, length, root, split, window, chunk,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The tokens [low, high) that queries from `at` on may see, in whole steps from fixed positions."""
+    """The tokens [low, high) of this split that queries from `at` on may attend to; `low` is a multiple of a step."""
     high = length if NODES > 0 else tl.minimum(at + queries, length)
     lowest = tl.minimum(root, at)
     low = 0
@@ -189,7 +196,7 @@ def _stretch(
 
 @triton.jit
 def _places(table_ptr, base, kv, there, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where in the cache the tokens `kv` of a row are, from `base` on; one look at its table where that is enough."""
+    """The places in the cache of the tokens `kv` of a row, from `base` on; one table entry if they share a page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table_ptr + base // PAGE_SIZE).to(tl.int64)
     else:
@@ -202,7 +209,7 @@ def _seen(
     kv, there, position, root, seen_by, nodes_ptr, slot, window, chunk,
     NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Which of the row's tokens `kv` each query sees: those up to itself, or up to the root and its own ancestors."""
+    """Which tokens `kv` each query attends to: those up to itself; in trees, those before the root and ancestors."""
     key_at = kv[None, :]
     seen = there[None, :] & (key_at <= position[:, None])
     if NODES > 0:
@@ -221,7 +228,7 @@ def _seen(
 
 @triton.jit
 def _added(score, v, top, total, acc):
-    """A softmax in base 2 that goes on with further scores: the highest so far, the sum of weights, and of values."""
+    """Add scores and values to a running softmax in base 2: its maximum, sum of weights, and weighted values."""
     higher = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - safe[:, None])

@@ -1,4 +1,4 @@
-"""Where selfspec keeps what it makes once per machine."""
+"""The folder in which selfspec keeps files that it makes once per machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger("selfspec")
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for selfspec; $SELFSPEC_CACHE chooses another place.
+    """The cache folder: $SELFSPEC_CACHE, else a folder in the user's cache folder.
 
     Raises:
         OSError: the user has no home folder.
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def say_unkept(problem: OSError) -> None:
-    """Say that nothing can be kept in the cache folder, once for each folder and reason: everything works without."""
+    """Warn that files cannot be kept in the cache folder; once per folder and reason. Everything works without them."""
     try:
         place = str(cache_folder())
     except OSError:
@@ -40,8 +40,8 @@ def say_unkept(problem: OSError) -> None:
 @lru_cache
 def _say_unkept(place: str, reason: str) -> None:
     _log.warning(
-        "nothing can be kept in %s (%s), so every program measures, compiles or converts anew; set SELFSPEC_CACHE to a "
-        "folder of yours",
+        "nothing can be kept in %s (%s), so every process measures, compiles or converts again; set SELFSPEC_CACHE to "
+        "a folder that you can write to",
         place,
         reason,
     )

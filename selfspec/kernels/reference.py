@@ -1,6 +1,6 @@
-"""The plain-torch twin of every kernel: the same arguments, the same results, on any device and in any dtype.
+"""Reference implementations of all kernels in torch: the same arguments and results, on any device and in any dtype.
 
-They read what they do from tensors alone, never from the host, so that they too may be captured and replayed.
+They never wait for the device, so they can be recorded and replayed, too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensor
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """See `selfspec.kernels.kv_scatter.scatter`."""
+    """The reference of `selfspec.kernels.kv_scatter.scatter`."""
     check_scatter(key, value, keys, values, slots)
     real = slots >= 0
-    # What goes nowhere repeats the first token that goes somewhere; if none does, a slot is given what it holds.
+    # Tokens without a slot repeat the write of the first token that has one. If none has, slot 0 keeps its contents.
     source = torch.where(real, torch.arange(len(slots), device=slots.device), real.int().argmax())
     index = slots[source].clamp(min=0)
     for pages, new in ((keys, key), (values, value)):
@@ -37,7 +37,7 @@ def attend(
     sinks: Tensor | None = None,
     tile_rows: int | None = None,
 ) -> Tensor:
-    """See `selfspec.kernels.paged_attention.attend`."""
+    """The reference of `selfspec.kernels.paged_attention.attend`."""
     check_attend(queries, keys, values, layout, sinks)
     count, heads, dim = queries.shape
     share = heads // keys.shape[2]
@@ -65,7 +65,7 @@ def attend(
 
 
 def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    """bool `[N, T]`: whether each new token may look at each token of its row."""
+    """Whether each new token may attend to each token of its row, bool `[N, T]`."""
     position = layout.positions[:, None]
     key_at = at.expand(len(own), -1)
     seen = key_at <= position
@@ -83,7 +83,7 @@ def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk:
 
 
 def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `selfspec.kernels.fused_pick.pick`."""
+    """The reference of `selfspec.kernels.fused_pick.pick`."""
     check_pick(logits, sampling, noise)
     found = scores(logits, sampling, noise)
     picks = found.argmax(-1, keepdim=True)
@@ -91,7 +91,7 @@ def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None)
 
 
 def scores(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> Tensor:
-    """What is highest at the pick, fp32 `[N, vocab]`: logits, or where a place samples, filtered ones with noise."""
+    """The scores whose argmax is the pick, fp32 `[N, vocab]`: logits, or filtered logits plus noise for sampling."""
     found = logits.float()
     if not sampling.sampled:
         return found
@@ -100,18 +100,18 @@ def scores(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = Non
     if sampling.filtered:
         kept = scaled.masked_fill(scaled < _bounds(scaled, sampling)[:, None], float("-inf"))
     if noise is None:
-        tokens = torch.arange(found.shape[1], device=found.device)[None]  # made here: a recording reads it again
+        tokens = torch.arange(found.shape[1], device=found.device)[None]  # not cached: a recording must hold it
         noise = gumbel(sampling.seeds, sampling.positions, found.shape[1], tokens)
     return torch.where(hot, kept + noise, found)
 
 
 def _bounds(scaled: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The least scaled logit that each row keeps, fp32 `[N]`; of equals, all or none are kept."""
+    """The smallest scaled logit that each row keeps, fp32 `[N]`. Of equal logits, all or none are kept."""
     ordered = scaled.sort(-1, descending=True).values
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1]).clamp(max=scaled.shape[1]).long()
     bound = ordered.gather(1, top_k[:, None] - 1)
     mass = (ordered - ordered[:, :1]).exp().masked_fill(ordered < bound, 0)
-    before = mass.cumsum(-1) - mass  # what is likelier
+    before = mass.cumsum(-1) - mass  # mass of more probable tokens
     enough = (before < sampling.top_p[:, None] * mass.sum(-1, keepdim=True)).sum(-1, keepdim=True).clamp(min=1)
     nucleus = torch.maximum(bound, ordered.gather(1, enough - 1))
     bound = torch.where(sampling.top_p[:, None] < 1, nucleus, bound)[:, 0]
@@ -128,7 +128,7 @@ def accept(
     most_new: int,
     sums: Tensor | None = None,
 ) -> Accepted:
-    """See `selfspec.kernels.fused_accept.accept`."""
+    """The reference of `selfspec.kernels.fused_accept.accept`."""
     check_accept(fed, picks, starts, counts, room, eos, most_new, sums)
     place = torch.arange(most_new, device=fed.device)
     counts, room = counts.long()[:, None], room.long()[:, None]

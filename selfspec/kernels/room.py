@@ -1,4 +1,4 @@
-"""Memory in large pages: reading weights in small ones, a processor spends much of its time finding where they are."""
+"""Memory in large pages. In small pages, reading weights spends much time on address translation."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 from torch import Tensor
 
 LARGE = 2 << 20  # bytes of a large page
-LINE = 64  # and of a cache line, where every tensor begins
-CHUNK = 32 << 20  # bytes asked of the system at a time, at least
+LINE = 64  # bytes of a cache line; every tensor begins at one
+CHUNK = 32 << 20  # minimum bytes per allocation from the system
 
 
-class Room:
-    """Hands out float32 tensors of zeros, one after another in memory that the system is asked to back by large pages.
+class LargePageAllocator:
+    """Allocates float32 tensors of zeros, contiguously, in memory for which it requests large pages.
 
-    Where it has none to give, or knows none, the pages are small ones. The memory is given back with the last tensor.
+    If the system has no large pages, the pages are small. A chunk of memory is freed with the last of its tensors.
     """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0)
 
     def zeros(self, *shape: int) -> Tensor:
-        """A tensor of zeros; its rest of a cache line is its own too."""
+        """A float32 tensor of zeros. It shares no cache line with another tensor."""
         count = torch.Size(shape).numel()
-        taken = -(-count * 4 // LINE) * LINE // 4
-        if taken > len(self._chunk):
-            self._chunk = _chunk(max(CHUNK, 4 * taken))
-        made, self._chunk = self._chunk[:count], self._chunk[taken:]
+        padded = -(-count * 4 // LINE) * LINE // 4
+        if padded > len(self._chunk):
+            self._chunk = _chunk(max(CHUNK, 4 * padded))
+        made, self._chunk = self._chunk[:count], self._chunk[padded:]
         return made.view(shape)
 
 
 def _chunk(size: int) -> Tensor:
-    """float32 zeros of `size` bytes, whose first stands where a large page begins."""
-    private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # shared ones stay small
+    """float32 zeros of `size` bytes that begin at a large page."""
+    private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # shared pages stay small
     memory = mmap.mmap(-1, size + LARGE, **private)
     whole = torch.frombuffer(memory, dtype=torch.float32)
     start = -whole.data_ptr() % LARGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system that was built without them
+        with suppress(OSError):  # the kernel was built without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return whole[start // 4 : (start + size) // 4]

@@ -1,4 +1,4 @@
-"""The four kernels as one value: Triton's on a device, their plain twins anywhere."""
+"""`Kernels`: the four kernels together, by Triton or as reference implementations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pick = Callable[[Tensor, SamplingTensors], tuple[Tensor, Tensor]]
 
 
 class Kernels(NamedTuple):
-    """Whoever runs rounds on a device is handed one of these; see each function for what it takes."""
+    """The kernels of recorded rounds. The Triton functions of the same names document arguments and results."""
 
     name: str
     scatter: Callable[..., None]
@@ -39,7 +39,7 @@ def has_triton() -> bool:
 
 @cache
 def pick_for(device: torch.device) -> Pick | None:
-    """The fused pick of a CUDA device, once it has been seen to work there; None elsewhere."""
+    """The fused pick for a CUDA device, after a test on it; None on other devices, without Triton, or if it fails."""
     if device.type != "cuda" or not has_triton():
         return None
     try:
@@ -50,15 +50,19 @@ def pick_for(device: torch.device) -> Pick | None:
         sampling = SamplingTensors(floats, ints.int(), 1 - floats / 4, floats / 9, ints, ints)
         agree = torch.equal(pick(logits, sampling)[0], reference.pick(logits, sampling)[0])
         problem = "its picks are wrong"
-    except Exception as raised:  # whatever a compiler or driver has to say
+    except Exception as raised:  # compilers and drivers raise exceptions of any type
         agree, problem = False, f"{type(raised).__name__}: {raised}"
     if not agree:
-        _log.warning("the fused pick does not work on %s (%s), so torch's operations pick", device, problem)
+        _log.warning("the fused pick does not work on %s (%s), so torch operations are used instead", device, problem)
     return pick if agree else None
 
 
 def triton_kernels() -> Kernels:
-    """Raises ImportError where Triton is not installed."""
+    """The Triton kernels.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
     from selfspec.kernels.fused_accept import accept
     from selfspec.kernels.fused_pick import pick
     from selfspec.kernels.kv_scatter import scatter

@@ -1,4 +1,4 @@
-"""How many threads to compute with: one per physical core that this process may use."""
+"""The number of compute threads: one per physical core that this process may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def set_threads(given: int | None) -> None:
-    """Tell torch, for this process; a count named by OMP_NUM_THREADS stands unless one is given."""
+    """Set torch's number of threads for this process.
+
+    Args:
+        given: the number of threads. None: OMP_NUM_THREADS if it is set, else `usable_cores`.
+    """
     if given is None and os.environ.get("OMP_NUM_THREADS"):
         return
     import torch
@@ -20,24 +24,24 @@ def set_threads(given: int | None) -> None:
 
 
 def usable_cores() -> int:
-    """Physical cores of the processors this process may run on, no more than its quota of their time."""
+    """The number of physical cores that this process may run on, at most its CPU quota."""
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_core(processor) for processor in usable}
     return max(1, min(len(cores), _quota(len(cores))))
 
 
 def _core(processor: int) -> str:
-    """The hardware threads of one core have the same name."""
+    """The core of a hardware thread: all threads of one core return the same name."""
     try:
         return (TOPOLOGY / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text("ascii").strip()
     except OSError:
         return str(processor)
 
 
-def _quota(most: int) -> int:
-    """Cores' worth of time that a container may have."""
+def _quota(default: int) -> int:
+    """The CPU quota of the container in cores, rounded up; `default` if there is none."""
     try:
         allowed, period = QUOTA.read_text("ascii").split()
-        return most if allowed == "max" else ceil(int(allowed) / int(period))
+        return default if allowed == "max" else ceil(int(allowed) / int(period))
     except (OSError, ValueError):
-        return most
+        return default

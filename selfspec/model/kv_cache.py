@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -167,7 +167,7 @@ class PagedCache:
         if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
             shape = (self.num_layers, 2, *room, *key.shape[1:])
             # Zero pages of the operating system; writing zeros would take as long as the prefill of a prompt.
-            self._pool = Room().zeros(*shape) if key.dtype == torch.float32 else key.new_zeros(shape)
+            self._pool = LargePageAllocator().zeros(*shape) if key.dtype == torch.float32 else key.new_zeros(shape)
         pool = self._pool
         fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
         if fits and alike and pool is not None and layer_idx < len(pool):

@@ -7,10 +7,10 @@ from selfspec.kernels.suite import REFERENCE
 from tests.cuda.tape import Tape
 
 
-def with_runner(target, budget=1 << 40, most_rows=8, num_bytes=None, kernels=REFERENCE):
+def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE):
     """The same target, run from recordings by the plain twins, or by other kernels."""
     if target.engine == "compiled":  # it reads rows where no recording has them: on the host
         target.stack.compiled = None
     tape = Tape(num_bytes)
-    target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, most_rows)
+    target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, max_rows)
     return target

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from selfspec.executors.cuda.capture import CannotCapture, Watched
+from selfspec.executors.cuda.capture import CannotCapture, OperationTracer
 
 WAITS = {  # the host needs an answer of the device, be it only the size of a result
     "item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique",
@@ -73,7 +73,7 @@ class Step(NamedTuple):
     made: list[tuple[int, torch.Tensor]]  # which of the flat results lie in new memory, and where
 
 
-class Recorder(Watched):
+class Recorder(OperationTracer):
     """Does what a body does, and writes it down."""
 
     def __init__(self) -> None:

@@ -53,18 +53,18 @@ RECORDINGS = {
     "lengths": st.lists(st.integers(1, 30), min_size=1, max_size=4),
     "seed": st.integers(0, 1000),
     "sampled": st.booleans(),
-    "most_rows": st.sampled_from([0, 2, 8]),  # 0: segments only
+    "max_rows": st.sampled_from([0, 2, 8]),  # 0: segments only
     "page_size": st.sampled_from([4, 16, 128]),
 }
 
 
-def check_recorded(model, lengths, seed, sampled, most_rows, page_size):
+def check_recorded(model, lengths, seed, sampled, max_rows, page_size):
     """From recordings come the tokens, statistics and outcomes of the ordinary engine, round by round."""
     prompts, options = make_prompts(lengths, seed), options_for(len(lengths), sampled)
     policies = [Stopping(seed, 4) for _ in range(2)]
     engine = {"page_size": page_size}
     wanted = decode(Target(model), prompts, policies[0], engine=engine, **options)
-    target = with_runner(Target(model), most_rows=most_rows)
+    target = with_runner(Target(model), max_rows=max_rows)
     got = decode(target, prompts, policies[1], lambda made: audit_cache(made, target.model), engine, **options)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert [one.stats for one in got] == [one.stats for one in wanted]
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_ordinary_engine(**case):
 
 
 @pytest.mark.parametrize(
-    ("family", "most_rows"),
+    ("family", "max_rows"),
     [
         ("qwen3", 0),
         ("gemma2", 8),
@@ -95,10 +95,10 @@ def test_tokens_are_those_of_the_ordinary_engine(**case):
         slow("opt", 0),
     ],
 )
-def test_views_of_other_families_can_be_recorded(family, most_rows):
+def test_views_of_other_families_can_be_recorded(family, max_rows):
     prompts = make_prompts([3, 20, 11])
     wanted = decode(tiny(family), prompts, Schedule(3, 4), max_new_tokens=12)
-    target = with_runner(Target(build(family)), most_rows=most_rows)
+    target = with_runner(Target(build(family)), max_rows=max_rows)
     got = decode(target, prompts, Schedule(3, 4), max_new_tokens=12)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     runner = target.stack.runner
@@ -126,12 +126,12 @@ def test_float64_too():
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
 
 
-@pytest.mark.parametrize("most_rows", [0, 8])
-def test_whatever_a_plan_asks_for_is_answered_as_ever(most_rows):
+@pytest.mark.parametrize("max_rows", [0, 8])
+def test_whatever_a_plan_asks_for_is_answered_as_ever(max_rows):
     """Looks at other layers, divergences and stops: in whole rounds where they can be, in segments else."""
     prompts = make_prompts([7, 22, 13])
     wanted = decode(tiny("llama"), prompts, Adversary(2, 4), max_new_tokens=18)
-    target = with_runner(Target(build("llama")), most_rows=most_rows)
+    target = with_runner(Target(build("llama")), max_rows=max_rows)
     policy = Adversary(2, 4)
     got = decode(target, prompts, policy, max_new_tokens=18)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
@@ -141,7 +141,7 @@ def test_whatever_a_plan_asks_for_is_answered_as_ever(most_rows):
 def test_second_choices_are_verified_from_recordings_of_layers():
     prompts, how = make_prompts([7, 22, 13]), {"max_new_tokens": 18}
     wanted = decode(tiny("llama"), prompts, Always(None, 0), **how)
-    target = with_runner(Target(build("llama")), most_rows=0)
+    target = with_runner(Target(build("llama")), max_rows=0)
     got = decode(target, prompts, seconds(3), lambda made: audit_cache(made, target.model), **how)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert sum(one.stats.num_side_tokens for one in got) > 10
@@ -192,7 +192,7 @@ def test_two_engines_at_once_have_pages_of_their_own():
 
 def test_the_longest_unused_recordings_are_given_up():
     target, prompts = (
-        with_runner(Target(build("llama")), budget=7 << 19, most_rows=0, num_bytes=1 << 20),
+        with_runner(Target(build("llama")), budget=7 << 19, max_rows=0, num_bytes=1 << 20),
         make_prompts([9, 17]),
     )
     wanted = decode(tiny("llama"), prompts, Schedule(7, 4), max_new_tokens=20)

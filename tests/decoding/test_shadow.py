@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.executors.cpu.shadow import ALONE, can_look
+from selfspec.executors.cpu.shadow import MAX_SINGLE_THREAD, can_compute_shadow
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling, pick, pick_surely
 from selfspec.executors.picker import Picker
@@ -124,7 +124,7 @@ def looked(stack, num_layers, ways, seed, spoil=None):
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
     given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged, penalty
-    assert can_look(stack.compiled)
+    assert can_compute_shadow(stack.compiled)
     return in_one_call(stack, stack.compiled, *given[1:]), over_shortlist(stack, picker, *given[1:])
 
 
@@ -136,13 +136,13 @@ def looked(stack, num_layers, ways, seed, spoil=None):
         min_size=1,
         max_size=9,
     ),
-    alone=st.sampled_from([0, ALONE]),
+    alone=st.sampled_from([0, MAX_SINGLE_THREAD]),
     seed=st.integers(0, 99),
 )
 @torch.inference_mode()
 def test_looks_in_one_compiled_call_are_those_of_torchs_operations(name, num_layers, ways, alone, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.executors.cpu.shadow.ALONE", alone)
+        patch.setattr("selfspec.executors.cpu.shadow.MAX_SINGLE_THREAD", alone)
         patch.setattr(torch, "get_num_threads", lambda: 2)
         (hits, sure), (wanted, wanted_sure) = looked(compiled(name), num_layers, ways, seed)
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
@@ -179,7 +179,7 @@ def test_a_head_that_was_put_elsewhere_in_memory_is_followed():
     logits = stack.logits(torch.randn(4, 32))
     wanted = shadow_picks(*given, logits, logits.argmax(-1))
     model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
-    assert not can_look(stack.compiled)
+    assert not can_compute_shadow(stack.compiled)
     found = shadow_picks(*given, logits, logits.argmax(-1))
     np.testing.assert_allclose(found.confidences, wanted.confidences, atol=1e-4)
     assert (found.hits == wanted.hits).all()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.executors.pick import Sampling, filtered, scored, second_choices, surely
-from selfspec.kernels.compiled_pick import compiled_pick, told
+from selfspec.kernels.compiled_pick import compiled_pick, sampling_bytes
 
 GRID = list(itertools.product([0.0, 0.6, 1.0, 1.7], [0, 1, 7, 300], [1.0, 0.95, 0.3], [0.0, 0.1, 1.0]))
 a_kind = st.tuples(
@@ -30,7 +30,7 @@ def by_torch(logits, samplings, positions):
 
 
 def compiled(logits, samplings, positions, tokens=None):
-    how = b"".join(told(*sampling.filters, sampling.seed) for sampling in samplings)
+    how = b"".join(sampling_bytes(*sampling.filters, sampling.seed) for sampling in samplings)
     return compiled_pick(logits, how, positions, tokens, with_sure=True, with_seconds=True)
 
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.kernels.room import CHUNK, LARGE, LINE, Room
+from selfspec.kernels.room import CHUNK, LARGE, LINE, LargePageAllocator
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000)), min_size=1, max_size=8))
 def test_tensors_are_zeros_of_their_shape_and_share_no_cache_line(shapes):
-    room = Room()
+    room = LargePageAllocator()
     made = [room.zeros(*shape) for shape in shapes]
     for number, (one, shape) in enumerate(zip(made, shapes, strict=True)):
         assert one.shape == shape and not one.any()
@@ -23,7 +23,7 @@ def test_tensors_are_zeros_of_their_shape_and_share_no_cache_line(shapes):
 
 
 def test_a_tensor_outlives_its_room_and_may_be_larger_than_a_chunk():
-    room = Room()
+    room = LargePageAllocator()
     small, large = room.zeros(3), room.zeros(CHUNK // 4 + 5)
     large[-1] = 7
     del room

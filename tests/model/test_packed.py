@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from selfspec.executors.cpu.packed import Packed, fits_half
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import DraftHead
 from selfspec.model.llama_weights import Linear
 from tests.helpers import generate, make_prompts
@@ -45,7 +45,7 @@ def packed_as(kind, parts, paired=False):
         pytest.skip("this processor has no AMX, or the system does not grant it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Packed, "_kind", lambda self: kind)
-        return Packed(parts, Room(), paired)
+        return Packed(parts, LargePageAllocator(), paired)
 
 
 def multiply(packed, x, threads=1):
@@ -101,14 +101,14 @@ def test_tokens_are_rounded_to_the_nearest_and_what_is_no_number_stays_none():
 
 def test_the_smallest_kind_is_taken_that_loses_nothing():
     parts = weights((64, 64), (64, 64))
-    small = Packed(parts, Room())
+    small = Packed(parts, LargePageAllocator())
     assert small.struct.kind == smallest() and fits_half(parts[0].weight)
     assert fits_half(parts[0].weight.half().double()) and not fits_half(torch.full((3,), 2**-10 + 1).half())
     parts[1].weight[63, 63] += 2**-12
     assert not fits_half(parts[1].weight)
-    large = Packed(parts, Room())
+    large = Packed(parts, LargePageAllocator())
     assert large.struct.kind == c.FULL
-    half = Packed([Linear(part.weight.bfloat16(), None) for part in parts], Room())
+    half = Packed([Linear(part.weight.bfloat16(), None) for part in parts], LargePageAllocator())
     assert half.struct.kind == c.functions().selfspec_smallest(True) in (c.PAIRS, smallest())
     assert large.num_bytes == 2 * half.num_bytes == 2 * small.num_bytes == 4 * 128 * 64
 

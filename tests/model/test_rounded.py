@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
-from selfspec.executors.cpu.four_bit import Rounded
-from selfspec.kernels.room import Room
+from selfspec.executors.cpu.four_bit import PackedInt4
+from selfspec.kernels.room import LargePageAllocator
 from tests.helpers import generate, make_prompts
 from tests.model.test_packed import multiply, weights
 from tests.models import build
@@ -56,7 +56,7 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own(outputs, 
     if zeros:
         x[0] = 0
         parts[0].weight[0] = 0
-    packed = Rounded(parts, Room())
+    packed = PackedInt4(parts, LargePageAllocator())
     got = multiply(packed, x, threads)
     weight = torch.cat([part.weight for part in parts])
     wanted = in_whole_numbers(x, weight)
@@ -72,22 +72,22 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own(outputs, 
 def test_products_too_large_for_a_cores_cache_are_those_of_rounded_numbers_too(rows):
     [part] = parts = weights((5000, 250))  # more than 512 KiB in 4 bits: prefetched
     x = torch.randn(rows, 250, generator=torch.Generator().manual_seed(3))
-    got = multiply(Rounded(parts, Room()), x, 2)
+    got = multiply(PackedInt4(parts, LargePageAllocator()), x, 2)
     assert ((got - in_whole_numbers(x, part.weight)).abs() <= 1e-4).float().mean() > 0.98
-    few = [Rounded([part._replace(weight=weight)], Room()) for weight in part.weight.split(500)]
+    few = [PackedInt4([part._replace(weight=weight)], LargePageAllocator()) for weight in part.weight.split(500)]
     assert torch.equal(got, torch.cat([multiply(one, x) for one in few], 1))
 
 
 def test_products_are_near_the_real_ones():
     [part] = parts = weights((96, 256), biased=True)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
-    got, wanted = multiply(Rounded(parts, Room()), x), x @ part.weight.T + part.bias
+    got, wanted = multiply(PackedInt4(parts, LargePageAllocator()), x), x @ part.weight.T + part.bias
     assert torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.99
 
 
 def test_less_memory_than_a_sixth_of_the_weights():
     [part] = parts = weights((512, 256))
-    assert Rounded(parts, Room()).num_bytes < part.weight.nbytes / 6
+    assert PackedInt4(parts, LargePageAllocator()).num_bytes < part.weight.nbytes / 6
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

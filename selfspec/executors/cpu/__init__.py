@@ -1,1 +1,1 @@
-"""The CPU executor: a Llama-shaped model's layers, and whole programs of rounds, in compiled code."""
+"""The CPU executor: compiled code for the layers of Llama-shaped models and for programs of rounds."""

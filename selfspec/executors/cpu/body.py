@@ -1,9 +1,9 @@
-"""The body compiled on this machine: all layers of a call in one function, weights packed for products of a few rows.
+"""`CompiledBody`: all layers of a call in one compiled function, with weights packed for products of a few rows.
 
-Reading weights is what a decoded token costs; a product of the usual kind reads them anew for every few rows, and a
-small model spends as long between products as in them. Here (`selfspec/kernels/cpu`) a dozen rows cost little more
-than one, attention reads keys where the paged cache holds them, and nothing else happens between layers. A token's bits
-do not depend on which others share its call.
+The cost of a decoded token is that of reading the weights. Ordinary matrix products read them again for every few rows,
+and a small model spends as much time between its products as in them. In `selfspec/kernels/cpu`, a dozen rows cost
+little more than one, and attention reads keys and values directly from the paged cache. The bits of a token's results
+do not depend on the other tokens of its call.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.executors.cpu.four_bit import Rounded, RoundedLayers
+from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
-from selfspec.executors.cpu.spare import Spare
+from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
 
-FEW = 12  # tokens of a call that mostly waits for weights
-FIRST_TABLE = 512  # positions of the first table of rotary angles
-STRETCH = 1 << 20  # bytes of weights that a thread reads at a time, to see whether any has changed
+FEW = 12  # calls of at most so many tokens are bound by reading weights
+INITIAL_POSITIONS = 512  # positions in the initial table of rotary angles
+CHECKSUM_BYTES = 1 << 20  # bytes of weights per checksum
 
 
 class CompiledBody:
     """Layers, embedding and head of a Llama-shaped model as compiled functions; it has `Stack`'s `run` and `logits`.
 
-    Its weights are packed copies, of two bytes each where those are bfloat16 numbers, else of four: `refresh` brings
-    them up to date when the model's were edited in place. Of a model in bfloat16, everything between its products is
-    float32 all the same, keys and values too: it rounds where a product reads its input, if at all, and nowhere else.
+    It holds packed copies of the weights: 2 bytes per weight where all of them are bfloat16 numbers, else 4. `refresh`
+    updates the copies after the model's weights were edited in place. Activations, keys and values are float32, for
+    models in bfloat16, too. Only the inputs of products may be rounded to bfloat16.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -45,7 +45,7 @@ class CompiledBody:
 
     def __init__(self, weights: LlamaWeights) -> None:
         self._lib, self.head_dim, self.layers = c.functions(), weights.head_dim, weights.layers
-        self._copies: list[tuple[Tensor, Tensor]] = []  # in float32, and the model's own
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (float32 copy, the model's weight)
         one, embedding, head, norm = self.layers[0], weights.embedding, weights.head, weights.norm
         self.last_norm = self._copied(norm.weight)
         self.embedding, self.head, self.norm = embedding, head, norm
@@ -54,7 +54,7 @@ class CompiledBody:
             weight = self.embedding if head.weight is embedding else self._copied(head.weight)
             self.head = Linear(weight, None if head.bias is None else self._copied(head.bias))
         self._rotary = weights.rotary
-        self._tables = self._make_tables(FIRST_TABLE)
+        self._tables = self._make_tables(INITIAL_POSITIONS)
         self._sizes = {
             "heads": len(one.q.weight) // self.head_dim,
             "kv_heads": len(one.k.weight) // self.head_dim,
@@ -64,9 +64,9 @@ class CompiledBody:
         }
         eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
         self._numbers = {**eps, "scale": one.scale}
-        room = Room()
-        self._products = [pack_layer(layer, Packed, room) for layer in self.layers]
-        self.packed_head = Packed([head], room)
+        memory = LargePageAllocator()
+        self._products = [pack_layer(layer, Packed, memory) for layer in self.layers]
+        self.packed_head = Packed([head], memory)
         self.rounded = RoundedLayers(self.layers, head)
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
         self._norms = [[n and self._copied(n.weight) for n in own] for own in norms]
@@ -74,16 +74,16 @@ class CompiledBody:
         heads, copied = [w for w in head if w is not None], [own for _, own in self._copies]
         every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
-        self._tracked = [w for w in self._weights if not w.is_inference()]  # the others cannot be edited unseen
-        self._seen, self._sums = self._edits(), self._checksums()
-        self.spare = Spare[Any]()
-        """Buffers of compiled rounds, see `selfspec.executors.cpu.rounds`."""
+        self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
+        self._num_edits, self._sums = self._count_edits(), self._checksums()
+        self.buffer_pool = BufferPool[Any]()
+        """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
-        """Most threads for calls of a few tokens, where more of them only wait for each other; None: all of torch's."""
+        """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
 
     @staticmethod
     def bytes_of(weights: LlamaWeights) -> int:
-        """Memory that packed copies of a model's weights take, about.
+        """The approximate memory of packed copies of a model's weights, in bytes.
 
         Raises:
             NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -95,7 +95,7 @@ class CompiledBody:
 
     @property
     def num_bytes(self) -> int:
-        """Weights that a token reads: all products' and norms'."""
+        """Bytes of weights that one token reads: those of all products and norms."""
         products = [self.packed_head, *(one for layer in self._products for one in layer)]
         norms = [self.last_norm, *(n for own in self._norms for n in own if n is not None)]
         return sum(one.num_bytes for one in products) + sum(n.nbytes for n in norms)
@@ -103,7 +103,7 @@ class CompiledBody:
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
-        """See `Stack.run`."""
+        """Run layers [start, stop); see `Stack.run`."""
         given = (given if start == 0 else given.float()).contiguous()
         x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
         if not rows.num_tokens:
@@ -121,64 +121,68 @@ class CompiledBody:
         threads = self.threads(len(x))
         scratch = self._lib.selfspec_scratch_floats(ctypes.byref(model), longest)
         buffers = self._lib.selfspec_buffer_floats(ctypes.byref(model), len(x))
-        room = x.new_empty(buffers + scratch * threads)
+        memory = x.new_empty(buffers + scratch * threads)
         last = self.last_norm.data_ptr() if stop == len(self.layers) else None
         self._lib.selfspec_run(
             *(ctypes.byref(model), ctypes.byref(layers, start * ctypes.sizeof(c.Layer)), stop - start),
             *(ctypes.byref(call), given.data_ptr(), embedding, x.data_ptr(), places, last),
-            *(room.data_ptr(), room.data_ptr() + 4 * buffers, scratch, threads),
+            *(memory.data_ptr(), memory.data_ptr() + 4 * buffers, scratch, threads),
         )
         return x
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
-        """See `Stack.logits`."""
-        if hidden.requires_grad:  # an exit head learns through it, and torch's products have gradients
+        """Logits `[N, vocab]` from hidden states; see `Stack.logits`. `normed`: the final norm is applied already."""
+        if hidden.requires_grad:  # an exit head is trained; only torch's products have gradients
             hidden = hidden.float()
             return F.linear(hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm), *self.head)
         return self.product(self.packed_head, hidden, norm=not normed)
 
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:
-        """See `Stack.draft_logits`: `hidden` lacks the final norm."""
+        """Logits over a part of the vocabulary; see `Stack.draft_logits`. `hidden`: before the final norm."""
         return self.product(self.draft_head(subset)[0], hidden, norm=True)
 
     def draft_head(self, subset: Subset | None, rounded: bool = False) -> tuple[Packed, Tensor | None]:
-        """What picks of drafts are made from: weights, and the tokens that they are of; None: all of the vocabulary.
+        """The head for drafts: its packed weights, and the token ids of its outputs (None: the whole vocabulary).
 
         Args:
-            rounded: weights in 4 bits.
+            subset: the part of the vocabulary to draft over; None: all of it.
+            rounded: use 4-bit weights.
         """
         if subset is None:
             return self.rounded.head if rounded else self.packed_head, None
-        kind = Rounded if rounded else Packed
+        kind = PackedInt4 if rounded else Packed
         if kind not in subset.made:
-            subset.made[kind] = kind([subset.linear], Room())
+            subset.made[kind] = kind([subset.linear], LargePageAllocator())
         return subset.made[kind], subset.tokens
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
-        """`[N, out]` from `[N, in]`, through the final norm first with `norm`."""
+        """The product `[N, out]` of `hidden`, `[N, in]`, with packed weights. `norm`: apply the final norm first."""
         if not len(hidden):
             return hidden.new_empty(0, packed.num_outputs)
         hidden = hidden.float().contiguous()
         out, threads = hidden.new_empty(len(hidden), packed.num_outputs), self.threads(len(hidden))
         product = ctypes.byref(packed.struct)
-        room = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
+        memory = hidden.new_empty(self._lib.selfspec_linear_floats(product, len(hidden), threads))
         weight = self.last_norm.data_ptr() if norm else None
         self._lib.selfspec_linear(
             *(product, hidden.data_ptr(), len(hidden), out.data_ptr()),
-            *(weight, self.norm.eps, room.data_ptr(), threads),
+            *(weight, self.norm.eps, memory.data_ptr(), threads),
         )
         return out
 
     def refresh(self, deeply: bool = False) -> None:
-        """Pack the weights anew where the model's were edited in place since.
+        """Pack the weights again if the model's weights were edited in place since the last call.
 
         Args:
-            deeply: read every weight too, since edits through `.data` or numpy leave no other trace. Those of weights
-                made in inference mode leave none at all, so that they are read each time.
+            deeply: compare checksums of all weights, which also detects edits through `.data` or numpy. Weights made in
+                inference mode count no edits, so models that have some are compared this way in every call.
+
+        Raises:
+            ValueError: the shape of a weight changed.
         """
-        seen, deeply = self._edits(), deeply or len(self._tracked) < len(self._weights)
-        sums = self._checksums() if deeply or seen != self._seen else self._sums
-        if seen == self._seen and sums == self._sums:
+        num_edits, deeply = self._count_edits(), deeply or len(self._tracked) < len(self._weights)
+        sums = self._checksums() if deeply or num_edits != self._num_edits else self._sums
+        if num_edits == self._num_edits and sums == self._sums:
             return
         for copy, own in self._copies:
             if copy.shape != own.shape:
@@ -190,24 +194,27 @@ class CompiledBody:
                 one.fill()
         self.packed_head.fill()
         self.rounded.fill()
-        self._structs.clear()  # of weights that may stand elsewhere now
+        self._structs.clear()  # the packed weights may have moved
         for copy, own in self._copies:
             copy.copy_(own.detach())
-        self._seen, self._sums = seen, sums
+        self._num_edits, self._sums = num_edits, sums
 
     def threads(self, num_tokens: int) -> int:
-        """Never more than torch's own, which are the caller's to set."""
-        most = torch.get_num_threads()
-        return most if self.threads_for_few is None or num_tokens > FEW else min(most, self.threads_for_few)
+        """The number of threads for a call of so many tokens: at most `torch.get_num_threads()`."""
+        limit = torch.get_num_threads()
+        return limit if self.threads_for_few is None or num_tokens > FEW else min(limit, self.threads_for_few)
 
     def reach(self, rows: PackedRows) -> tuple[int, tuple[Tensor, Tensor]]:
-        """The call's longest row, in tokens, and tables that are as long: another thread may be making others."""
+        """The tokens of the call's longest row, and rotary tables that cover them.
+
+        The caller keeps these tables: another thread may replace them in the body.
+        """
         return rows.most_tokens, self.tables(rows.most_tokens)
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of at least so many positions, `[at least length, 1, head_dim]` each; they grow by doubling.
+        """cos and sin of at least `length` positions, fp32 `[positions, 1, head_dim]` each. Tables grow by doubling.
 
-        `sin` has the sign of the half that it is multiplied by.
+        `sin` is negated in the first half of the head, as the rotation needs it.
         """
         tables = self._tables
         if length > len(tables[0]):
@@ -223,52 +230,52 @@ class CompiledBody:
             return cos[0][:, None], (sin[0] * sign)[:, None]
 
     def _copied(self, weight: Tensor) -> Tensor:
-        """In float32, and brought up to date by `refresh`."""
-        with torch.inference_mode(False):  # it outlives the call that asked for it
+        """A float32 copy of a weight, which `refresh` updates."""
+        with torch.inference_mode(False):  # the copy is used in later calls, outside of inference mode, too
             copy = weight.detach().to(torch.float32, copy=True)
         self._copies.append((copy, weight))
         return copy
 
-    def _edits(self) -> int:
-        """How often weights were edited in place, all together."""
+    def _count_edits(self) -> int:
+        """The number of edits in place, summed over all weights."""
         return sum([w._version for w in self._tracked])
 
     def _checksums(self) -> bytes:
-        """Of all weights, which any other number all but surely changes."""
+        """Checksums of all weights, one for every `CHECKSUM_BYTES`."""
         weights = [w.detach().contiguous() for w in self._weights]
-        places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, STRETCH)]
-        counts = [min(STRETCH, w.nbytes - at) for w in weights for at in range(0, w.nbytes, STRETCH)]
+        places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, CHECKSUM_BYTES)]
+        sizes = [min(CHECKSUM_BYTES, w.nbytes - at) for w in weights for at in range(0, w.nbytes, CHECKSUM_BYTES)]
         out, count = (ctypes.c_uint64 * len(places))(), len(places)
-        told = (ctypes.c_void_p * count)(*places), (ctypes.c_int64 * count)(*counts)
-        self._lib.selfspec_checksums(*told, count, out, torch.get_num_threads())
+        arrays = (ctypes.c_void_p * count)(*places), (ctypes.c_int64 * count)(*sizes)
+        self._lib.selfspec_checksums(*arrays, count, out, torch.get_num_threads())
         return bytes(out)
 
     def _call(self, rows: PackedRows) -> tuple[c.Call, int]:
-        """What the compiled function is told of a packed call, and the longest row's length."""
+        """The structure of a packed call, and the longest row's length in tokens. It is cached in `rows.plans`."""
         known = rows.plans.get("compiled")
         if known is None:
             longest, (cos, sin) = self.reach(rows)
-            spans, nodes = _apart(rows.spans)
-            most = max(len(span.pages) for span in spans)
+            spans, nodes = _split_trees(rows.spans)
+            width = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
-            pages = [page for span in spans for page in (*span.pages, *[0] * (most - len(span.pages)))]
+            pages = [page for span in spans for page in (*span.pages, *[0] * (width - len(span.pages)))]
             positions = [at for span in rows.spans for at in span.positions()]
             lists = [(ctypes.c_int64 * len(each))(*each) for each in (positions, firsts, pages, *nodes[:-1])]
             positions_at, firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
             roots, branches = nodes_at or (None, None)
             call = c.Call(
-                *(rows.num_tokens, len(spans), positions_at, firsts_at, pages_at, most),
+                *(rows.num_tokens, len(spans), positions_at, firsts_at, pages_at, width),
                 *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
             )
-            known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # which keeps them alive
+            known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # the last part keeps the memory
         return known[0], known[1]
 
     def structs(self, cache: PagedCache) -> tuple[c.Model, Any]:
-        """The model, and its layers with the places of their keys and values in a cache."""
+        """The structures of the model and of its layers, which point to the keys and values of a cache."""
         return self._all_structs(cache)[:2]
 
     def _all_structs(self, cache: PagedCache) -> tuple[c.Model, Any, dict[int, Any]]:
-        """The same, and what `rounded_structs` has made of it."""
+        """`structs`, and the 4-bit layers that `rounded_structs` has made for this cache, by their number."""
         known = self._structs.get(cache)
         if known is None:
             shape, made = self.embedding.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
@@ -281,16 +288,19 @@ class CompiledBody:
         return known
 
     def rounded_structs(self, cache: PagedCache, count: int) -> tuple[c.Model, Any]:
-        """The same of the first `count` layers, with weights in 4 bits."""
+        """The structures of the model and of its first `count` layers with 4-bit weights."""
         model, layers, known = self._all_structs(cache)
         if count not in known:
             known[count] = self.rounded.structs(layers, count)
         return model, known[count]
 
 
-def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
-    """The chain that a tree begins with as a row, and every other node as one of its own; and (roots, branches, their
-    width) as `body.cpp` has them, if any."""
+def _split_trees(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
+    """Split each tree into rows: its initial chain is one row, and every other node is a row of its own.
+
+    Returns the rows, and (roots, branches, width of branches) as `model.h` defines them; the latter is empty without
+    trees.
+    """
     if all(span.tree is None for span in spans):
         return spans, ()
     rows = [row for span in spans for row in ([span] if span.tree is None else _chain_first(span))]
@@ -301,10 +311,10 @@ def _apart(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
 
 
 def _chain_first(span: Span) -> list[Span]:
-    """A tree's tokens: those of the chain that it begins with, as one row, and the others one by one."""
+    """A tree's tokens as rows: first its initial chain as one row, then every other node as a row of its own."""
     assert span.tree is not None
     parents = span.tree.parents
     chain = next((i for i in range(1, len(parents)) if parents[i] != i - 1), len(parents))
-    count = max(0, chain - (span.start - span.root))  # of its own tokens
+    count = max(0, chain - (span.start - span.root))  # nodes of the chain among the span's tokens
     first = [Span(span.pages, span.start, count)] if count else []
     return [*first, *span.nodes()[count:]]

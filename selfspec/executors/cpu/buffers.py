@@ -1,4 +1,4 @@
-"""What compiled rounds are told, what they tell, and the buffers that this lies in."""
+"""Inputs, outputs and memory of compiled rounds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.kernels import compiled_call as c
 from selfspec.model.kv_cache import Span
 
-MOST_SEEN = 1 << 24  # numbers, 64 MiB
+MAX_HIDDEN_NUMBERS = 1 << 24  # hidden states and logits of a round together; 64 MiB
 
 
-class Stops(NamedTuple):
-    """Where rows end their drafts before their length; see `selfspec.control.plan.Plan`."""
+class StopRule(NamedTuple):
+    """When rows stop drafting before their maximum draft length; see `selfspec.control.plan.Plan`."""
 
     min_confidence: float = 0.0
-    edges: Sequence[float] = ()  # between bins of confidence
-    calibration: Sequence[float] | None = None  # by bin: how often a token is right; None: no rows stop together
-    least: float = 0.0  # mean survival at which they go on
+    edges: Sequence[float] = ()  # bounds between confidence bins
+    calibration: Sequence[float] | None = None  # acceptance rate by confidence bin; None: each row stops on its own
+    least: float = 0.0  # rows continue while their mean survival is at least this
 
 
-class Beside(NamedTuple):
-    """Which second choices are drafted beside first ones; see `selfspec.control.plan.SecondChoices`."""
+class SecondChoiceRule(NamedTuple):
+    """Which second choices are drafted; see `selfspec.control.plan.SecondChoices`."""
 
-    edges: Sequence[float]
+    edges: Sequence[float]  # bounds between confidence bins
     right: Sequence[float]
     second: Sequence[float]
     least: float
@@ -40,111 +40,115 @@ class Beside(NamedTuple):
 
 
 class Drafter(NamedTuple):
-    """Which layers draft, and how."""
+    """The layers that draft, and their head and rules."""
 
     exit_layer: int
-    head: tuple[Packed, Tensor | None]  # what picks are made from, and the tokens that it is of; None: all
-    stops: Stops
-    with_sure: bool
-    rounded: bool  # copies of the layers in 4 bits draft
-    beside: Beside | None = None
+    head: tuple[Packed, Tensor | None]  # its weights, and the token ids of its outputs; None: the whole vocabulary
+    stop_rule: StopRule
+    with_sure: bool  # report confidences
+    rounded: bool  # draft by 4-bit copies of the layers
+    second_choices: SecondChoiceRule | None = None
 
 
-# Draft lengths by match, see `selfspec.control.plan.LookupTable`: its lengths, gains and needs.
+# The fields of a `selfspec.control.plan.LookupTable`: draft lengths, gains and needs.
 Table = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[float]]
 
 
-class Further(NamedTuple):
-    """How far rounds go on after the first one: until a row ends."""
+class ProgramLimits(NamedTuple):
+    """When a program of rounds ends, and which of its rounds draft by lookup."""
 
-    num_rounds: int  # at most, with the first one
-    seconds: float  # none begins later
-    ends: Sequence[Sequence[int]]  # of every row: tokens that end it
-    indices: Sequence[int] | None = None  # of every row: that of its tokens, which is told of them all
-    table: Table | None = None  # what rows draft by lookup, with indices
+    num_rounds: int  # maximum; a program also ends with the round in which a row ends
+    seconds: float  # no round after the first begins later than this
+    ends: Sequence[Sequence[int]]  # per row: tokens that end it
+    indices: Sequence[int] | None = None  # per row: address of its compiled index, to which its tokens are added
+    table: Table | None = None  # draft lengths by lookup; needs `indices`
 
     @property
-    def most_looked_up(self) -> int:
-        """Tokens that any row drafts by lookup."""
+    def max_lookup_draft(self) -> int:
+        """The maximum number of tokens that a row drafts by lookup."""
         return 0 if self.table is None else max(map(max, self.table[0]))
 
 
-class Judged(NamedTuple):
-    """What came of a row."""
+class RowResult(NamedTuple):
+    """The result of one round for one row."""
 
     drafted: list[int]
-    parents: tuple[int, ...] | None  # where they are no chain
-    chain: int  # of those that a layer drafted: the first ones, which follow one another
-    path: Sequence[int]  # nodes that are right, node 0 first
-    block: list[int]  # what the target picked at these
-    sure: list[float]  # of the chain
-    match: int  # that a draft by lookup follows, else 0
-    logprobs: list[TokenLogprobs] | None = None  # of the block, where asked
+    parents: tuple[int, ...] | None  # parent node of each drafted token; None: the draft is a chain
+    chain: int  # first drafted tokens: those that a layer drafted one after another
+    path: Sequence[int]  # accepted nodes, from node 0 on
+    block: list[int]  # the target's pick at each accepted node
+    sure: list[float]  # confidences of the chain
+    match: int  # match length of a draft by lookup, else 0
+    logprobs: list[TokenLogprobs] | None = None  # of the block, if the row requests them
 
 
-class Seen(NamedTuple):
-    """Where a round leaves hidden states and logits: of all nodes, row after row."""
+class HiddenStateBuffers(NamedTuple):
+    """Where a round writes hidden states and logits of its nodes, in the order of its rows."""
 
     layers: Sequence[int]  # ascending
-    hidden: Tensor  # [layers, at least as many nodes, hidden_size]: after each of them
-    logits: Tensor  # [at least as many nodes, vocab]: the target's
+    hidden: Tensor  # fp32 [layers, at least the number of nodes, hidden_size], after each of the layers
+    logits: Tensor  # fp32 [at least the number of nodes, vocab], the target's
 
     @classmethod
-    def of(cls, body: CompiledBody, layers: Sequence[int], num_nodes: int) -> Seen | None:
-        """Room for so many nodes; None where that is much."""
+    def allocate(cls, body: CompiledBody, layers: Sequence[int], num_nodes: int) -> HiddenStateBuffers | None:
+        """Buffers for `num_nodes` nodes; None if they exceed `MAX_HIDDEN_NUMBERS`."""
         size, vocab = body.embedding.shape[1], body.packed_head.num_outputs
-        if num_nodes * (len(layers) * size + vocab) > MOST_SEEN:
+        if num_nodes * (len(layers) * size + vocab) > MAX_HIDDEN_NUMBERS:
             return None
         hidden = body.embedding.new_empty(len(layers), num_nodes, size)
         return cls(layers, hidden, body.embedding.new_empty(num_nodes, vocab))
 
 
-class Done(NamedTuple):
-    """What came of a round."""
+class RoundResult(NamedTuple):
+    """The result of one round."""
 
-    rows: list[Judged]
-    is_given: bool  # no layer drafted, if anything was drafted
-    steps: list[float]  # seconds of the draft: layers, head, pick of the first token; of the second; ...
-    taken: list[float]  # and of early layers on what was drafted last, then of all layers that judged, head, and picks
+    rows: list[RowResult]
+    is_given: bool  # no layer drafted
+    draft_seconds: list[float]  # of layers, head and pick of the first drafted token; of the second; ...
+    verify_seconds: list[float]  # of early layers on the last drafted tokens, then of all verifying layers, head, picks
 
 
 class Buffers:
-    """What rounds of `count` rows and at most `most` drafted tokens of each read and write."""
+    """Inputs and outputs of up to `num_rounds` rounds of `count` rows that draft up to `max_draft` tokens each."""
 
-    def __init__(self, body: CompiledBody, count: int, most: int, num_rounds: int) -> None:
-        self.count, self.most, self.size = count, most, (count, most, num_rounds)
+    def __init__(self, body: CompiledBody, count: int, max_draft: int, num_rounds: int) -> None:
+        self.count, self.max_draft, self.size = count, max_draft, (count, max_draft, num_rounds)
         self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
-        # Of one round after the other:
+        # One entry per round:
         self._drafted, self._counts, self._chains, self._accepted, self._matches = (
             _ints(num_rounds * count) for _ in range(5)
         )
-        self._tokens, self._parents = (_ints(num_rounds * count * most) for _ in range(2))
-        self._path, self._picks = (_ints(num_rounds * count * (most + 1)) for _ in range(2))
-        self._sure = (ctypes.c_float * (num_rounds * count * most))()
-        self._steps, self._taken = (ctypes.c_double * (num_rounds * 3 * most))(), (ctypes.c_double * (num_rounds * 4))()
-        # Of the last one:
-        self._written, self._others = (_ints(count * most) for _ in range(2))
-        self._hidden = body.embedding.new_empty(count, most, body.embedding.shape[1])
+        self._tokens, self._parents = (_ints(num_rounds * count * max_draft) for _ in range(2))
+        self._path, self._picks = (_ints(num_rounds * count * (max_draft + 1)) for _ in range(2))
+        self._sure = (ctypes.c_float * (num_rounds * count * max_draft))()
+        self._steps, self._taken = (
+            (ctypes.c_double * (num_rounds * 3 * max_draft))(),
+            (ctypes.c_double * (num_rounds * 4))(),
+        )
+        # Of the last round only:
+        self._written, self._others = (_ints(count * max_draft) for _ in range(2))
+        self._hidden = body.embedding.new_empty(count, max_draft, body.embedding.shape[1])
+        # Inputs are kept here while the structures point to them. Equal inputs of later calls are not copied again.
         self._pages: tuple[list[Sequence[int]], Any] = [], None
-        self._how: tuple[bytes, Any] = b"", None
+        self._sampling: tuple[bytes, Any] = b"", None
         self._pick_data: PickData | None = None
-        self._stops: Stops | None = None
-        self._numbers: Any = None  # which the stop points to
-        self._beside: tuple[Beside | None, Any, Any] = None, None, None
+        self._stop_rule: StopRule | None = None
+        self._stop_arrays: Any = None
+        self._second_choices: tuple[SecondChoiceRule | None, Any, Any] = None, None, None
         self._table: tuple[Table | None, Sequence[Any]] = None, ()
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._indices = (ctypes.c_void_p * count)()
-        self.tables: tuple[Tensor, Tensor] | None = None  # of rotary angles, that it was told of
+        self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `drafting` points to
         at = ctypes.addressof
         self.drafting = c.Drafting(
-            num_rows=count, most=most, norm=body.last_norm.data_ptr(), eps=body.norm.eps, positions=at(self._positions),
-            lengths=at(self._lengths), last=at(self._last), counts=at(self._drafted), tokens=at(self._written),
-            hidden=self._hidden.data_ptr(), taken=at(self._steps),
+            num_rows=count, most=max_draft, norm=body.last_norm.data_ptr(), eps=body.norm.eps,
+            positions=at(self._positions), lengths=at(self._lengths), last=at(self._last), counts=at(self._drafted),
+            tokens=at(self._written), hidden=self._hidden.data_ptr(), taken=at(self._steps),
         )  # fmt: skip
         self.judging = c.Judging(
-            num_layers=len(body.layers), norm=body.last_norm.data_ptr(), few=FEW, most=most, counts=at(self._counts),
-            tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains), accepted=at(self._accepted),
-            path=at(self._path), picks=at(self._picks), taken=at(self._taken),
+            num_layers=len(body.layers), norm=body.last_norm.data_ptr(), few=FEW, most=max_draft,
+            counts=at(self._counts), tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains),
+            accepted=at(self._accepted), path=at(self._path), picks=at(self._picks), taken=at(self._taken),
         )  # fmt: skip
         self._given = _ints(num_rounds)
         self._taps = (ctypes.c_void_p * len(body.layers))()
@@ -153,10 +157,10 @@ class Buffers:
         self._program = c.Program(rounds=1, rooms=at(self._rooms), given=at(self._given), matches=at(self._matches))
         self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._program)]
 
-    def tell(
-        self, rows: Sequence[Span], lengths: list[int], last: Sequence[int], how: bytes, rooms: Sequence[int]
+    def write_inputs(
+        self, rows: Sequence[Span], lengths: list[int], last: Sequence[int], sampling: bytes, rooms: Sequence[int]
     ) -> None:
-        """Of a round that begins."""
+        """Write the rows of the first round; see `CompiledRounds.run` for the arguments."""
         self._positions[:] = [row.start for row in rows]
         self._lengths[:] = lengths
         self._last[:], self._rooms[:] = last, rooms
@@ -169,116 +173,122 @@ class Buffers:
             flat = [page for own in pages for page in (*own, *[0] * (longest - len(own)))]
             self._pages = [list(own) for own in pages], (ctypes.c_int64 * len(flat))(*flat)
             self.drafting.pages, self.drafting.row_pages = ctypes.addressof(self._pages[1]), longest
-        if how != self._how[0]:
-            self._how = how, ctypes.create_string_buffer(how, len(how))
-            self.drafting.how = ctypes.addressof(self._how[1])
+        if sampling != self._sampling[0]:
+            self._sampling = sampling, ctypes.create_string_buffer(sampling, len(sampling))
+            self.drafting.how = ctypes.addressof(self._sampling[1])
 
-    def give(self, row: int, tokens: Sequence[int]) -> None:
-        """A row's draft in the first round, that no layer makes."""
-        count, at = len(tokens), row * self.most
+    def write_draft(self, row: int, tokens: Sequence[int]) -> None:
+        """Write a draft of the first round that was made elsewhere."""
+        count, at = len(tokens), row * self.max_draft
         self._counts[row] = count
         self._tokens[at : at + count], self._parents[at : at + count] = tokens, range(count)
 
-    def draft_by(self, drafter: Drafter) -> None:
+    def set_drafter(self, drafter: Drafter) -> None:
+        """Set the head and rules of the layers that draft."""
         packed, names = drafter.head
-        drafting, stops, beside = self.drafting, drafter.stops, drafter.beside
+        drafting, rule, second = self.drafting, drafter.stop_rule, drafter.second_choices
         drafting.vocab, drafting.names = packed.num_outputs, None if names is None else names.data_ptr()
         drafting.sure = ctypes.addressof(self._sure) if drafter.with_sure else None
-        drafting.seconds = None if beside is None else ctypes.addressof(self._others)
-        if stops is not self._stops:
-            self._stops = stops
-            drafting.stop, self._numbers = stop_of(stops)
-        if beside is None:
+        drafting.seconds = None if second is None else ctypes.addressof(self._others)
+        if rule is not self._stop_rule:
+            self._stop_rule = rule
+            drafting.stop, self._stop_arrays = stop_struct(rule)
+        if second is None:
             self.judging.seconds = None
             return
-        if beside is not self._beside[0]:
-            lists = [doubles(one) for one in beside[:3]]
-            numbers = len(beside.edges), beside.least, beside.enough, ctypes.addressof(self._rooms), beside.most
-            self._beside = beside, c.SecondChoices(*map(ctypes.addressof, lists), *numbers), lists
-        self.judging.seconds = ctypes.addressof(self._beside[1])
+        if second is not self._second_choices[0]:
+            lists = [doubles(one) for one in second[:3]]
+            numbers = len(second.edges), second.least, second.enough, ctypes.addressof(self._rooms), second.most
+            self._second_choices = second, c.SecondChoices(*map(ctypes.addressof, lists), *numbers), lists
+        self.judging.seconds = ctypes.addressof(self._second_choices[1])
 
-    def look(self, seen: Seen | None) -> None:
-        """At layers, as all of them judge."""
+    def set_hidden_states(self, buffers: HiddenStateBuffers | None) -> None:
+        """Set where the verification writes hidden states and logits; None: nowhere."""
         judging = self.judging
         judging.taps = judging.logits = None
-        if seen is not None:
+        if buffers is not None:
             for i in range(judging.num_layers):
                 self._taps[i] = None
-            for layer, hidden in zip(seen.layers, seen.hidden, strict=True):
+            for layer, hidden in zip(buffers.layers, buffers.hidden, strict=True):
                 self._taps[layer - 1] = hidden.data_ptr()
-            judging.taps = ctypes.addressof(self._taps) if seen.layers else None
-            judging.logits = seen.logits.data_ptr()
+            judging.taps = ctypes.addressof(self._taps) if buffers.layers else None
+            judging.logits = buffers.logits.data_ptr()
 
     def set_picks(self, data: PickData | None) -> LogprobBuffers | None:
-        """What rows with penalties hold; returns where log-probabilities will stand, if any are asked for."""
-        self._pick_data = data  # what the program points to
+        """Set the contents of rows with penalties. Return the buffers of log-probabilities, if a row requests any."""
+        self._pick_data = data  # the program points to it
         none = (None, None, None)
         program, judging = self._program, self.judging
         program.texts, program.text_ends, program.num_prompts = none if data is None else data.texts()
-        logprobs = None if data is None else data.logprobs(self.most, self.size[2])
+        logprobs = None if data is None else data.logprobs(self.max_draft, self.size[2])
         judging.num_likely = None
         if logprobs is not None:
-            logprobs.show(judging)
+            logprobs.set_outputs(judging)
         return logprobs
 
-    def go_on(self, further: Further, is_given: bool) -> None:
-        """How far, after the first round, whose drafts are given or not."""
-        program, table = self._program, further.table
+    def set_limits(self, limits: ProgramLimits, is_given: bool) -> None:
+        """Set when the program ends. `is_given`: no layer drafts in the first round."""
+        program, table = self._program, limits.table
         self._given[0] = is_given
-        program.rounds, program.seconds = further.num_rounds, further.seconds
-        if further.ends != self._ends[0] or self._ends[1] is None:
-            flat = [token for own in further.ends for token in own]
-            stops = [0, *accumulate(map(len, further.ends))]
-            self._ends = further.ends, (ctypes.c_int64 * len(flat))(*flat), (ctypes.c_int64 * len(stops))(*stops)
+        program.rounds, program.seconds = limits.num_rounds, limits.seconds
+        if limits.ends != self._ends[0] or self._ends[1] is None:
+            flat = [token for own in limits.ends for token in own]
+            offsets = [0, *accumulate(map(len, limits.ends))]
+            self._ends = limits.ends, (ctypes.c_int64 * len(flat))(*flat), (ctypes.c_int64 * len(offsets))(*offsets)
         program.ends, program.stops = map(ctypes.addressof, self._ends[1:])
-        program.indices = None if further.indices is None else ctypes.addressof(self._indices)
-        if further.indices is None or table is None:
+        program.indices = None if limits.indices is None else ctypes.addressof(self._indices)
+        if limits.indices is None or table is None:
             return
-        self._indices[:] = [*further.indices]
+        self._indices[:] = [*limits.indices]
         if table is not self._table[0]:
             lengths, gains, needs = table
-            flat_lengths = [min(n, self.most) for own in lengths for n in own]  # they may exceed 64 bits
+            flat_lengths = [min(n, self.max_draft) for own in lengths for n in own]  # they may exceed 64 bits
             flat_gains = [gain for own in gains for gain in own]
             arrays = (ctypes.c_int64 * len(flat_lengths))(*flat_lengths), doubles(flat_gains), doubles(needs)
             self._table = table, arrays
         program.lengths, program.gains, program.needs = map(ctypes.addressof, self._table[1])
         program.num_needs = len(table[2])
 
-    def done(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[Done]:
-        """What came of every round."""
+    def read_results(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[RoundResult]:
+        """The results of all rounds that ran."""
         num_rounds, count = self._program.done, self.count
-        own, most, with_sure = num_rounds * count, self.most, drafter is not None and drafter.with_sure
+        own, max_draft, with_sure = num_rounds * count, self.max_draft, drafter is not None and drafter.with_sure
         counts, chains, accepted, matches = (
             part[:own] for part in (self._counts, self._chains, self._accepted, self._matches)
         )
         given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
-        # Of these a round may have filled little.
+        # These are not copied as a whole: a round may have filled a small part of them.
         tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure
         rows = []
         for at, (length, chain, right, match) in enumerate(zip(counts, chains, accepted, matches, strict=True)):
-            first, to = at * most, at * (most + 1)
+            first, to = at * max_draft, at * (max_draft + 1)
             path, tree = range(right), None
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
                 path, tree = self._path[to : to + right], parents
-            block, certain = picks[to : to + right], sure[first : first + chain] if with_sure else []
-            told = None if logprobs is None else logprobs.read(at, block)
-            rows.append(Judged(tokens[first : first + length], tree, chain, path, block, certain, match, told))
-        done = []
+            block, confidences = picks[to : to + right], sure[first : first + chain] if with_sure else []
+            row_logprobs = None if logprobs is None else logprobs.read(at, block)
+            drafted_tokens = tokens[first : first + length]
+            rows.append(RowResult(drafted_tokens, tree, chain, path, block, confidences, match, row_logprobs))
+        results = []
         for at in range(num_rounds):
-            row, step = at * count, at * 3 * most
-            last = step if given[at] else step + 3 * max(drafted[row : row + count])
-            done.append(Done(rows[row : row + count], bool(given[at]), steps[step:last], taken[4 * at : 4 * at + 4]))
-        return done
+            row, step = at * count, at * 3 * max_draft
+            last, seconds = (
+                step if given[at] else step + 3 * max(drafted[row : row + count]),
+                taken[4 * at : 4 * at + 4],
+            )
+            results.append(RoundResult(rows[row : row + count], bool(given[at]), steps[step:last], seconds))
+        return results
 
 
-def stop_of(stops: Stops) -> tuple[c.Stop, Any]:
-    """What compiled functions are told, and what that points to, to be kept as long."""
-    edges, calibration = doubles(stops.edges), None if stops.calibration is None else doubles(stops.calibration)
-    told = None if calibration is None else ctypes.addressof(calibration)
-    return c.Stop(stops.min_confidence, stops.least, ctypes.addressof(edges), told, len(edges)), (edges, calibration)
+def stop_struct(rule: StopRule) -> tuple[c.Stop, Any]:
+    """The structure of a stop rule, and the arrays that it points to, which the caller keeps as long."""
+    edges, calibration = doubles(rule.edges), None if rule.calibration is None else doubles(rule.calibration)
+    place = None if calibration is None else ctypes.addressof(calibration)
+    return c.Stop(rule.min_confidence, rule.least, ctypes.addressof(edges), place, len(edges)), (edges, calibration)
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    """A C array of float64 numbers."""
     return (ctypes.c_double * len(values))(*values)
 
 

@@ -1,4 +1,4 @@
-"""`CpuExecutor`: the rounds of a plan in one compiled call, bit for bit as the eager executor runs them."""
+"""`CpuExecutor`: runs the rounds of a plan in one compiled call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from selfspec.control.rows import StageSeconds
 from selfspec.drafting.compiled_prompt_lookup import CompiledLookup
 from selfspec.executors.after_round import with_shadows
 from selfspec.executors.cpu.body import CompiledBody
-from selfspec.executors.cpu.buffers import Beside, Done, Drafter, Further, Judged, Seen, Stops
+from selfspec.executors.cpu.buffers import (
+    Drafter,
+    HiddenStateBuffers,
+    ProgramLimits,
+    RoundResult,
+    RowResult,
+    SecondChoiceRule,
+    StopRule,
+)
 from selfspec.executors.cpu.pick_data import PickData
-from selfspec.executors.cpu.rounds import CompiledRounds, most_rounds
+from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, told_of
@@ -25,10 +33,10 @@ from selfspec.model.stack import Stack
 
 
 class CpuExecutor(Executor):
-    """Runs compiled code, where the stack's layers are compiled.
+    """Runs plans by compiled code; it serves stacks whose layers are compiled. Picks equal the eager executor's.
 
-    A program is one call, up to the number of rounds that its buffers hold. Rounds that look at layers or keep logits,
-    and drafts from a corpus, are a call each.
+    One call runs a whole program, up to the number of rounds that its buffers hold. Rounds with a probe, rounds that
+    keep logits, and rounds that draft from a corpus take one call each.
     """
 
     def __init__(
@@ -39,16 +47,18 @@ class CpuExecutor(Executor):
         self._rounds = CompiledRounds(body) if isinstance(body, CompiledBody) else None
 
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+        """Whether the plan can run in compiled code; see `Executor.serves`."""
         if self._rounds is None or plan.keep_divergence or any(row.request.logits_processor for row in rows):
             return False
-        if any(_may_ban_all(row, self.stack.vocab_size) for row in rows):
+        if any(_may_ban_all_tokens(row, self.stack.vocab_size) for row in rows):
             return False
         if plan.exit_layer and self._drafter(plan) is None:
             return False
         keeps = any(row.request.keep_logits for row in rows)
-        return not (keeps or plan.shadow is not None) or self._seen(rows, plan) is not None
+        return not (keeps or plan.shadow is not None) or self._hidden_state_buffers(rows, plan) is not None
 
     def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
+        """Run the rounds of a plan, in one call if possible; see `Executor.run`."""
         table, looks_up = plan.table, plan.table is not None
         keeps = any(row.request.keep_logits for row in rows)
         if keeps or plan.shadow is not None or (looks_up and any(row.lookup.has_corpus for row in rows)):
@@ -58,26 +68,27 @@ class CpuExecutor(Executor):
             plan = replace(plan, exit_layer=None)
         indices = None
         if looks_up:
-            own = [row.lookup.own for row in rows]
-            indices = [one.address for one in own if isinstance(one, CompiledLookup)]
+            lookups = [row.lookup.own for row in rows]
+            indices = [lookup.address for lookup in lookups if isinstance(lookup, CompiledLookup)]
         ends = [sorted(row.stopper.ends) for row in rows]
-        further = Further(min(plan.num_rounds, most_rounds(len(rows))), deadline, ends, indices, table)
-        yield from self._executed(rows, plan, further)
+        limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends, indices, table)
+        yield from self._executed(rows, plan, limits)
 
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+        """Run one round in one call; see `Executor.round`."""
         plan, given = draft.plan, None if draft.given is None else [guess.tokens for guess in draft.given]
         keeps = any(row.request.keep_logits for row in rows)
-        seen = self._seen(rows, plan) if keeps or plan.shadow is not None else None
-        penalties = None if seen is None else Penalties.of(rows, self.stack.vocab_size, self.stack.device)
-        further = Further(1, 0.0, [()] * len(rows))
-        executed = next(self._executed(rows, plan, further, given, seen))
+        hidden_states = self._hidden_state_buffers(rows, plan) if keeps or plan.shadow is not None else None
+        penalties = None if hidden_states is None else Penalties.of(rows, self.stack.vocab_size, self.stack.device)
+        limits = ProgramLimits(1, 0.0, [()] * len(rows))
+        executed = next(self._executed(rows, plan, limits, given, hidden_states))
         verdicts, seconds = executed.verdicts, executed.seconds
         verdicts = draft.with_matches(verdicts)
-        if seen is not None and keeps:
-            verdicts = _with_logits(rows, verdicts, seen, penalties)
-        if seen is not None and plan.shadow is not None:
+        if hidden_states is not None and keeps:
+            verdicts = _with_logits(rows, verdicts, hidden_states, penalties)
+        if hidden_states is not None and plan.shadow is not None:
             seconds.restart()
-            taps, logits = [seen.hidden], seen.logits
+            taps, logits = [hidden_states.hidden], hidden_states.logits
             verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, taps, logits, penalties)
             seconds.lap("shadow")
         return Executed(executed.exit_layer if draft.given is None else LOOKUP, verdicts, seconds)
@@ -86,9 +97,9 @@ class CpuExecutor(Executor):
         self,
         rows: Sequence[Row],
         plan: Plan,
-        further: Further,
+        limits: ProgramLimits,
         given: Sequence[Sequence[int]] | None = None,
-        seen: Seen | None = None,
+        hidden_states: HiddenStateBuffers | None = None,
     ) -> Iterator[Executed]:
         assert self._rounds is not None
         seconds = self.new_seconds()
@@ -100,17 +111,18 @@ class CpuExecutor(Executor):
         spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
         data = PickData.of(rows, self.stack.vocab_size)
-        done = self._rounds.run(self.cache, spans, last, how, rooms, drafter, further, given, seen, data)
-        around = seconds.now() - begin - sum([sum(one.steps) + sum(one.taken) for one in done])
-        for one in done:
-            _add_stages(seconds, one, around)
-            is_found, has_drafted = any(row.match for row in one.rows), any(row.drafted for row in one.rows)
+        results = self._rounds.run(self.cache, spans, last, how, rooms, drafter, limits, given, hidden_states, data)
+        inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
+        overhead = seconds.now() - begin - inside
+        for result in results:
+            _add_stages(seconds, result, overhead)
+            is_found, has_drafted = any(row.match for row in result.rows), any(row.drafted for row in result.rows)
             exit_layer = LOOKUP if is_found else plan.exit_layer if has_drafted else None
-            yield Executed(exit_layer, [_verdict(row) for row in one.rows], seconds)
-            seconds, around = self.new_seconds(), 0.0
+            yield Executed(exit_layer, [_verdict(row) for row in result.rows], seconds)
+            seconds, overhead = self.new_seconds(), 0.0
 
     def _drafter(self, plan: Plan) -> Drafter | None:
-        """Who drafts; None where that is not compiled."""
+        """The layers that draft; None if the exit layer has a trained head, for which there is no compiled code."""
         assert self._rounds is not None and plan.exit_layer is not None
         heads, rounded = self.stack.exit_heads, plan.draft_bits is not None
         if heads is not None and plan.exit_layer in heads.layers:
@@ -118,74 +130,76 @@ class CpuExecutor(Executor):
         subset = self.stack.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
         head = self._rounds.body.draft_head(subset, rounded)
         rule = plan.second_choices
-        beside = rule and _beside(tuple(rule.right), tuple(rule.second), *rule[2:])
-        return Drafter(plan.exit_layer, head, stops_of(plan), plan.reads_confidence, rounded, beside)
+        second_choices = rule and _second_choice_rule(tuple(rule.right), tuple(rule.second), *rule[2:])
+        return Drafter(plan.exit_layer, head, stop_rule_of(plan), plan.reads_confidence, rounded, second_choices)
 
-    def _seen(self, rows: Sequence[Row], plan: Plan) -> Seen | None:
-        """Where a round leaves hidden states and logits; None where that is much."""
+    def _hidden_state_buffers(self, rows: Sequence[Row], plan: Plan) -> HiddenStateBuffers | None:
+        """Buffers for hidden states and logits of a round; None if they exceed `MAX_HIDDEN_NUMBERS`."""
         assert self._rounds is not None
         layers = () if plan.shadow is None else plan.shadow.layers
-        beside = 0 if plan.second_choices is None else plan.second_choices.most
+        num_second = 0 if plan.second_choices is None else plan.second_choices.most
         longest = plan.draft_lengths
         if plan.table is not None:
             longest = tuple([max(length, *own) for length, own in zip(longest, plan.table.lengths, strict=True)])
         cut = [min(n, row.room - 1) for n, row in zip(longest, rows, strict=True)]
-        return Seen.of(self._rounds.body, layers, sum([1 + n + min(beside, n) for n in cut]))
+        return HiddenStateBuffers.allocate(self._rounds.body, layers, sum([1 + n + min(num_second, n) for n in cut]))
 
 
-def _may_ban_all(row: Row, vocab_size: int) -> bool:
-    """Whether no token may be left to be sampled, which the eager executor refuses in words."""
+def _may_ban_all_tokens(row: Row, vocab_size: int) -> bool:
+    """Whether `no_repeat_ngram_size` may ban every token. The eager executor raises an error that explains it."""
     sampling = row.request.sampling
     return sampling.no_repeat_ngram_size > 0 < sampling.temperature and len(row.content) + row.room > vocab_size
 
 
 @lru_cache(maxsize=64)
-def _beside(right: Sequence[float], second: Sequence[float], least: float, most: int, enough: float) -> Beside:
-    """The same object of equal rules, see `SecondChoices`."""
-    return Beside(CONFIDENCE_EDGES, right, second, least, enough, most)
+def _second_choice_rule(
+    right: Sequence[float], second: Sequence[float], least: float, most: int, enough: float
+) -> SecondChoiceRule:
+    """The compiled form of `SecondChoices`. Equal rules give the same object, so that buffers write it once."""
+    return SecondChoiceRule(CONFIDENCE_EDGES, right, second, least, enough, most)
 
 
 @lru_cache(maxsize=64)
-def _stops(min_confidence: float, stop: SurvivalStop | None) -> Stops:
+def _stop_rule(min_confidence: float, stop: SurvivalStop | None) -> StopRule:
     if stop is None:
-        return Stops(min_confidence)
-    return Stops(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
+        return StopRule(min_confidence)
+    return StopRule(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
 
 
-def stops_of(plan: Plan) -> Stops:
-    """Where a plan's rows end their drafts, as compiled functions are told; the same object of equal plans."""
+def stop_rule_of(plan: Plan) -> StopRule:
+    """The compiled form of a plan's stop rules. Equal rules give the same object, so that buffers write it once."""
     stop = plan.stop
-    return _stops(plan.min_confidence, stop and SurvivalStop(tuple(stop.calibration), stop.least))
+    return _stop_rule(plan.min_confidence, stop and SurvivalStop(tuple(stop.calibration), stop.least))
 
 
-def _add_stages(seconds: StageSeconds, one: Done, around: float) -> None:
-    """What a round took, piece by piece."""
-    seconds.add("rest", max(0.0, around))
-    for at, taken in enumerate(one.steps):
+def _add_stages(seconds: StageSeconds, result: RoundResult, overhead: float) -> None:
+    """Add the seconds of each stage of a round. `overhead`: seconds outside of the compiled stages."""
+    seconds.add("rest", max(0.0, overhead))
+    for at, taken in enumerate(result.draft_seconds):
         seconds.add(("draft", "head", "pick")[at % 3], taken)
     stages = ("draft", "verify", "head", "pick")
-    for stage, taken in list(zip(stages, one.taken, strict=True))[one.is_given :]:
+    for stage, taken in list(zip(stages, result.verify_seconds, strict=True))[result.is_given :]:
         seconds.add(stage, taken)
 
 
-def _verdict(one: Judged) -> Verdict:
-    tree = None if one.parents is None else Tree((-1, *one.parents))
-    chain = 0 if tree is None else one.chain
-    sure, match, logprobs = tuple(one.sure), one.match, one.logprobs
-    return Verdict(one.drafted, one.path, one.block, None, None, tree, chain, sure, match=match, logprobs=logprobs)
+def _verdict(row: RowResult) -> Verdict:
+    tree = None if row.parents is None else Tree((-1, *row.parents))
+    chain = 0 if tree is None else row.chain
+    sure, match, logprobs = tuple(row.sure), row.match, row.logprobs
+    return Verdict(row.drafted, row.path, row.block, None, None, tree, chain, sure, match=match, logprobs=logprobs)
 
 
 def _with_logits(
-    rows: Sequence[Row], verdicts: Sequence[Verdict], seen: Seen, penalties: Penalties | None
+    rows: Sequence[Row], verdicts: Sequence[Verdict], hidden_states: HiddenStateBuffers, penalties: Penalties | None
 ) -> list[Verdict]:
-    """With the logits of rows that keep them, and what their tokens were picked from."""
-    out, at = [], 0
+    """The verdicts, with the logits and filtered scores of rows that keep them."""
+    out, first_node = [], 0
     for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         if row.request.keep_logits:
-            raw = scores = seen.logits[[at + node for node in verdict.path]]
+            raw = scores = hidden_states.logits[[first_node + node for node in verdict.path]]
             if penalties is not None:
                 scores = penalties.along([()] * i + [verdict.block]).applied(raw)
             verdict = verdict._replace(logits=raw, scores=filtered(scores, row.request.sampling).clone())
         out.append(verdict)
-        at += len(verdict.drafted) + 1
+        first_node += len(verdict.drafted) + 1
     return out

@@ -1,8 +1,8 @@
-"""Copies of the first layers and the head with weights rounded to 4 bits, that drafts alone are written by.
+"""Copies of the first layers and the head with weights rounded to 4 bits, for drafts only.
 
-What they write is judged by all layers as they are, as a draft by lookup is, so that rounding costs agreement, never a
-token of the output (drafts by a more quantised self: QSpec, arXiv 2410.11305). Keys and values that they leave in the
-cache are written over by that verification.
+All layers, with unrounded weights, verify these drafts, as they verify drafts by lookup. Rounding may lower acceptance
+but never changes the output (drafting by a quantised copy of the model: QSpec, arXiv 2410.11305). The verification
+overwrites the keys and values that the copies leave in the cache.
 """
 
 from __future__ import annotations
@@ -14,42 +14,47 @@ from typing import Any
 
 from selfspec.executors.cpu.packed import Packed, pack_layer
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.llama_weights import Layer, Linear
 
 
-class Rounded(Packed):
-    """A product's weights in 4 bits, of which each output's GROUP inputs share a scale: see `kernels/cpu/nibbles.h`."""
+class PackedInt4(Packed):
+    """A product's weights in 4 bits. Each group of an output's inputs has one scale; see `kernels/cpu/nibbles.h`."""
 
     def _kind(self) -> int:
         return c.INT4
 
 
 class RoundedLayers:
-    """Layers and head of a compiled body in 4 bits, as many as were asked for so far.
+    """4-bit copies of a compiled body's layers and head. Each is made at its first use.
 
-    They take memory, a seventh of float32's, once they are asked for.
+    A copy takes a seventh of the memory of float32 weights.
     """
 
     def __init__(self, layers: Sequence[Layer], head: Linear) -> None:
-        self._given, self._head_weight = layers, head
-        self._room = Room()
+        self._weights, self._head_weight = layers, head
+        self._memory = LargePageAllocator()
         self._layers: list[tuple[Packed, ...]] = []
-        self._head: Rounded | None = None
+        self._head: PackedInt4 | None = None
         self._lock = threading.Lock()  # several threads may draft
 
     @property
     def head(self) -> Packed:
+        """The 4-bit head."""
         with self._lock:
             if self._head is None:
-                self._head = Rounded([self._head_weight], self._room)
+                self._head = PackedInt4([self._head_weight], self._memory)
             return self._head
 
     def structs(self, layers: Any, count: int) -> Any:
-        """The first `count` of a compiled body's layers for a cache, with rounded weights instead of its own."""
+        """The structures of the first `count` layers with 4-bit weights.
+
+        Args:
+            layers: the structures of the same layers with unrounded weights, whose other fields are copied.
+        """
         with self._lock:
             while len(self._layers) < count:
-                self._layers.append(pack_layer(self._given[len(self._layers)], Rounded, self._room))
+                self._layers.append(pack_layer(self._weights[len(self._layers)], PackedInt4, self._memory))
         made = (c.Layer * count)()
         for i, products in enumerate(self._layers[:count]):
             ctypes.memmove(ctypes.byref(made[i]), ctypes.byref(layers[i]), ctypes.sizeof(c.Layer))
@@ -57,6 +62,6 @@ class RoundedLayers:
         return made
 
     def fill(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the current weights of the model into the copies made so far."""
         for one in [*([] if self._head is None else [self._head]), *(p for layer in self._layers for p in layer)]:
             one.fill()

@@ -1,7 +1,7 @@
-"""Which code runs a model's layers: the views of its own modules, or its weights in functions compiled here.
+"""Choice of the engine that runs a model's layers: "views" (its own modules) or "compiled" (C++ on its weights).
 
-The views serve every family and are the reference. The compiled engine serves Llama-shaped models on CPU, and only
-after the self-check has found it equal to the whole model.
+The views serve every model family and are the reference. The compiled engine serves Llama-shaped models on CPU, if the
+self-check finds its logits equal to the whole model's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from selfspec.model.stack import Stack
 
 Engine = Literal["auto", "views", "compiled"]
 ENGINES: tuple[Engine, ...] = ("auto", "views", "compiled")
-MOST_MEMORY = 0.5  # of what is free: what `auto` may spend on packed copies of the weights
-READINGS = 3  # of a plain token with each number of threads
+MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take with engine "auto"
+REPEATS = 3  # measurements of a plain token per number of threads
 _log = logging.getLogger("selfspec")
 
 
 def check_engine(engine: str) -> Engine:
-    """The engine by name, or ValueError."""
+    """Return the engine.
+
+    Raises:
+        ValueError: there is no engine of this name.
+    """
     if engine == "fused":
         raise ValueError("engine 'fused' was removed: choose auto, which compiles the models that it served, or views")
     if engine not in ENGINES:
@@ -37,16 +41,16 @@ def check_engine(engine: str) -> Engine:
 
 
 def choose(stack: Stack, engine: Engine) -> float:
-    """Give the stack the body of an engine, checked; returns the self-check's split error.
+    """Set the body of a stack, run the self-check, and return its split error in standard deviations of the logits.
 
-    `auto` takes the compiled body where it serves the model, there is a compiler, room for its packed weights, and the
-    self-check finds it equal to the model; the views elsewhere. In bfloat16 the compiled body rounds less than the
-    model's own forward, and unlike the views' its bits do not depend on how many tokens share a call.
+    `auto` uses the compiled body if it serves the model, a compiler exists, the packed weights fit into free memory,
+    and the self-check passes; else the views. In bfloat16, the compiled body rounds less than the model's own forward.
+    Unlike those of the views, its bits do not depend on the number of tokens per call.
 
     Raises:
-        UnsupportedModelError: the model cannot be split at all.
-        NoCompilerError: engine "compiled", and it cannot be compiled on this machine.
-        ValueError: an engine that does not serve this model.
+        UnsupportedModelError: the model cannot be split.
+        NoCompilerError: the engine is "compiled", and the code cannot be compiled on this machine.
+        ValueError: the engine does not serve this model.
     """
     weights, must = stack.llama, engine == "compiled"
     if must and weights is None:
@@ -54,14 +58,14 @@ def choose(stack: Stack, engine: Engine) -> float:
         raise ValueError(_refusal(stack, engine, serves))
     if weights is not None and engine != "views":
         try:
-            if must or _has_room(weights):
-                stack.compiled = _with_threads(CompiledBody(weights))
+            if must or _fits_memory(weights):
+                stack.compiled = _with_best_threads(CompiledBody(weights))
         except NoCompilerError as problem:
             if must:
                 raise
             _log.warning(
-                "engine views runs the layers, which is slower than compiled, most of all in small models: that needs "
-                "a C++ compiler, and %s; %s",
+                "engine views runs the layers, which is slower than compiled, especially for small models; engine "
+                "compiled needs a C++ compiler, and %s; %s",
                 problem.reason,
                 problem.remedy,
             )
@@ -71,8 +75,8 @@ def choose(stack: Stack, engine: Engine) -> float:
     return error
 
 
-def _with_threads(body: CompiledBody) -> CompiledBody:
-    """The body with as many of torch's threads as make a plain token fastest."""
+def _with_best_threads(body: CompiledBody) -> CompiledBody:
+    """Set the number of threads with which a plain token is fastest."""
     counts = [1 << i for i in range(torch.get_num_threads().bit_length())]
     if len(counts) > 1:
         taken = {}
@@ -84,24 +88,24 @@ def _with_threads(body: CompiledBody) -> CompiledBody:
 
 
 def plain_seconds(body: CompiledBody) -> float:
-    """Seconds of a token through all layers, the least of a few readings."""
+    """Seconds of one token through all layers: the minimum of a few measurements."""
     cache = PagedCache(1, 64)
     taken, token = [], torch.zeros(1, dtype=torch.int64, device=body.embedding.device)
     with torch.inference_mode():
-        for at in range(READINGS):
+        for at in range(REPEATS):
             start = perf_counter()
             body.run(PackedRows(cache, [Span([0], at, 1)], token.device), 0, len(body.layers), token)
             taken.append(perf_counter() - start)
     return min(taken)
 
 
-def _has_room(weights: LlamaWeights) -> bool:
-    """Whether `auto` may spend the memory that packed copies take."""
+def _fits_memory(weights: LlamaWeights) -> bool:
+    """Whether the packed copies take at most `MAX_MEMORY_SHARE` of the free memory; logs a warning if not."""
     free, need = free_memory(), CompiledBody.bytes_of(weights)
-    if free is not None and need > MOST_MEMORY * free:
+    if free is not None and need > MAX_MEMORY_SHARE * free:
         _log.warning(
             "engine views instead of compiled, whose copies of the weights need %.1f GB of the %.1f GB that are free; "
-            "engine 'compiled' takes them all the same",
+            "choose engine 'compiled' to use it anyway",
             need / 1e9,
             free / 1e9,
         )
@@ -110,7 +114,7 @@ def _has_room(weights: LlamaWeights) -> bool:
 
 
 def free_memory() -> int | None:
-    """Bytes that can be had without swapping, where the system tells."""
+    """Bytes that can be allocated without swapping; None if the system does not report them."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

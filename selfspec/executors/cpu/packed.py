@@ -1,4 +1,4 @@
-"""Weights in the order that the compiled products read them, and as small as they can be without losing any."""
+"""`Packed`: weights in the order in which compiled products read them, in the smallest lossless format."""
 
 from __future__ import annotations
 
@@ -9,66 +9,71 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import Room
+from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.llama_weights import Layer, Linear
 
-WHOLE = 1 << 40  # more outputs than a weight has: no gap after any of them
+UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there is none
 
 
 class Packed:
-    """A product's weights, copied: in float32, or in half the memory where every one of them is a bfloat16 number.
+    """A packed copy of a product's weights: in bfloat16 if that holds every one of them exactly, else in float32.
 
-    Checkpoints mostly hold bfloat16, so that in float32 the lower half of every weight is zero. Of weights that are
-    bfloat16 themselves what they are multiplied by may be rounded to it, as it is in the model's own forward: where the
-    processor has instructions for such products, twice as fast.
+    Most checkpoints hold bfloat16 numbers, so the lower half of every float32 weight is zero. For weights of dtype
+    bfloat16, the product's inputs may be rounded to bfloat16, too, as in the model's own forward. That is twice as fast
+    on processors that have instructions for it.
 
     Args:
-        parts: weights `[out, in]` with the same input, whose outputs follow each other.
-        room: where to put them; weights that are read one after another are best put into one.
-        paired: there are two of one size, a gate and what it gates, and the outputs are `silu(gate) * up`.
+        parts: weights `[out, in]` with the same input; their outputs are concatenated.
+        memory: allocates the packed weights. Weights that are read one after another should share it.
+        paired: `parts` are the gate and up projections of an MLP, and the outputs are `silu(gate) * up`.
 
     Attributes:
-        struct: what the compiled functions are told; another after a `fill` that changed its kind.
+        struct: the structure for compiled functions. A `fill` that changes the format replaces it.
     """
 
-    def __init__(self, parts: Sequence[Linear], room: Room, paired: bool = False) -> None:
+    def __init__(self, parts: Sequence[Linear], memory: LargePageAllocator, paired: bool = False) -> None:
         self._panel = int(c.functions().selfspec_panel())
         half = self._panel // 2
-        self._parts, self._room = parts, room
+        self._parts, self._memory = parts, memory
         self._shapes = [part.weight.shape for part in parts]
-        self._lanes, self._stride = (half, self._panel) if paired else (WHOLE, 0)
+        self._lanes, self._stride = (half, self._panel) if paired else (UNPAIRED, 0)
         self.num_outputs = len(parts[0].weight) if paired else sum(len(part.weight) for part in parts)
         self._num_panels = -(-self.num_outputs // (half if paired else self._panel))
         biased = any(part.bias is not None for part in parts)
-        with torch.inference_mode(False):  # it outlives the call that asked for it
+        with torch.inference_mode(False):  # used in later calls, outside of inference mode, too
             outputs = self._num_panels * self._panel
             self.bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if biased else None
-        self._make(self._kind())
+        self._allocate(self._kind())
         self._copy()
 
     def fill(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the current weights of the model.
+
+        Raises:
+            ValueError: the shape of a weight changed.
+        """
         kind = self._kind()
         if kind != self.struct.kind:
-            self._make(kind)
+            self._allocate(kind)
         self._copy()
 
     @property
     def num_bytes(self) -> int:
-        """Of weights, as far as they are read for a token, and biases."""
+        """Bytes of weights and biases that a token reads."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def _kind(self) -> int:
-        whole = all(fits_half(part.weight) for part in self._parts)
-        rounds = all(part.weight.dtype == torch.bfloat16 for part in self._parts)
-        return int(c.functions().selfspec_smallest(rounds)) if whole else c.FULL
+        """The smallest lossless format of the current weights; see `compiled_call.FULL`."""
+        fits = all(fits_half(part.weight) for part in self._parts)
+        may_round = all(part.weight.dtype == torch.bfloat16 for part in self._parts)
+        return int(c.functions().selfspec_smallest(may_round)) if fits else c.FULL
 
-    def _make(self, kind: int) -> None:
+    def _allocate(self, kind: int) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
         self.struct = c.Product(None, bias, self._parts[0].weight.shape[1], self.num_outputs, kind)
         words = c.functions().selfspec_packed_words(ctypes.byref(self.struct), self._num_panels)
         with torch.inference_mode(False):
-            self.weight = self._room.zeros(words)
+            self.weight = self._memory.zeros(words)
         self.struct.packed = self.weight.data_ptr()
 
     def _copy(self) -> None:
@@ -91,14 +96,14 @@ class Packed:
             at += self._lanes if self._stride else size
 
 
-def pack_layer(x: Layer, kind: type[Packed], room: Room) -> tuple[Packed, Packed, Packed, Packed]:
-    """A layer's products, in the order that `kernels/cpu/model.h` has them."""
-    qkv, out = kind([x.q, x.k, x.v], room), kind([x.o], room)
-    return qkv, out, kind([x.gate, x.up], room, paired=True), kind([x.down], room)
+def pack_layer(x: Layer, kind: type[Packed], memory: LargePageAllocator) -> tuple[Packed, Packed, Packed, Packed]:
+    """A layer's packed products: qkv, o, gate_up and down."""
+    qkv, out = kind([x.q, x.k, x.v], memory), kind([x.o], memory)
+    return qkv, out, kind([x.gate, x.up], memory, paired=True), kind([x.down], memory)
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether bfloat16 holds every number of a weight, as it is in float32, exactly."""
+    """Whether bfloat16 represents every number of a weight exactly."""
     if weight.dtype == torch.bfloat16:
         return True
     weight = weight.detach().float().contiguous()

@@ -1,4 +1,4 @@
-"""What compiled rounds read of rows with penalties, and what they say of tokens whose log-probabilities are asked."""
+"""Inputs of compiled rounds for penalties, and their outputs for log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from selfspec.executors.rows import Row
 
 
 class PickData:
-    """Of the rows of a call; it is to be kept as long as the call takes.
+    """The contents of the rows with penalties, and the number of log-probabilities per row.
+
+    The compiled call reads its memory, so the caller keeps it until the call returns.
 
     Args:
-        contents: every row's tokens; empty for rows without penalties.
-        num_prompts: how many of these are the prompt.
-        num_likely: likeliest tokens that each row's log-probabilities are told of; -1: it asks for none.
+        contents: per row, its tokens; empty for rows without penalties.
+        num_prompts: per row, how many of these belong to the prompt.
+        num_likely: per row, the number of most probable tokens to report at each position; -1: no log-probabilities.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class PickData:
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocab_size: int) -> PickData | None:
-        """None where no row has penalties or asks for log-probabilities."""
+        """The data of these rows; None if no row has penalties or requests log-probabilities."""
         requests = [row.request for row in rows]
         penalized = [request.sampling.penalizes for request in requests]
         if not any(penalized) and all(request.logprobs is None for request in requests):
@@ -43,33 +45,38 @@ class PickData:
         return cls(contents, num_prompts, num_likely)
 
     def texts(self) -> tuple[int | None, ...]:
-        """Where tokens lie, where each row's begin, and how many are its prompt; None where there are no penalties."""
-        return tuple([one.buffer_info()[0] if self._is_penalized else None for one in self._arrays])
+        """Addresses of tokens, row offsets and prompt lengths, int64 each; None if no row has penalties."""
+        return tuple([array.buffer_info()[0] if self._is_penalized else None for array in self._arrays])
 
-    def logprobs(self, most: int, num_rounds: int) -> LogprobBuffers | None:
-        """Room for those of so many rounds that accept at most `most` drafted tokens; None where none are asked for."""
-        return LogprobBuffers(self._num_likely, most, num_rounds) if max(self._num_likely) >= 0 else None
+    def logprobs(self, max_draft: int, num_rounds: int) -> LogprobBuffers | None:
+        """Buffers for `num_rounds` rounds of up to `max_draft` drafted tokens per row; None if none are requested."""
+        return LogprobBuffers(self._num_likely, max_draft, num_rounds) if max(self._num_likely) >= 0 else None
 
 
 class LogprobBuffers:
-    """Log-probabilities of what rounds emit."""
+    """Log-probabilities of emitted tokens, fp32, with the most probable tokens at their positions."""
 
-    def __init__(self, num_likely: Sequence[int], most: int, num_rounds: int) -> None:
-        self._asked = np.array(num_likely, np.int64)
-        shape = num_rounds * len(num_likely), most + 1
+    def __init__(self, num_likely: Sequence[int], max_draft: int, num_rounds: int) -> None:
+        self._num_likely = np.array(num_likely, np.int64)
+        shape = num_rounds * len(num_likely), max_draft + 1
         self._own, self._ranks = np.empty(shape, np.float32), np.empty(shape, np.int64)
         wider = *shape, max(1, *num_likely)
         self._likely, self._likely_own = np.empty(wider, np.int64), np.empty(wider, np.float32)
 
-    def show(self, judging: Any) -> None:
-        """Tell compiled code where they belong."""
-        judging.num_likely, judging.most_likely = self._asked.ctypes.data, self._likely.shape[-1]
+    def set_outputs(self, judging: Any) -> None:
+        """Let a `Judging` structure point to these buffers."""
+        judging.num_likely, judging.most_likely = self._num_likely.ctypes.data, self._likely.shape[-1]
         judging.logprobs, judging.ranks = self._own.ctypes.data, self._ranks.ctypes.data
         judging.likely, judging.likely_logprobs = self._likely.ctypes.data, self._likely_own.ctypes.data
 
     def read(self, at: int, block: Sequence[int]) -> list[TokenLogprobs] | None:
-        """Those of the tokens that row `at` emitted, counted over rounds; None where it asks for none."""
-        wanted, count = int(self._asked[at % len(self._asked)]), len(block)
+        """The log-probabilities of a row's emitted tokens in a round; None if the row requests none.
+
+        Args:
+            at: round * number of rows + row.
+            block: the tokens that the row emitted in the round.
+        """
+        wanted, count = int(self._num_likely[at % len(self._num_likely)]), len(block)
         if wanted < 0:
             return None
         own, ranks = self._own[at, :count].tolist(), self._ranks[at, :count].tolist()

@@ -1,7 +1,7 @@
 """Rounds in one call of the compiled body: drafts, their verification, and the target's picks.
 
-Python between the parts of a round runs on cold caches, through which weights have just been streamed: that took as
-long as a quarter of a small model's round. Between two rounds it does so, too, unless they are done in one call.
+Reading the weights evicts the interpreter's data from the processor's caches. Python code between the parts of a round
+took a quarter of a small model's round for that reason. One call for several rounds avoids it between rounds, too.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import ctypes
 from collections.abc import Sequence
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
-from selfspec.executors.cpu.buffers import Buffers, Done, Drafter, Further, Seen
+from selfspec.executors.cpu.buffers import Buffers, Drafter, HiddenStateBuffers, ProgramLimits, RoundResult
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.kernels import compiled_call as c
 from selfspec.model.kv_cache import PagedCache, Span
 
-STEP = 8  # drafted tokens: buffers are made for so many, or for a power of two
-MOST_ROUNDS, MANY_ROUNDS = 256, 64  # in one call of few rows, and of any number
-ROUNDS_OF_ROWS = 1024  # rounds times rows that take little memory
+MIN_DRAFT_CAPACITY = 8  # drafted tokens per row that buffers are made for; larger capacities are powers of two
+MAX_ROUNDS, MAX_ROUNDS_OF_MANY_ROWS = 256, 64  # per call
+MAX_ROUNDS_TIMES_ROWS = 1024  # bounds the memory of calls of more than `MAX_ROUNDS_OF_MANY_ROWS` rounds
 
 
-def most_rounds(count: int) -> int:
-    """In one call of so many rows."""
-    return min(MOST_ROUNDS, max(MANY_ROUNDS, ROUNDS_OF_ROWS // count))
+def max_rounds(count: int) -> int:
+    """The maximum number of rounds per call of `count` rows."""
+    return min(MAX_ROUNDS, max(MAX_ROUNDS_OF_MANY_ROWS, MAX_ROUNDS_TIMES_ROWS // count))
 
 
 class CompiledRounds:
-    """Rounds of the rows of one engine. What they are told and tell lies where it lay in earlier ones of the model."""
+    """Runs rounds of one engine's rows. Their buffers come from the body's pool and return to it."""
 
     def __init__(self, body: CompiledBody) -> None:
         self.body, self._lib = body, c.functions()
@@ -36,53 +36,56 @@ class CompiledRounds:
         cache: PagedCache,
         rows: Sequence[Span],
         last: Sequence[int],
-        how: bytes,
+        sampling: bytes,
         rooms: Sequence[int],
         drafter: Drafter | None,
-        further: Further,
+        limits: ProgramLimits,
         given: Sequence[Sequence[int]] | None = None,
-        seen: Seen | None = None,
+        hidden_states: HiddenStateBuffers | None = None,
         data: PickData | None = None,
-    ) -> list[Done]:
-        """Draft and verify for every row; keys and values are written from its last token on, and stand in its order.
+    ) -> list[RoundResult]:
+        """Draft and verify for every row, and return the results of all rounds.
+
+        Keys and values are written from each row's last token on. Those of accepted tokens end up at their positions.
 
         Args:
-            rows: of each, the position of its last token, and how many tokens layers draft at most.
-            last: every row's last token.
-            how: what `kernels.compiled_pick.told` says of every row.
-            rooms: the most tokens that each row may draft, with those beside.
-            drafter: None where no layer drafts.
-            further: how far rounds go on, at most `most_rounds` of them.
-            given: every row's draft in the only round, where no layer makes it.
-            seen: where to leave what layers are looked at by, of a single round; all of them then read all of it.
-            data: what rows with penalties hold, and which log-probabilities are asked for.
+            rows: per row, the position of its last token and the maximum number of tokens that layers draft.
+            last: per row, its last token.
+            sampling: `kernels.compiled_pick.sampling_bytes` of each row, joined.
+            rooms: per row, the maximum number of drafted tokens, second choices included.
+            drafter: the layers that draft; None: no layer drafts.
+            limits: when the program ends; at most `max_rounds` rounds.
+            given: per row, a draft that was made elsewhere; for a single round.
+            hidden_states: where to write hidden states and logits, for a single round. All layers then process all
+                nodes, those that have drafted, too.
+            data: the contents of rows with penalties, and the number of log-probabilities that rows request.
 
         Raises:
-            MemoryError: there is too little of it.
+            MemoryError: the buffers of a round cannot be allocated.
         """
-        body, lengths, num_rounds = self.body, [row.length for row in rows], further.num_rounds
-        beside = None if drafter is None else drafter.beside
-        more = 0 if beside is None else min(beside.most, max(lengths))
+        body, lengths, num_rounds = self.body, [row.length for row in rows], limits.num_rounds
+        second_choices = None if drafter is None else drafter.second_choices
+        num_second = 0 if second_choices is None else min(second_choices.most, max(lengths))
         drafts = lengths if given is None else [len(tokens) for tokens in given]
-        most = max(*drafts, max(lengths) + more, min(further.most_looked_up, max(rooms)), 1)
-        longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + more
-        if num_rounds > 1 or further.table is not None:  # rows fill their rooms at most
-            filled = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
-            longest = max(longest, min(longest + num_rounds * (most + 1), filled))
+        max_draft = max(*drafts, max(lengths) + num_second, min(limits.max_lookup_draft, max(rooms)), 1)
+        longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + num_second
+        if num_rounds > 1 or limits.table is not None:  # no row exceeds its room
+            full = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
+            longest = max(longest, min(longest + num_rounds * (max_draft + 1), full))
         model, layers = body.structs(cache)
-        held = 1 if num_rounds == 1 else most_rounds(len(rows))
-        size = len(rows), max(STEP, 1 << (most - 1).bit_length()), held
-        buffers = body.spare.take(size) or Buffers(body, *size)
+        round_capacity = 1 if num_rounds == 1 else max_rounds(len(rows))
+        size = len(rows), max(MIN_DRAFT_CAPACITY, 1 << (max_draft - 1).bit_length()), round_capacity
+        buffers = body.buffer_pool.take(size) or Buffers(body, *size)
         drafting, judging = buffers.drafting, buffers.judging
-        buffers.tell(rows, lengths, last, how, rooms)
+        buffers.write_inputs(rows, lengths, last, sampling, rooms)
         for row, tokens in enumerate(given or ()):
-            buffers.give(row, tokens)
+            buffers.write_draft(row, tokens)
         tables = body.tables(longest)
         if tables is not buffers.tables:
             buffers.tables = tables
             drafting.cos, drafting.sin = tables[0].data_ptr(), tables[1].data_ptr()
         drafting.embedding = body.embedding.data_ptr()
-        head = body.packed_head.struct  # of which a `refresh` meanwhile may make another
+        head = body.packed_head.struct  # held here: `refresh` in another thread may replace it
         judging.layers, judging.longest, judging.head = ctypes.addressof(layers), longest, ctypes.addressof(head)
         judging.threads_few, judging.threads = body.threads(1), body.threads(FEW + 1)
         judging.exit_layer = 0 if drafter is None else drafter.exit_layer
@@ -92,16 +95,16 @@ class CompiledRounds:
             judging.drafters, judging.are_copies = ctypes.addressof(drafters), rounded
             draft_head = drafter.head[0].struct
             judging.draft_head = ctypes.addressof(draft_head)
-            buffers.draft_by(drafter)
-        buffers.look(seen)
+            buffers.set_drafter(drafter)
+        buffers.set_hidden_states(hidden_states)
         logprobs = buffers.set_picks(data)
-        buffers.go_on(further, drafter is None)
+        buffers.set_limits(limits, drafter is None)
         has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.places)
-        done = [] if has_failed else buffers.done(drafter, logprobs)
-        body.spare.give_back(buffers)
+        results = [] if has_failed else buffers.read_results(drafter, logprobs)
+        body.buffer_pool.give_back(buffers)
         if has_failed:
-            tokens_in_all = sum(drafts) + len(rows)
+            num_tokens = sum(drafts) + len(rows)
             raise MemoryError(
-                f"there is too little memory for a round of {tokens_in_all} tokens; decode fewer rows at once"
+                f"there is too little memory for a round of {num_tokens} tokens; decode fewer rows at once"
             )
-        return done
+        return results

@@ -1,7 +1,7 @@
-"""Shadow picks in one compiled call (`kernels/cpu/shadow.cpp`); its twin is torch's in `selfspec.executors.shadow`.
+"""Shadow picks in one compiled call (`kernels/cpu/shadow.cpp`). `selfspec.executors.shadow` does the same in torch.
 
-A look of torch's operations takes a millisecond after rounds that left nothing of the interpreter in the caches: as
-long as several tokens of a small model.
+After a round, whose weights evict the interpreter's data from the processor's caches, torch's operations take a
+millisecond for it: as long as several tokens of a small model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.penalties import Penalty
 from selfspec.kernels import compiled_call as c
 
-ALONE = 1 << 22  # products up to which one thread looks
+MAX_SINGLE_THREAD = 1 << 22  # multiplications up to which one thread is used
 
 
-def can_look(body: CompiledBody) -> bool:
-    """Whether the head's weights lie in memory as they are read: who edits them may have put others in their place."""
+def can_compute_shadow(body: CompiledBody) -> bool:
+    """Whether the head's weights are contiguous float32 of the expected shape; the user may have replaced them."""
     size = body.embedding.shape[1]
     shapes = (body.head.weight, (body.packed_head.num_outputs, size)), (body.head.bias, (body.packed_head.num_outputs,))
     return all(
@@ -29,45 +29,48 @@ def can_look(body: CompiledBody) -> bool:
     )
 
 
-def look(
+def compiled_shadow(
     body: CompiledBody,
     hidden: Tensor,
-    how: bytes,
+    sampling: bytes,
     positions: Sequence[int],
     target: Tensor,
-    judged: Tensor,
+    picks: Tensor,
     num_likely: int,
     others: Tensor,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Whether each layer would have picked the target's own token, bool `[K, N]`, and how sure it would have been.
+    """Whether each of K layers would have picked the target's token at N positions, and with which confidence.
+
+    Returns bool `[K, N]` and fp32 `[K, N]`.
 
     Args:
         hidden: fp32 `[K, N, hidden_size]`, before the final norm.
-        how: what `compiled_pick.told` says of each position, one after another.
+        sampling: `compiled_pick.sampling_bytes` of each position, joined.
         positions: `[N]`, the index in its row's content of the token picked there.
         target: fp32 `[N, vocab]`, the target's logits, after penalties.
-        judged: int64 `[N]`, its picks.
-        num_likely: of its other tokens, the likeliest that are looked at, fewer than there are.
-        others: int64, a sample of the vocabulary that stands for all that is not looked at.
-        penalty: of the N positions.
+        picks: int64 `[N]`, the target's picks.
+        num_likely: the number of the target's other most probable tokens to compare; less than vocab.
+        others: int64 `[M]`, a sample of the vocabulary that represents all other tokens.
+        penalty: penalties at the N positions.
     """
     weight, bias, lib = *body.head, c.functions()
-    hidden, target, judged = hidden.contiguous(), target.contiguous(), judged.contiguous()
+    hidden, target, picks = hidden.contiguous(), target.contiguous(), picks.contiguous()
     num_layers, num_positions, size = hidden.shape
-    hits = judged.new_empty(num_layers, num_positions, dtype=torch.bool)
+    hits = picks.new_empty(num_layers, num_positions, dtype=torch.bool)
     sure = hidden.new_empty(num_layers, num_positions)
-    at, told = (ctypes.c_int64 * num_positions)(*positions), ctypes.create_string_buffer(how, len(how))
-    marks = () if penalty is None else (penalty.seen.contiguous(), penalty.bias.contiguous())
-    looking = c.Looking(
+    at = (ctypes.c_int64 * num_positions)(*positions)
+    sampling_buffer = ctypes.create_string_buffer(sampling, len(sampling))
+    penalties = () if penalty is None else (penalty.seen.contiguous(), penalty.bias.contiguous())
+    inputs = c.Looking(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
         *(weight.data_ptr(), None if bias is None else bias.data_ptr(), body.last_norm.data_ptr(), others.data_ptr()),
-        *(hidden.data_ptr(), target.data_ptr(), judged.data_ptr(), ctypes.addressof(told)),
+        *(hidden.data_ptr(), target.data_ptr(), picks.data_ptr(), ctypes.addressof(sampling_buffer)),
         *(ctypes.addressof(at), hits.data_ptr(), sure.data_ptr(), body.norm.eps),
-        *(one.data_ptr() for one in marks),
+        *(one.data_ptr() for one in penalties),
     )
     products = hidden.numel() * (1 + num_likely + len(others))
-    threads = min(body.threads(num_positions), num_positions) if products > ALONE else 1
-    room = judged.new_empty(threads * lib.selfspec_shadow_words(ctypes.byref(looking)))
-    lib.selfspec_shadow(ctypes.byref(looking), room.data_ptr(), threads)
+    threads = min(body.threads(num_positions), num_positions) if products > MAX_SINGLE_THREAD else 1
+    memory = picks.new_empty(threads * lib.selfspec_shadow_words(ctypes.byref(inputs)))
+    lib.selfspec_shadow(ctypes.byref(inputs), memory.data_ptr(), threads)
     return hits, sure

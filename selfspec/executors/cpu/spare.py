@@ -1,14 +1,14 @@
-"""`Spare`: buffers of a model that are in nobody's use."""
+"""`BufferPool`: buffers of earlier calls, kept for later calls of the same size."""
 
 from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-MOST_BYTES, MOST_KEPT_BYTES = 1 << 25, 1 << 22  # of the buffers that a model keeps, and of each
+MAX_BYTES, MAX_BUFFER_BYTES = 1 << 25, 1 << 22  # of all kept buffers together, and of each
 
 
 class Sized(Protocol):
-    """B, which fit what needs that very size."""
+    """Buffers of a size. Buffers of equal size can replace each other."""
 
     @property
     def size(self) -> tuple[int, int, int]: ...
@@ -19,30 +19,33 @@ class Sized(Protocol):
 B = TypeVar("B", bound=Sized)
 
 
-class Spare(Generic[B]):
-    """They are kept since new memory takes as long as a token of a small model. Engines of a model may run in several
-    threads, each with buffers that are its own until it gives them back."""
+class BufferPool(Generic[B]):
+    """Keeps the buffers of a model that are not in use, by size.
+
+    Allocating new ones takes as long as a token of a small model. Engines in several threads may share a pool: buffers
+    belong to one thread from `take` to `give_back`.
+    """
 
     def __init__(self) -> None:
         self._by_size: dict[tuple[int, int, int], list[B]] = {}
 
     def take(self, size: tuple[int, int, int]) -> B | None:
-        """Some of such a size, see `Sized`; None where there are none."""
+        """Remove buffers of this size from the pool and return them; None if there are none."""
         try:
             return self._by_size[size].pop()
         except (KeyError, IndexError):
             return None
 
     def give_back(self, buffers: B) -> None:
-        """Keep them, if they are small; those of the sizes that came first make room for them."""
-        if buffers.num_bytes > MOST_KEPT_BYTES:
+        """Keep buffers of at most `MAX_BUFFER_BYTES`. Buffers of the oldest sizes are dropped to stay in the limit."""
+        if buffers.num_bytes > MAX_BUFFER_BYTES:
             return
         kept = self._by_size
-        while buffers.num_bytes + self.num_bytes > MOST_BYTES:
-            kept.pop(next((size for size, spares in list(kept.items()) if spares), buffers.size), None)
+        while buffers.num_bytes + self.num_bytes > MAX_BYTES:
+            kept.pop(next((size for size, own in list(kept.items()) if own), buffers.size), None)
         kept.setdefault(buffers.size, []).append(buffers)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are kept."""
-        return sum([one.num_bytes for spares in list(self._by_size.values()) for one in list(spares)])
+        """Bytes of all kept buffers."""
+        return sum([one.num_bytes for buffers in list(self._by_size.values()) for one in list(buffers)])

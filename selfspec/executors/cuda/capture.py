@@ -1,9 +1,8 @@
-"""Recording what a function does to tensors, and doing it again without its Python: CUDA graphs behind an interface.
+"""Record the tensor operations of a function and replay them without its Python code: CUDA graphs, or a substitute.
 
-A recording reads and writes fixed addresses. Whoever keeps a recording keeps its body too, which must hold every tensor
-that it reads: memory that nobody holds is given to others, and the recording would go on reading it. What it returns
-may be overwritten by the replay of any other recording, since all share one pool of memory: whoever wants to keep a
-result copies it.
+A recording reads and writes fixed addresses. Its owner must also keep its body, and the body must hold every tensor
+that it reads: freed memory is allocated again, and the recording would still read it. All recordings share one memory
+pool, so a replay may overwrite the outputs of any other recording. Callers copy the outputs that they keep.
 """
 
 from __future__ import annotations
@@ -20,32 +19,36 @@ Body = Callable[[], tuple[Tensor, ...]]
 
 
 class Recording(Protocol):
-    """A body that was recorded once."""
+    """The recorded operations of a body."""
 
     outputs: tuple[Tensor, ...]
-    num_bytes: int  # device memory that was taken for it, without the buffers that it reads
+    num_bytes: int  # device memory allocated for it, without the buffers that it reads
 
     def replay(self) -> None:
-        """Do it again, on what its inputs hold now; results are written into `outputs`."""
+        """Run the operations on the current contents of the inputs, and write the results to `outputs`."""
 
 
 class Capture(Protocol):
-    """Records bodies. A body is run at least once meanwhile, so it must be one that may be run again."""
+    """Records bodies. Recording runs a body at least once, so running it repeatedly must be harmless."""
 
     def record(self, body: Body) -> Recording:
-        """Raises CannotCapture, which names the operation, for a body that cannot be recorded."""
+        """Record a body.
+
+        Raises:
+            CannotCapture: the body cannot be recorded; names the operation.
+        """
 
 
 class CannotCapture(RuntimeError):
-    """A body does what a recording cannot repeat, such as waiting for a number."""
+    """A body contains an operation that cannot be recorded, such as reading a number on the host."""
 
     def __init__(self, operation: str, reason: str) -> None:
         super().__init__(f"{operation}: {reason}")
         self.operation, self.reason = operation, reason
 
 
-class Watched(TorchDispatchMode):
-    """Remembers the last operation, so that a failure can be told by name."""
+class OperationTracer(TorchDispatchMode):
+    """Keeps the name of the last operation, for error messages."""
 
     last = "nothing"
 
@@ -55,7 +58,7 @@ class Watched(TorchDispatchMode):
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool."""
+    """Records CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,8 +66,8 @@ class CudaCapture:
         self._pool = _Pool(device, self._stream)
 
     def record(self, body: Body) -> Recording:
-        """The first run, outside the recording, compiles kernels and makes what is made once."""
-        watch = Watched()  # type: ignore[no-untyped-call]
+        """Record a body; see `Capture.record`. It first runs once unrecorded, to compile kernels and fill caches."""
+        tracer = OperationTracer()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             body()
@@ -73,19 +76,20 @@ class CudaCapture:
         before = self._pool.num_bytes()
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._pool.capturing(graph), watch:
+            with self._pool.capturing(graph), tracer:
                 outputs = body()
         except Exception as problem:
             torch.cuda.synchronize(self.device)
-            raise CannotCapture(watch.last, str(problem).partition("\n")[0]) from problem
+            raise CannotCapture(tracer.last, str(problem).partition("\n")[0]) from problem
         grown = self._pool.num_bytes() - before
         return _CudaRecording(graph, outputs, max(grown, sum(one.nbytes for one in outputs)), self._pool)
 
 
 class _Pool:
-    """Memory that graphs share. A first graph, never replayed, keeps it from being given back between two others.
+    """The memory pool that graphs share.
 
-    The allocator gives a pool back with its last graph, and cannot open it again while any of its memory is in use.
+    The allocator frees a pool with its last graph, and cannot reopen it while any of its memory is in use. An initial
+    graph, which is never replayed, keeps the pool open.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -97,23 +101,24 @@ class _Pool:
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """A context in which what is launched is recorded, and what is allocated lies in the pool."""
-        taken = torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
-        # The outer context leaves the stream where a capture fails; `torch.cuda.graph` alone does not.
-        with torch.cuda.stream(self._stream), taken:
+        """A context that records launches into `graph` and allocates in the pool."""
+        capture = torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local")
+        # The outer context restores the current stream if the capture fails; `torch.cuda.graph` alone does not.
+        with torch.cuda.stream(self._stream), capture:
             yield
 
     def num_bytes(self) -> int:
-        """Device memory that the pool holds. (`memory_reserved` also falls when caches are emptied for a capture.)"""
+        """Device memory of the pool. (`memory_reserved` would not do: it shrinks when a capture empties caches.)"""
         segments = torch.cuda.memory_snapshot()
         return sum(int(one["total_size"]) for one in segments if one["segment_pool_id"] == self._handle)
 
 
 class _CudaRecording:
-    """Holds the pool, which has to be there as long as any of its graphs."""
+    """A recorded CUDA graph. It references the pool, which must outlive its graphs."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...], num_bytes: int, pool: _Pool) -> None:
         self._graph, self.outputs, self.num_bytes, self._pool = graph, outputs, num_bytes, pool
 
     def replay(self) -> None:
+        """Replay the graph; see `Recording.replay`."""
         self._graph.replay()

@@ -1,4 +1,4 @@
-"""Recordings by key, under a memory budget: made on first use, the one unused for longest given up first."""
+"""`Graphs`: recordings by key within a memory budget. The least recently used one is dropped first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.executors.cuda.capture import Body, Capture, Recording
 
 
 class Buffers(Protocol):
-    """What a caller writes a call into."""
+    """The input buffers of a recording."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -20,7 +20,7 @@ Inputs = TypeVar("Inputs", bound=Buffers)
 
 
 class Recorded(NamedTuple, Generic[Inputs]):
-    """A recording, and who holds the memory that it reads: the buffers of its inputs, and its body."""
+    """A recording with its input buffers and body, which hold the memory that it reads."""
 
     inputs: Inputs
     body: Body
@@ -28,47 +28,50 @@ class Recorded(NamedTuple, Generic[Inputs]):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of device memory of the recording and its inputs."""
         return self.recording.num_bytes + self.inputs.num_bytes
 
 
 class Graphs:
-    """Keeps recordings.
+    """Recordings by key.
 
     Args:
-        capture: who records.
-        budget: bytes of device memory that all recordings together may keep, their inputs included; the one in use
-            stays, whatever it takes.
-        most: how many there may be.
+        capture: records bodies.
+        budget: bytes of device memory for all recordings and their inputs. The latest recording is kept even if it
+            alone exceeds them.
+        max_recordings: maximum number of recordings.
     """
 
-    def __init__(self, capture: Capture, budget: int, most: int = 512) -> None:
-        self.capture, self.budget, self.most = capture, budget, most
+    def __init__(self, capture: Capture, budget: int, max_recordings: int = 512) -> None:
+        self.capture, self.budget, self.max_recordings = capture, budget, max_recordings
         self._kept: OrderedDict[Hashable, Recorded[Any]] = OrderedDict()
         self.num_recorded = 0
-        """Recordings made so far, those since given up included."""
+        """Recordings made so far, including those dropped since."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of device memory of all recordings and their inputs."""
         return sum(one.num_bytes for one in self._kept.values())
 
     def get(self, key: Hashable) -> Recorded[Any] | None:
+        """The recording of a key; None if there is none."""
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
         return found
 
     def record(self, key: Hashable, inputs: Inputs, body: Body) -> Recorded[Inputs]:
-        """Record a body that reads `inputs`, which hold what its first call is about."""
+        """Record a body and keep it. `inputs`: the buffers that it reads, already filled for the first call."""
         made = self._kept[key] = Recorded(inputs, body, self.capture.record(body))
         self.num_recorded += 1
-        while len(self._kept) > 1 and (len(self._kept) > self.most or self.num_bytes > self.budget):
+        while len(self._kept) > 1 and (len(self._kept) > self.max_recordings or self.num_bytes > self.budget):
             self._kept.popitem(last=False)
         return made
 
     def forget(self, is_stale: Callable[[Hashable], bool]) -> None:
-        """Give up the recordings whose keys are stale."""
+        """Drop the recordings whose keys are stale."""
         for key in [key for key in self._kept if is_stale(key)]:
             del self._kept[key]

@@ -1,7 +1,7 @@
-"""`Runner`: what a stack asks to run layers, or a whole round, from recordings; it says no where it has none to offer.
+"""`Runner`: runs layers, or a whole round, of a stack from recordings.
 
-Captured graphs matter because a decoded token is many small kernels: launched one by one from Python, they take longer
-than the weights take to be read.
+A decoded token takes many small kernels. Launching them one by one from Python takes longer than reading the weights;
+replaying a CUDA graph does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from selfspec.control.plan import SurvivalStop
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.shapes import SLOTS, TOKENS, held, round_up, shape_of
+from selfspec.executors.cuda.shapes import SLOTS, TOKENS, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import RoundInputs, RoundKey, RoundRow, RowRound, WholeRound, read_record
@@ -27,18 +27,18 @@ from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
-MOST_WIDTH = 16  # places per row of a whole round: as many new tokens as the attention kernel splits work for
-MOST_ROWS = 8  # of a whole round: it computes every row's every place, used or not
-BUDGET = 2 << 30  # bytes that recordings may keep
+MAX_WIDTH = 16  # tokens per row of a whole round: the attention kernel splits work for at most so many new tokens
+MAX_ROWS = 8  # rows of a whole round, which computes all tokens of all rows, used or not
+BUDGET = 2 << 30  # bytes of device memory for recordings
 
 
 def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
-    """Give a stack a runner, checked in the loaded dtype: split against whole, and recorded rounds against eager.
+    """Set a stack's runner and check it: split logits against the whole model's, and recorded against eager rounds.
 
-    A runner that raises or disagrees is taken away again, with a warning; so is one that cannot be had.
+    If making the runner or a check fails, the runner is removed with a warning.
 
     Args:
-        make: the stack's runner; default: with CUDA graphs where the stack is on CUDA, else none.
+        make: makes the runner. Default: one with CUDA graphs if the stack is on CUDA, else none.
     """
     if make is None:
         if stack.device.type != "cuda" or not has_triton():
@@ -50,7 +50,7 @@ def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
         problem = f"its logits differ by {error:.2g} standard deviations"
         if error <= TOLERANCE.get(stack.dtype, 0.2):
             problem = round_problem(stack, stack.runner) or ""
-    except Exception as raised:  # whatever a compiler or driver has to say
+    except Exception as raised:  # compilers and drivers raise exceptions of any type
         problem = f"{type(raised).__name__}: {raised}"
     if problem:
         _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
@@ -58,36 +58,40 @@ def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
 
 
 class Runner:
-    """Recordings of one stack.
+    """Runs one stack from recordings.
 
     Args:
         stack: a `selfspec.model.stack.Stack`; the runner uses `run_here`, `logits`, `exit_heads` and its sizes.
-        kernels: who scatters, attends, picks and accepts.
-        capture: who records.
-        budget: bytes that recordings may keep together.
-        most_rows: rows of a whole round; larger batches are recorded in segments of layers.
+        kernels: scatter keys and values, attend, pick and accept.
+        capture: records bodies.
+        budget: bytes of device memory for all recordings.
+        max_rows: maximum rows of a whole round. For larger batches, segments of layers are recorded.
     """
 
     def __init__(
-        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, most_rows: int = MOST_ROWS
+        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, max_rows: int = MAX_ROWS
     ) -> None:
-        self.stack, self.kernels, self.most_rows = stack, kernels, most_rows
+        self.stack, self.kernels, self.max_rows = stack, kernels, max_rows
         self.graphs = Graphs(capture, budget)
         self.storages = Storages()
         self.refused: str | None = None
-        """The operation that cannot be recorded, once one has been met; everything then runs eagerly."""
+        """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
-        self._given: dict[bool, Tensor] = {}  # what layers are given: tokens, hidden states
+        self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
         self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
 
     @classmethod
     def on_cuda(cls, stack: Any, budget: int = BUDGET) -> Runner:
-        """With Triton's kernels and CUDA graphs; raises ImportError where Triton is not installed."""
+        """A runner with Triton kernels and CUDA graphs.
+
+        Raises:
+            ImportError: Triton is not installed.
+        """
         return cls(stack, triton_kernels(), CudaCapture(stack.device), budget)
 
     @torch.inference_mode()
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
-        """A cache whose rows can be run from recordings, those of earlier caches included."""
+        """A KV cache whose rows can be run from recordings. It may reuse pages and recordings of earlier caches."""
         with self._lock:
             cache, dropped = self.storages.lend(num_pages, page_size)
             self.graphs.forget(lambda key: any(key[0] is one for one in dropped))  # type: ignore[index]
@@ -96,7 +100,7 @@ class Runner:
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor | None:
-        """See `Stack.run`; None for calls that are not recorded: prompts, caches of others, refused models."""
+        """Run layers; see `Stack.run`. None for calls without recordings: prompts, foreign caches, refused models."""
         storage = self.storages.of(rows.cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
@@ -115,9 +119,9 @@ class Runner:
 
                 def body() -> tuple[Tensor, ...]:
                     static = StaticRows(storage.cache, inputs.layout, self.kernels)
-                    seen: dict[int, Tensor | None] = dict.fromkeys(tapped)
-                    hidden = self.stack.run_here(static, start, stop, inputs.given, seen if tapped else None)
-                    return hidden, *(one for one in seen.values() if one is not None)
+                    states: dict[int, Tensor | None] = dict.fromkeys(tapped)
+                    hidden = self.stack.run_here(static, start, stop, inputs.given, states if tapped else None)
+                    return hidden, *(one for one in states.values() if one is not None)
 
                 return inputs, body
 
@@ -126,9 +130,9 @@ class Runner:
                 return None
             made.recording.replay()
             count = rows.num_tokens
-            hidden, *seen = (one[:count].clone() for one in made.recording.outputs)
+            hidden, *states = (one[:count].clone() for one in made.recording.outputs)
         if taps is not None:
-            taps.update(zip(tapped, seen, strict=True))
+            taps.update(zip(tapped, states, strict=True))
         return hidden
 
     def round(
@@ -140,13 +144,13 @@ class Runner:
         stop: SurvivalStop | None = None,
         confident: bool = False,
     ) -> list[RowRound] | None:
-        """One round of a small batch; None where it is not recorded.
+        """Run one round of a small batch; None if it cannot be run from a recording.
 
         Args:
-            exit_layer: layers that draft; 0: the rows' given drafts, perhaps none, are verified by all layers.
-            min_confidence: a row stops after a token less probable than this.
-            stop: when the rows that still draft stop together.
-            confident: report the drafted tokens' confidences.
+            exit_layer: number of layers that draft. 0: all layers verify the rows' given drafts, which may be empty.
+            min_confidence: a row stops drafting after a token of lower confidence.
+            stop: when all rows stop drafting together.
+            confident: report confidences of drafted tokens.
         """
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
@@ -156,7 +160,7 @@ class Runner:
         if key is None:
             return None
         with self._lock:
-            if self.stack.exit_heads is not self._heads:  # recorded rounds read the weights of those that were
+            if self.stack.exit_heads is not self._heads:  # recorded rounds read the previous heads
                 self._heads = self.stack.exit_heads
                 self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
 
@@ -180,18 +184,18 @@ class Runner:
         if longest == 0:
             exit_layer, stop = 0, "none"
         slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.most_rows or longest + 1 > MOST_WIDTH:
+        if slots is None or len(rows) > self.max_rows or longest + 1 > MAX_WIDTH:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = held(max(row.content + longest for row in rows), room)
+        most_tokens = token_capacity(max(row.content + longest for row in rows), room)
         return RoundKey(exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident)
 
     def _recorded(
         self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]
     ) -> Recorded[Any] | None:
-        """The recording of a key, its buffers filled; made now if there is none. None where that is not possible."""
+        """The recording of a key, with filled buffers. It is made if there is none; None if that fails."""
         made = self.graphs.get(key)
         if made is not None:
             fill(made.inputs)
@@ -210,9 +214,9 @@ class Runner:
             return None
 
     def _buffer(self, given: Tensor) -> Tensor | None:
-        """The shared buffer for tokens or hidden states; None for hidden states unlike those before."""
+        """The shared input buffer for tokens or hidden states; None if its shape or dtype does not fit `given`."""
         known = self._given.get(given.is_floating_point())
         if known is None:
-            room = (TOKENS[-1], *given.shape[1:])
-            known = self._given[given.is_floating_point()] = given.new_zeros(room)
+            shape = (TOKENS[-1], *given.shape[1:])
+            known = self._given[given.is_floating_point()] = given.new_zeros(shape)
         return known if known.shape[1:] == given.shape[1:] and known.dtype == given.dtype else None

@@ -1,4 +1,4 @@
-"""Do recorded rounds give what the eager layers give? Asked at load, of the rounds that decoding will use."""
+"""Self-check at load: recorded rounds must pick the same tokens as the eager layers."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from selfspec.model.self_check import TOLERANCE
 NUM_DRAFTS = 2
 LENGTHS = (11, 6)  # tokens of the prompts
 PAGE = 64
-CHURN = tuple(1 << power for power in range(9, 21))  # bytes of memory that is handed out between two replays
+CHURN = tuple(1 << power for power in range(9, 21))  # sizes of tensors allocated between two replays, in bytes
 CASES = (((0.8, 1), (1.0, 2)), ((0.0, 0),))  # (temperature, seed) of each row: two sampled rows, one greedy row
 
 
 class Expected(NamedTuple):
-    """What the eager layers pick for a row."""
+    """What the eager layers draft and pick for a row."""
 
     drafted: list[int]
     picks: list[int]
-    drafts_clear: list[bool]  # whether the two best scores lie further apart than rounding reaches
+    drafts_clear: list[bool]  # whether rounding cannot swap the two highest scores
     picks_clear: list[bool]
 
 
 @torch.inference_mode()
 def round_problem(stack: Any, runner: Any) -> str | None:
-    """What is wrong with the recorded rounds of a runner; None where nothing is.
+    """A description of what is wrong with a runner's recorded rounds; None if nothing is.
 
-    Two sampled rows and then a single greedy one are drafted and verified: eagerly, from a new recording, and from the
-    same recording after freed memory was handed out again. Picks that rounding could turn are not compared, nor what
-    follows them.
+    The check drafts and verifies two sampled rows, then one greedy row: eagerly, from a new recording, and from the
+    same recording after freed memory was allocated again. It compares no pick that rounding could change, and no token
+    after such a pick.
 
     Args:
         stack: a `selfspec.model.stack.Stack`.
         runner: a `selfspec.executors.cuda.runner.Runner` of it.
     """
-    if runner.most_rows == 0:
+    if runner.max_rows == 0:
         return None
     exit_layer = max(1, stack.num_layers // 4)
     rng = torch.Generator().manual_seed(0)
-    for how in CASES:
-        cache = runner.new_cache(len(how), PAGE)
-        prompts = [torch.randint(0, stack.vocab_size, (n,), generator=rng).tolist() for n in LENGTHS[: len(how)]]
-        rows = [_row([i], prompt, *one) for i, (prompt, one) in enumerate(zip(prompts, how, strict=True))]
-        expected = [_eagerly(stack, cache, row, prompt, exit_layer) for row, prompt in zip(rows, prompts, strict=True)]
-        handed_out: list[Tensor] = []
+    for case in CASES:
+        cache = runner.new_cache(len(case), PAGE)
+        prompts = [torch.randint(0, stack.vocab_size, (n,), generator=rng).tolist() for n in LENGTHS[: len(case)]]
+        rows = [_row([i], prompt, *one) for i, (prompt, one) in enumerate(zip(prompts, case, strict=True))]
+        expected = [_expected(stack, cache, row, prompt, exit_layer) for row, prompt in zip(rows, prompts, strict=True)]
+        allocated: list[Tensor] = []
         for when in ("when it was recorded", "when it was replayed"):
             done = runner.round(cache, rows, exit_layer)
-            if done is None:  # it cannot be recorded, which was said
+            if done is None:  # it cannot be recorded; the runner has logged that
                 return None
             if not all(_agrees(one, wanted) for one, wanted in zip(done, expected, strict=True)):
-                kind = "two sampled rows" if len(how) > 1 else "a single row"
+                kind = "two sampled rows" if len(case) > 1 else "a single row"
                 return f"a round of {kind} picks other tokens {when}"
-            handed_out += [torch.full((size,), 255, dtype=torch.uint8, device=stack.device) for size in CHURN * 8]
+            allocated += [torch.full((size,), 255, dtype=torch.uint8, device=stack.device) for size in CHURN * 8]
     return None
 
 
@@ -69,13 +69,13 @@ def _row(pages: list[int], prompt: list[int], temperature: float, seed: int) -> 
     )  # fmt: skip
 
 
-def _eagerly(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], exit_layer: int) -> Expected:
-    """Read the prompt but its last token, then draft and verify with the eager layers and the plain pick."""
+def _expected(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], exit_layer: int) -> Expected:
+    """Run the prompt without its last token, then draft and verify with the eager layers and the reference pick."""
 
     def layers(at: int, count: int, start: int, stop: int, given: Tensor) -> Tensor:
         rows = PackedRows(cache, [Span(row.pages, at, count)], stack.device)
-        done: Tensor = stack.run_here(rows, start, stop, given)
-        return done
+        hidden: Tensor = stack.run_here(rows, start, stop, given)
+        return hidden
 
     tokens = torch.tensor(prompt, device=stack.device)
     held = len(prompt) - 1
@@ -95,7 +95,7 @@ def _eagerly(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], ex
 
 
 def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
-    """Picks `[N]` at positions from `position` on, and whether rounding cannot turn them."""
+    """Picks `[N]` at positions from `position` on, and for each whether rounding cannot change it."""
     count, device = len(logits), logits.device
 
     def full(value: float, dtype: torch.dtype) -> Tensor:
@@ -107,11 +107,12 @@ def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Ten
     )  # fmt: skip
     scores = reference.scores(logits, sampling)
     best = scores.topk(2).values
-    reach = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
-    return scores.argmax(-1), (best[:, 0] - best[:, 1] > reach).tolist()
+    tolerance = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
+    return scores.argmax(-1), (best[:, 0] - best[:, 1] > tolerance).tolist()
 
 
 def _agrees(done: RowRound, wanted: Expected) -> bool:
+    """Whether a recorded round agrees with the eager one up to the first pick that rounding could change."""
     for token, other, is_clear in zip(done.drafted, wanted.drafted, wanted.drafts_clear, strict=False):
         if token != other:
             return not is_clear
@@ -120,5 +121,7 @@ def _agrees(done: RowRound, wanted: Expected) -> bool:
     for place, token in enumerate(done.block):
         if token != wanted.picks[place]:
             return not wanted.picks_clear[place]
-    whole = next((i for i, (a, b) in enumerate(zip(wanted.drafted, wanted.picks, strict=False)) if a != b), NUM_DRAFTS)
-    return done.accepted == whole == len(done.block) - 1 and done.kept == len(done.block)
+    accepted = next(
+        (i for i, (a, b) in enumerate(zip(wanted.drafted, wanted.picks, strict=False)) if a != b), NUM_DRAFTS
+    )
+    return done.accepted == accepted == len(done.block) - 1 and done.kept == len(done.block)

@@ -1,7 +1,7 @@
-"""How far a call's shape is rounded up, so that few recordings serve every call.
+"""Shapes of recordings. The shape of a call is rounded up to one of few shapes, so that few recordings serve all calls.
 
-A bucket of tokens alone would not do: how many rows there may be, how many new tokens one of them may have, and how
-many it may hold shape a recording too, each on its own.
+Packed tokens, rows, new tokens per row and tokens held per row are rounded up separately: each of them determines sizes
+in a recording.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from selfspec.model.kv_cache import Span
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 NEW = (1, 2, 4, 8, 16)
-LEAST_HELD = 2048  # tokens; beyond, powers of two. Programs for tokens that no row holds end at once
+LEAST_HELD = 2048  # smallest capacity per row in tokens; larger ones are powers of two. Unused capacity costs little
 
 
 class Shape(NamedTuple):
@@ -24,32 +24,33 @@ class Shape(NamedTuple):
 
     tokens: int  # packed tokens, padding included
     slots: int  # rows
-    most_new: int  # new tokens of any row
-    most_tokens: int  # tokens that any row holds, the new ones included
-    trees: bool = False  # whether rows may be trees
+    most_new: int  # maximum new tokens per row
+    most_tokens: int  # maximum tokens held per row, new ones included
+    trees: bool = False  # whether drafts may be trees
 
 
 def round_up(value: int, steps: Sequence[int]) -> int | None:
-    """The least step that is no less; None beyond the last."""
+    """The smallest of the ascending `steps` that is at least `value`; None if there is none."""
     at = bisect_left(steps, value)
     return steps[at] if at < len(steps) else None
 
 
-def held(most_tokens: int, room: int) -> int:
-    """The capacity for rows of at most so many tokens, in a cache with room for so many in all."""
+def token_capacity(most_tokens: int, room: int) -> int:
+    """The capacity per row in tokens, for rows of at most `most_tokens` in a cache that holds `room` tokens in all."""
     return min(room, max(LEAST_HELD, 1 << (most_tokens - 1).bit_length()))
 
 
 def shape_of(spans: Sequence[Span], room: int) -> Shape | None:
-    """The least shape that a packed call fits into; None for calls that are not recorded, such as prompts.
+    """The smallest shape for a packed call; None for calls that are not recorded, such as prompts.
 
     Args:
-        room: tokens that the cache holds in all.
+        spans: the rows of the call.
+        room: the capacity of the cache in tokens.
     """
     tokens = round_up(sum(span.length for span in spans), TOKENS)
     slots = round_up(len(spans), SLOTS)
     most_new = round_up(max(span.length for span in spans), NEW)
     if tokens is None or slots is None or most_new is None or not fits_masks(spans):
         return None
-    most_tokens = held(max(span.start + span.length for span in spans), room)
+    most_tokens = token_capacity(max(span.start + span.length for span in spans), room)
     return Shape(tokens, slots, most_new, most_tokens, any(span.tree is not None for span in spans))

@@ -1,4 +1,4 @@
-"""A packed call's description in buffers that stay where they are, so that a recording can read it again."""
+"""The description of a packed call in buffers at fixed addresses, which recordings read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 
 
 class StaticRows(PackedRows):
-    """Stands in for `PackedRows` inside a recording: what it says lies in a layout's tensors, not on the host.
+    """`PackedRows` for use inside a recording: its description lies in the tensors of a layout, not on the host.
 
-    Nothing in it refers to itself: it lies in the recordings' memory, which must be free once a recording is given up.
+    It must not be part of a reference cycle: dropping a recording must free the memory of its tensors at once.
     """
 
     def __init__(self, cache: PagedCache, layout: Layout, kernels: Kernels) -> None:
@@ -30,9 +30,11 @@ class StaticRows(PackedRows):
 
     @property
     def num_tokens(self) -> int:
+        """The number of places for tokens, padding included."""
         return self.layout.positions.shape[0]
 
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, and return the layer's pages; see `PackedRows.write`."""
         keys, values = self.cache.layer(layer_idx, key, value)
         self._kernels.scatter(key, value, keys, values, self.layout.slots)
         return keys, values
@@ -48,12 +50,13 @@ class StaticRows(PackedRows):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        """Attention of the new tokens; see `selfspec.kernels.paged_attention.attend`."""
         given = (queries.transpose(0, 1), keys, values, self.layout, scale, *reach, softcap, sinks)
         return self._kernels.attend(*given)
 
 
 class LayersInputs:
-    """The buffers of one recording of layers; what it is given (tokens or hidden states) lies in a shared one."""
+    """The input buffers of one recording of layers. `given`: a buffer for tokens or hidden states, shared by all."""
 
     def __init__(self, shape: Shape, cache: PagedCache, given: Tensor) -> None:
         device, self.shape, self.given = given.device, shape, given
@@ -70,12 +73,12 @@ class LayersInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers that only this recording reads."""
+        """Bytes of the buffers that only this recording reads."""
         trees = self.layout.trees or ()
         return sum(one.nbytes for one in (self._long, self._ints, self._pages, *trees))
 
     def fill(self, spans: Sequence[Span], given: Tensor) -> None:
-        """Write a call into the buffers; slots and tokens beyond it become empty ones."""
+        """Write a call into the buffers. Unused slots become empty, and unused tokens padding."""
         size, spare = self._page_size, self.shape.slots - len(spans)
         starts, owners, slots, positions = list[int](), list[int](), list[int](), list[int]()
         for row, (pages, first, count, _) in enumerate(spans):
@@ -105,13 +108,16 @@ def _no_trees(shape: Shape, device: torch.device) -> Trees:
 
 
 def upload(buffer: Tensor, values: Any) -> None:
-    """Write numbers of the host into a buffer, without waiting for the device."""
-    made = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
-    buffer.copy_(made, non_blocking=True)
+    """Write numbers from the host into a buffer, without waiting for the device."""
+    source = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    buffer.copy_(source, non_blocking=True)
 
 
 def fill_pages(buffer: Tensor, owner: Any, tables: tuple[tuple[int, ...], ...]) -> None:
-    """Write rows' pages into `[S, P]`, unless they are there; a row's pages beyond P are not read."""
+    """Write the rows' page tables into `buffer`, `[S, P]`, unless `owner` wrote the same ones last.
+
+    Pages of a row beyond P are left out.
+    """
     if owner._tables == tables:
         return
     width = buffer.shape[1]

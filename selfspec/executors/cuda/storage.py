@@ -1,4 +1,4 @@
-"""Keys and values that outlive an engine: recordings read and write them at fixed addresses, call after call."""
+"""KV pages that outlive an engine, since recordings read and write them at fixed addresses."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from selfspec.model.kv_cache import PagedCache
 
 @dataclass(eq=False)
 class Storage:
-    """Pages of every layer; lent to one cache at a time."""
+    """Pages of all layers, used by one cache at a time."""
 
-    cache: PagedCache  # the recordings' own access to the pages
-    lent: weakref.ref[PagedCache] | None = None
+    cache: PagedCache  # owns the pages; recordings use them through it
+    lent: weakref.ref[PagedCache] | None = None  # the cache that uses the pages
 
     @property
     def user(self) -> PagedCache | None:
-        """The cache it is lent to, as long as anybody holds that."""
+        """The cache that uses the pages; None if it no longer exists."""
         return None if self.lent is None else self.lent()
 
 
 class Storages:
-    """Lends caches out, and lends the same pages again once a cache is no longer used by anybody."""
+    """Makes caches, and reuses the pages of caches that no longer exist."""
 
     def __init__(self) -> None:
         self._all: list[Storage] = []
 
     def of(self, cache: PagedCache) -> Storage | None:
-        """The storage behind a cache that was lent here."""
+        """The storage of a cache that `lend` returned; None for other caches."""
         return next((one for one in self._all if one.user is cache), None)
 
     def lend(self, num_pages: int, page_size: int) -> tuple[PagedCache, list[Storage]]:
-        """A cache of this size, zeroed, and the storages that were given up for it.
+        """A zeroed cache of this size, and the storages that were dropped for it.
 
-        An idle storage of the same page size that is large enough serves again; idle ones that are not are given up.
+        An unused storage of the same page size that is large enough is reused. If there is none, all unused storages
+        are dropped.
         """
         idle = [one for one in self._all if one.user is None]
         fitting = [one for one in idle if one.cache.page_size == page_size and one.cache.num_pages >= num_pages]

@@ -1,7 +1,7 @@
-"""One round, from drafts to acceptance, as one recording: nothing in it asks the host.
+"""One round, from drafting to acceptance, as one recording that never waits for the host.
 
-Every row has `width` places, its last token's and those of its drafts, whether they are used or not: what stops a draft
-is a mask, never control flow. One upload tells the rows, one copy to the host tells what became of them.
+Every row has `width` places: one for its last token and one per drafted token, used or not. Drafts stop by masks, not
+by control flow. One upload writes the rows, and one copy to the host returns the results.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ FIELDS = ("last", "content", "drafts", "room", "seed", "top_k", "temperature", "
 
 
 class RoundRow(NamedTuple):
-    """What a round is told of a row."""
+    """The input of a round for one row."""
 
     pages: Sequence[int]
-    content: int  # tokens it holds, the last of which has no keys and values yet
-    last: int  # that token
-    room: int  # tokens it may still emit
-    eos: Sequence[int]
-    drafts: int  # tokens to draft at most; or how many are given
-    given: Sequence[int]  # drafted tokens, where no layer drafts
+    content: int  # number of tokens that it holds; the last one has no keys and values yet
+    last: int  # its last token
+    room: int  # tokens that it may still emit
+    eos: Sequence[int]  # tokens that end it
+    drafts: int  # maximum number of tokens to draft, or the number of given ones
+    given: Sequence[int]  # drafted tokens, if no layer drafts
     temperature: float
     top_k: int
     top_p: float
@@ -39,31 +39,31 @@ class RoundRow(NamedTuple):
 
 
 class RoundKey(NamedTuple):
-    """What shapes a recorded round."""
+    """What determines the operations and sizes of a recorded round."""
 
-    exit_layer: int  # 0: drafts are given, or there are none
-    width: int  # places per row: drafted tokens + 1
-    slots: int
-    most_tokens: int
-    most_eos: int
-    sampled: bool
-    filtered: bool
-    stop: str  # "none", "confidence", "survival"
+    exit_layer: int  # number of layers that draft; 0: drafts are given, or there are none
+    width: int  # places per row: maximum drafted tokens + 1
+    slots: int  # maximum rows
+    most_tokens: int  # maximum tokens held per row
+    most_eos: int  # maximum number of tokens that end a row
+    sampled: bool  # whether a row has a temperature above 0
+    filtered: bool  # whether a row has top_k, top_p or min_p
+    stop: str  # the stop rule: "none", "confidence", "survival"
     confident: bool  # whether confidences are reported
 
 
 class RowRound(NamedTuple):
-    """What became of a row."""
+    """The result of a round for one row."""
 
     drafted: list[int]
-    accepted: int
-    block: list[int]  # accepted drafts and the target's next token, before any cut
-    kept: int  # tokens of the block up to an end of text or of room
-    confidences: tuple[float, ...]
+    accepted: int  # number of accepted drafted tokens
+    block: list[int]  # accepted drafted tokens and the target's next token, before any cut
+    kept: int  # tokens of the block up to the one that ends the row, at most the row's room
+    confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
 
 
 class RoundInputs:
-    """The buffers of one recorded round."""
+    """The input buffers of one recorded round."""
 
     def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device) -> None:
         self.key, self._tables = key, ((-1,),)
@@ -74,10 +74,11 @@ class RoundInputs:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of device memory of the buffers."""
         return sum(one.nbytes for one in (self.rows, self.stops, self.pages))
 
     def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
-        """Write a round into the buffers; slots beyond its rows become empty."""
+        """Write a round into the buffers. Unused slots become empty."""
         key, lines = self.key, []
         numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
         floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32).tolist()
@@ -98,6 +99,9 @@ class WholeRound:
 
     Args:
         stack: runs layers (`run_here`) and heads (`logits`).
+        cache: the KV cache.
+        kernels: attend, pick and accept.
+        inputs: the input buffers.
     """
 
     def __init__(self, stack: Any, cache: PagedCache, kernels: Kernels, inputs: RoundInputs) -> None:
@@ -109,7 +113,7 @@ class WholeRound:
         self._edges = edges.to(device)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """The record, int64 `[slots, fields]`: `Accepted.record`, and the bits of confidences."""
+        """Run a round. Returns the record, int64 `[slots, fields]`: `Accepted.record`, then the bits of confidences."""
         key = self.key
         fields = dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
         fields |= {name: fields[name].int().view(torch.float32) for name in ("temperature", "top_p", "min_p")}
@@ -133,9 +137,11 @@ class WholeRound:
         return (torch.cat((done.record, sure.view(torch.int32).long()), 1),)
 
     def _draft(self, fields: dict[str, Tensor], live: Tensor, sure: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens fed `[slots, width]`, hidden states after the exit `[slots * width, size]`, tokens per row `[slots]`.
+        """Draft, and write confidences to `sure`, fp32 `[slots, width - 1]`.
 
-        As `selfspec.drafting.early_exit`: a row that stops still feeds the token it has just drafted.
+        Returns the tokens fed, int64 `[slots, width]`; hidden states after the exit layer, `[slots * width, size]`; and
+        the number of tokens fed per row, `[slots]`. As in `selfspec.drafting.early_exit`, a row that stops still feeds
+        the token that it has just drafted.
         """
         key, token, going = self.key, fields["last"], live
         wanted, survival = fields["drafts"], torch.ones(key.slots, dtype=torch.float64, device=live.device)
@@ -156,13 +162,13 @@ class WholeRound:
             token = torch.where(going, picks, token)
             sure[:, step] = confidence
             if key.stop != "none":
-                stays, survival = self._stays(confidence.double(), going, survival)
-                wanted = torch.where(going & ~stays, step + 1, wanted)
+                continues, survival = self._continues(confidence.double(), going, survival)
+                wanted = torch.where(going & ~continues, step + 1, wanted)
         states = torch.stack(hidden, 1)
         return torch.stack(fed, 1), states.flatten(0, 1), counts
 
-    def _stays(self, sure: Tensor, going: Tensor, survival: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows draft on after a token; see `SurvivalStop`."""
+    def _continues(self, sure: Tensor, going: Tensor, survival: Tensor) -> tuple[Tensor, Tensor]:
+        """Which rows draft one more token, bool `[slots]`, and the rows' survival; see `SurvivalStop`."""
         stops = self.inputs.stops
         if self.key.stop == "confidence":
             return sure >= stops[0], survival
@@ -172,7 +178,7 @@ class WholeRound:
         return enough.expand_as(going), survival
 
     def _rows(self, positions: Tensor, used: Tensor, counts: Tensor, lengths: Tensor) -> StaticRows:
-        """`positions` and `used` are `[slots, n]`: every slot has n places."""
+        """The rows of a call with n places per slot. `positions` and `used`: `[slots, n]`."""
         key, size, n = self.key, self.cache.page_size, positions.shape[1]
         positions = torch.where(used, positions, 0)
         pages = self.inputs.pages.gather(1, positions // size).long()
@@ -185,9 +191,9 @@ class WholeRound:
         return StaticRows(self.cache, layout, self.kernels)
 
     def _sampling(self, fields: dict[str, Tensor], positions: Tensor) -> SamplingTensors:
-        """For picks at `positions`, `[slots, n]`: a slot's n places pick alike."""
+        """The sampling of `slots * n` picks at `positions`, `[slots, n]`: the n places of a slot share theirs."""
         n = positions.shape[1]
-        # Flattened, one slot or one place is a view of other strides than the kernel reads.
+        # `contiguous`: for one slot or one place, `flatten` returns a view with strides that the kernel does not read.
         each = {name: fields[name][:, None].expand(-1, n).flatten().contiguous() for name in FIELDS[4:]}
         return SamplingTensors(
             each["temperature"], each["top_k"].int(), each["top_p"], each["min_p"], each["seed"], positions.flatten(),
@@ -196,12 +202,12 @@ class WholeRound:
 
 
 def read_record(record: Tensor, rows: Sequence[RoundRow], key: RoundKey) -> list[RowRound]:
-    """What became of every row, from the one copy to the host."""
-    width, done = key.width, list[RowRound]()
+    """The results of all rows, from the record on the host."""
+    width, results = key.width, list[RowRound]()
     whole, sure = record[: len(rows)].split([3 + 2 * width, width - 1], 1)
     for line, confidences in zip(whole.tolist(), sure.int().view(torch.float32).tolist(), strict=True):
         drafted, accepted, kept = line[:3]
         block = line[3 + width : 4 + width + accepted]
-        told = tuple(confidences[:drafted]) if key.confident else ()
-        done.append(RowRound(line[3 : 3 + drafted], accepted, block, kept, told))
-    return done
+        reported = tuple(confidences[:drafted]) if key.confident else ()
+        results.append(RowRound(line[3 : 3 + drafted], accepted, block, kept, reported))
+    return results

@@ -1,29 +1,30 @@
-// Products by Intel's AMX, with weights that are bfloat16 and activations that are float32, as precise as any other.
+// Products by Intel's AMX with bfloat16 weights and float32 activations, at full float32 precision.
 //
-// AMX multiplies bfloat16 and adds up in float32. An activation is the sum of three bfloat16 numbers, PARTS, the upper
-// 8 bits of its 24, the next and the last: as three rows of a tile they are multiplied at the price of one. A tile has
-// 16 rows, so that 5 tokens cost what one does, and three tiles hold 16 tokens. Each of a token's three sums goes over
-// `in` from first to last, whatever else is in the tiles: its bits do not depend on other tokens. What AMX flushes to
-// zero are numbers below 2^-126; an infinite activation makes NaN, not infinity.
+// AMX multiplies bfloat16 numbers and accumulates in float32. An activation is the sum of three bfloat16 numbers
+// (PARTS): the upper 8 bits of its 24-bit mantissa, the next 8 and the last 8. They are three rows of a tile, which are
+// multiplied at the cost of one. A tile has 16 rows, so 5 tokens cost as much as one, and three tiles hold 16 tokens.
+// Each of a token's three sums runs over `in` in order, whatever else is in the tiles, so the bits of a token's outputs
+// do not depend on other tokens. AMX flushes numbers below 2^-126 to zero. An infinite activation gives NaN instead of
+// infinity.
 #pragma once
 
 #include "product.h"
 
-constexpr int64_t PARTS = 3, TILE_ROWS = 16, BATCH = 16;  // BATCH: tokens of three tiles
-constexpr int64_t FIT = TILE_ROWS / PARTS;                // tokens of one
+constexpr int64_t PARTS = 3, TILE_ROWS = 16, BATCH = 16;  // BATCH: tokens in three tiles
+constexpr int64_t FIT = TILE_ROWS / PARTS;                // tokens in one tile
 
-// Rows of a tile, and tiles, that n tokens stand in.
+// Rows per tile, and number of tiles, for n tokens.
 static inline int64_t tile_rows(int64_t n) { return n <= FIT ? PARTS * n : TILE_ROWS; }
 static inline int64_t tiles_of(int64_t n) { return (PARTS * n + TILE_ROWS - 1) / TILE_ROWS; }
 
-// Floats of room for n tokens' activations in their parts.
+// Size of the buffer for the parts of n tokens' activations, in floats.
 static inline int64_t parts_floats(int64_t n, int64_t in) { return tiles_of(n) * tile_rows(n) * depth_of(in) / 2; }
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Ask the system for tiles, once per process; whether they may be used.
+// Request permission for tiles from the system, once per process. Returns whether they may be used.
 static bool allow_tiles() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM (Documentation/arch/x86/xstate.rst)
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -35,14 +36,14 @@ struct alignas(64) TileConfig {
     uint8_t rows[16];
 };
 
-static thread_local int64_t configured = 0;  // rows of this thread's tiles but the last, which holds weights
+static thread_local int64_t configured = 0;  // rows of this thread's token tiles; the last tile holds weights
 
 static void configure(int64_t rows) {
     if (configured == rows) return;
     TileConfig config = {};
     config.palette = 1;
     for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = i < 7 ? rows : TILE_ROWS;
-    __asm__ volatile("" ::: "memory");  // compilers know of its first 8 bytes alone that they are read
+    __asm__ volatile("" ::: "memory");  // the compiler only knows that the first 8 bytes are read
     _tile_loadconfig(&config);
     configured = rows;
 }
@@ -52,7 +53,7 @@ static void release_tiles() {
     configured = 0;
 }
 
-// Steps [first, last) of x[n, in] in parts: [tiles][depth / DEEP][rows][DEEP].
+// Write steps [first, last) of x[n, in] in parts: [tiles][depth / DEEP][rows][DEEP].
 static void take_apart(const float* x, int64_t n, int64_t in, void* parts, int64_t first, int64_t last) {
     int64_t rows = tile_rows(n), steps = depth_of(in) / DEEP;
     for (int64_t i = 0; i < n; i++, x += in) {
@@ -74,11 +75,11 @@ static void take_apart(const float* x, int64_t n, int64_t in, void* parts, int64
     }
 }
 
-constexpr int64_t STEP = PANEL * DEEP * 2;  // bytes of a panel's weights for one step
-constexpr int64_t SUMS = 4 * LANES;         // outputs that a token's sums have room for: of one panel or two
+constexpr int64_t STEP = PANEL * DEEP * 2;  // bytes of a panel's weights per step
+constexpr int64_t SUMS = 4 * LANES;         // capacity of a token's sums in outputs, of one or two panels
 static_assert(STEP == 4 * PORTION, "both below fetch a portion four times a step");
 
-// One tile of tokens times a panel, or two of them, since sums wait for themselves.
+// One tile of tokens times one or two panels. Two panels hide the latency of the accumulations.
 template <bool two>
 static inline void one_tile(const char* a, const char* left, const char* right, int64_t steps, float* sums,
                             Prefetcher* prefetcher) {
@@ -118,10 +119,11 @@ static inline void one_tile(const char* a, const char* left, const char* right, 
     }
 }
 
-constexpr int64_t SOON = 2 * STEP;  // bytes until weights are needed in the nearest cache, much of which tokens take
+// prefetch distance to the first-level cache in bytes; tokens take much of that cache
+constexpr int64_t SOON = 2 * STEP;
 
-// Two or three tiles of tokens times one panel, which is read once. More than a few lines asked for between two
-// operations on tiles would wait for each other.
+// Two or three tiles of tokens times one panel, which is read once. Few lines are prefetched between two tile
+// operations, since more of them would stall.
 template <bool three>
 static inline void more_tiles(const char* a, const char* panel, int64_t steps, float* sums, Prefetcher* prefetcher) {
     _tile_zero(0);
@@ -177,7 +179,8 @@ static inline void more_tiles(const char* a, const char* panel, int64_t steps, f
 static void product_of_parts(const Product& p, After after, const void* parts, int64_t n, float* y, int64_t first,
                              int64_t last, Prefetcher& prefetcher) {
     int64_t rows = tile_rows(n), steps = depth_of(p.in) / DEEP;
-    int64_t together = n <= FIT && panel_bytes(p) <= PREFETCH_BLOCK ? 2 : 1;  // more would lie beyond what was asked for
+    // a second panel must be within the prefetched range
+    int64_t together = n <= FIT && panel_bytes(p) <= PREFETCH_BLOCK ? 2 : 1;
     alignas(64) float sums[3 * TILE_ROWS * SUMS];
     configure(rows);
     for (int64_t panel = first; panel < last; panel += together) {
@@ -186,7 +189,7 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
         for (int64_t t = 0; t < n; t += BATCH) {
             int64_t count = n - t < BATCH ? n - t : BATCH, tiles = tiles_of(count);
             const char* a = static_cast<const char*>(parts) + t / BATCH * 3 * rows * steps * 64;
-            __asm__ volatile("" ::: "memory");  // compilers do not know that tiles are read from it
+            __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles read this memory
             Prefetcher* told = t ? nullptr : &prefetcher;
             if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p), steps, sums, told);
             if (tiles == 1 && panels == 1) one_tile<false>(a, weights, weights, steps, sums, told);

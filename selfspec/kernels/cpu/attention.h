@@ -1,21 +1,22 @@
-// Attention of packed ragged rows, read where the paged cache holds them: nothing is padded, gathered or masked ahead.
+// Attention of packed ragged rows that reads keys and values directly from the paged cache, without padding, gathering
+// or masks.
 //
-// The queries of one row that share a key head are worked on together, a few tokens' or many. Sums go over a query's
-// own keys from first to last, so that a query's bits do not depend on which others it is computed beside.
+// The queries of one row that share a key head are processed together. Sums run over a query's keys in order, so the
+// bits of its result do not depend on the queries that are processed with it.
 #pragma once
 
 #include "scores.h"
 
-// Keys that the next task begins with, one after another: asked for while this one mixes values.
+// The first keys of the next task, which are contiguous. They are prefetched while the current task mixes values.
 struct Next {
-    const float* keys;  // null: there are none
+    const float* keys;  // null: no next task
     int64_t count;
 };
 
-constexpr int64_t ASKED = 4096;  // floats of them at most: the nearest cache holds values beside them
+constexpr int64_t ASKED = 4096;  // maximum floats of prefetched keys: the first-level cache also holds values
 
-// Values that are mixed: of the keys [begin, limit). Weights begin at `low`; sums go on where others of the keys before
-// `begin` ended, and are done if these are the last.
+// Values to mix for the keys [begin, limit). Weights begin at key `low`. Sums continue from those of the keys before
+// `begin`. They are normalised if these keys are the last ones.
 struct KeyRange {
     int64_t low, begin, limit;
     bool is_last;
@@ -42,7 +43,7 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             for (int d = 0; d < D; d++)
                 if (begins_line(from + d * LANES)) ask(value + d * LANES, away);
-            if constexpr (Q < D) {  // what there are fewer of stays in registers
+            if constexpr (Q < D) {  // the smaller number of operands is kept in registers
                 Vec w[Q];
                 for (int q = 0; q < Q; q++) w[q] = splat(weight[q * weights.per_query]);
                 for (int d = 0; d < D; d++) {
@@ -68,7 +69,7 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
 
 typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, const KeyRange&, int, int64_t,
                     const Next&, float*);
-// Queries mixed at once, of one, two and four vectors of the head: sums have to fit the registers.
+// Queries mixed at once for one, two and four vectors of the head: as many sums as fit the registers.
 constexpr int OF_ONE = 8, OF_TWO = LANES == 16 ? 8 : 6, OF_FOUR = LANES == 16 ? 4 : 3;
 
 template <int... Q>
@@ -78,7 +79,7 @@ static Mix mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
     return (vectors == 1 ? one : vectors == 2 ? two : four)[queries - 1];
 }
 
-// The same of one query and N numbers of the head, fewer than a vector's.
+// The same for one query and fewer numbers of the head than a vector holds.
 template <int N>
 static void mix_part(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
                      const KeyRange& keys, int lane, int64_t from, float* out) {
@@ -96,7 +97,7 @@ static void mix_part(const Weights& weights, const float* storage, const Shape& 
     store_some(out + from, keys.is_last ? acc / weights.total[lane] : acc, N);
 }
 
-// The head's last numbers, where its size is no multiple of a vector.
+// The last numbers of a head whose size is no multiple of a vector.
 template <int N = LANES / 2>
 static void mix_rest(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
                      const KeyRange& keys, int lane, int64_t from, float* out) {
@@ -104,7 +105,7 @@ static void mix_rest(const Weights& weights, const float* storage, const Shape& 
     if constexpr (N > 1) mix_rest<N / 2>(weights, storage, s, row, kv_head, keys, lane, from, out);
 }
 
-// The same for `count` queries from `lane` on, all of the head. mixed: [LANES][head_dim].
+// The same for `count` queries from `lane` on and the whole head. mixed: [LANES][head_dim].
 static void mix_all(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
                     const KeyRange& keys, int lane, int count, const Next& next, float* mixed) {
     int64_t d = s.head_dim;
@@ -123,14 +124,14 @@ static void mix_all(const Weights& weights, const float* storage, const Shape& s
     }
 }
 
-// The first key that a row's queries from `begin` on read: sums are grouped by where keys stand.
+// The first key that the queries of a row from `begin` on read, rounded so that sums are grouped by key positions.
 static inline int64_t lowest(int64_t position, int64_t window) {
     int64_t low = window && position >= window ? position - window + 1 : 0;
     return low - low % LANES;
 }
 
-// Queries [block * LANES, ...) of those of one row that share a key head; query m is token m / share, head m % share.
-// The first `asked` of the keys that they read were asked for before.
+// Queries [block * LANES, ...) of a row that share a key head. Query m is token m / share, head m % share. The first
+// `asked` of their keys are prefetched already.
 static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
                    const float* keys, const float* values, int64_t asked, int window, float scale, const Next& next,
                    float* out, float* scratch) {
@@ -156,8 +157,8 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     }
 }
 
-// The same for nodes of one tree, each a row of its own, whose queries together are few: they read the keys before the
-// tree at once, and each those of its own branch.
+// The same for nodes of one tree, each of which is a row, with few queries in all. The nodes read the keys before the
+// tree together, and each node reads the keys of its own branch.
 static void attend_nodes(const Shape& s, const Span* nodes, int num_nodes, int64_t kv_head, const float* q,
                          int64_t q_stride, const float* keys, const float* values, int64_t asked, int window,
                          float scale, const Next& next, float* out, float* scratch) {
@@ -198,7 +199,7 @@ static void attend_nodes(const Shape& s, const Span* nodes, int num_nodes, int64
     }
 }
 
-// Floats of scratch for rows of `longest` tokens.
+// Floats of scratch memory for rows of at most `longest` tokens.
 static inline int64_t attention_scratch(const Shape& s, int64_t longest) {
     return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_room(s.head_dim);
 }

@@ -1,7 +1,8 @@
-// The layers of a Llama-shaped model in one call: norm, attention over the paged cache, norm, gated MLP, in float32.
+// The layers of a Llama-shaped model in one call, in float32: norm, attention over the paged cache, norm, gated MLP.
 //
-// Compiled on the machine it runs on. Every function works on any number of packed rows; a token's bits do not depend
-// on the others of its call. Threads share each step's panels, rows or heads and wait for each other between steps.
+// The code is compiled on the machine that runs it. All functions work on any number of packed rows, and the bits of a
+// token's results do not depend on the other tokens of its call. Threads split the panels, rows or heads of each step
+// and synchronise between steps.
 
 #include "amx.h"
 #include "attention.h"
@@ -24,7 +25,8 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t size) {
     }
 }
 
-// Norm and turn one token's queries and keys of a key head, and put its keys and values where they belong.
+// Apply norms and rotary embedding to one token's queries and keys of a key head, and write keys and values to the
+// cache.
 static void place(const Model& m, const Layer& layer, const Call& call, const Span& row, int64_t kv_head, int64_t token,
                   float* qkv) {
     const Shape& s = m.shape;
@@ -45,20 +47,20 @@ constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
 static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
 
-// Floats of room for n rows in the form that a product reads, where that is not theirs, from wherever on.
+// Size of the buffer for n rows in the form that a product reads, with alignment, in floats.
 static int64_t prepared_floats(int64_t n, int64_t in) {
     return std::max(parts_floats(n, in), rounded_floats(n, in)) + LINE;
 }
 
-// What every thread had better make ready for itself than wait until each has done its share.
+// Up to this size, every thread prepares all rows for itself, which is faster than sharing the work and waiting.
 constexpr int64_t FEW_FLOATS = 1 << 14;
 
 static bool is_little(int64_t n, int64_t in) { return n == 1 || prepared_floats(n, in) <= FEW_FLOATS; }
 
-// Floats of a thread's own room for that.
+// Size of a thread's own buffer for that, in floats.
 static int64_t own_floats(int64_t in) { return std::max(FEW_FLOATS, prepared_floats(1, in)); }
 
-// Panels [first, last) that a thread multiplies.
+// The panels [first, last) that a thread multiplies.
 struct Share {
     int64_t first, last;
 };
@@ -72,24 +74,24 @@ static Stretch stretch_of(const Product& p, Share share) {
     return {p.packed + share.first * panel_bytes(p), p.packed + share.last * panel_bytes(p)};
 }
 
-// Bytes of a copy's product that are taken to be in the core's own cache since the last token.
+// Bytes up to which a 4-bit product is assumed to remain in the core's cache since the last token.
 constexpr int64_t NEAR = 1 << 19;
 
-// Room for tokens in the form that products read: all threads' together, and each thread's own; and who shares it.
+// Buffers for rows in the form that products read: one shared by all threads, one per thread; and the threads.
 struct Room {
     float *shared, *own;
     Team& team;
 };
 
-// y from x, by all threads. `next`: the product after it, or null, and what becomes of its outputs.
+// Compute y from x by all threads. `next`: the product after it, or null; `after_next`: its operation.
 static void share_product(const Product& p, After after, const float* x, int64_t n, const Room& room, float* y,
                           Prefetcher& prefetcher, const Product* next = nullptr, After after_next = STORE) {
     bool alone = is_little(n, p.in);
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
     float* prepared = aligned(alone ? room.own : room.shared);
-    // Whether to ask beforehand would only take time: who reads in order does so of two panels by himself, as long as
-    // nothing but the tokens of plain rounds and drafts has passed through the caches.
+    // Whether a product needs no prefetches. Processors that read in order prefetch two panels themselves. Small 4-bit
+    // products are still in the cache.
     auto needs_none = [n](const Product& one, After then) {
         if (one.kind == INT4) return panels_of(one, then) * panel_bytes(one) <= NEAR;
         return one.kind != AMX && IN_ORDER && n == 1 && are_abreast(one, n);
@@ -125,11 +127,11 @@ static Span span_of(const Call& call, int64_t row) {
             is_node ? call.roots[row] : 0, is_node ? call.branches + row * call.row_nodes : nullptr};
 }
 
-struct Task {  // what is attended to at a time: a block of a row's queries, or nodes of one tree
+struct Task {  // a unit of attention: a block of a row's queries, or nodes of one tree
     int64_t row, nodes, head, block, asked;
 };
 
-// How many rows from this one on are nodes of one tree whose queries are few; else 1. No two sequences share pages.
+// The number of rows from this one on that are nodes of one tree with few queries; else 1. Sequences share no pages.
 static int64_t nodes_together(const Shape& s, const Call& call, int64_t row) {
     int64_t most = FEW / (s.heads / s.kv_heads), count = 1;
     if (!call.roots || call.roots[row] < 0) return 1;
@@ -141,7 +143,7 @@ static int64_t nodes_together(const Shape& s, const Call& call, int64_t row) {
     return count;
 }
 
-// What this thread attends to, one after another.
+// Call `of` for this thread's tasks.
 template <typename Of>
 static void for_own_tasks(const Shape& s, const Call& call, Of of) {
     int64_t share = s.heads / s.kv_heads, count = 0, nodes = 1;
@@ -156,14 +158,14 @@ static void for_own_tasks(const Shape& s, const Call& call, Of of) {
     }
 }
 
-// Put the tokens of this thread's tasks where they belong; where others attend to them too, wait for all threads.
+// Write the keys and values of this thread's tasks. If other threads read them, wait for all threads.
 static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, float* qkv) {
     const Shape& s = m.shape;
-    bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head is always the same thread's
+    bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head belongs to one thread
     if (!are_own && !call.roots) {
         int64_t most = 0;
         for (int64_t row = 0; row < call.num_rows; row++) most = std::max(most, call.firsts[row + 1] - call.firsts[row]);
-        are_own = most * s.heads / s.kv_heads <= LANES;  // and each row's head is a single task
+        are_own = most * s.heads / s.kv_heads <= LANES;  // each head of a row is a single task
     }
     for_own_tasks(s, call, [&](const Task& task) {
         for (int64_t i = task.row; !task.block && i < task.row + task.nodes; i++) {
@@ -203,14 +205,14 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, Tea
     team.wait();
 }
 
-static int64_t widest(const Model& m) {  // of what products read
+static int64_t widest(const Model& m) {  // the largest input of a product
     int64_t mixed = m.shape.heads * m.shape.head_dim, other = m.inner > m.hidden ? m.inner : m.hidden;
     return mixed > other ? mixed : other;
 }
 
 extern "C" {
 
-// Floats of `buffers` and, per thread, of `scratch` that a call needs.
+// The size of `buffers`, and of `scratch` per thread, of a call in floats.
 int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens) {
     const Shape& s = m->shape;
     int64_t mixed = s.heads * s.head_dim, kept = m->hidden + 2 * mixed + 2 * s.kv_heads * s.head_dim + m->inner;
@@ -225,8 +227,8 @@ int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads)
     return n * p->in + prepared_floats(n, p->in) + num_threads * own_floats(p->in);
 }
 
-// x [num_tokens, hidden] becomes what hidden states `from` are after the layers, normed if `last` is given; `from` are
-// tokens where their embedding is given. taps: per layer, where to put its output, or null.
+// Run layers from `from` to x [num_tokens, hidden]. `from`: hidden states, or token ids if `embedding` is given.
+// `last`: the final norm, applied if given. taps: per layer, where to write its output, or null.
 void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, const void* from,
                   const float* embedding, float* x, float* const* taps, const float* last, float* buffers,
                   float* scratch, int64_t scratch_floats, int64_t num_threads) {
@@ -282,7 +284,8 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     });
 }
 
-// y [n, out] = x [n, in] times packed weights; `weight`: of a norm before it; h: `selfspec_linear_floats` of room.
+// y [n, out] = x [n, in] times packed weights. `weight`: of a norm before it, or null. h: `selfspec_linear_floats`
+// floats.
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads) {
     Team team;

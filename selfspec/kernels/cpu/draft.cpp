@@ -1,4 +1,4 @@
-// Picks, and drafts in one call: the first layers, the head and the pick of one token after another.
+// Picks, and drafts in one call: early layers, head and pick, token after token.
 
 #include <optional>
 #include <vector>
@@ -7,7 +7,7 @@
 #include "pick.h"
 #include "team.h"
 
-// Rows that draft on after a step; `sure` are theirs.
+// The rows that continue to draft after a step. `sure`: confidences of the live rows.
 static std::vector<int64_t> going_on(const Drafting& d, const std::vector<int64_t>& live, const float* sure,
                                      int64_t step, std::vector<double>& survival) {
     double total = 0;
@@ -29,8 +29,8 @@ extern "C" {
 
 int64_t selfspec_pick_floats(int64_t vocab) { return pick_floats(vocab); }
 
-// Picks of n rows of logits [n, vocab], `stride` apart; tokens: see `Row`, `tokens_stride` apart (0: the same for all).
-// sure [n] and seconds [n] may be null. room: `selfspec_pick_floats` per thread.
+// Pick a token for each of n rows of logits [n, vocab], `stride` apart. tokens: see `Row`, `tokens_stride` apart (0:
+// the same for all rows). sure [n] and seconds [n] may be null. room: `selfspec_pick_floats` per thread.
 void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const How* how,
                    const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks, float* sure,
                    int64_t* seconds, float* room, int64_t num_threads) {
@@ -45,7 +45,7 @@ void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab
     }
 }
 
-// Floats of room that a draft needs, of rows that come to hold `longest` tokens.
+// The working memory of a draft in floats, for rows of at most `longest` tokens.
 int64_t selfspec_draft_floats(const Model* m, const Drafting* d, const Product* head, int64_t longest,
                               int64_t num_threads) {
     return pick_floats(d->vocab) + d->num_rows * (m->hidden + d->vocab) +
@@ -53,7 +53,7 @@ int64_t selfspec_draft_floats(const Model* m, const Drafting* d, const Product* 
            num_threads * selfspec_scratch_floats(m, longest);
 }
 
-// Draft as far as the rows' lengths and the stops let it. The last token of each draft is not fed.
+// Draft up to the rows' lengths and stop rules. The last token of each draft is not fed.
 void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, const Product* head, const Drafting* drafting,
                     int64_t longest, float* room, int64_t num_threads) {
     const Drafting& d = *drafting;

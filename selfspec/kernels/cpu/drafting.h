@@ -1,4 +1,4 @@
-// What Python tells of a draft, and the functions that rounds are made of; see `draft.cpp`.
+// Inputs and outputs of a draft, and the functions that rounds call; see `draft.cpp`.
 #pragma once
 
 #include <chrono>
@@ -6,30 +6,32 @@
 #include "model.h"
 #include "penalties.h"
 
-// When rows stop drafting, see `selfspec.control.plan`: all of them where they are too unlikely to be right, or else
-// each after a token that is not sure.
+// When rows stop drafting, see `selfspec.control.plan`. With `calibration`, all rows stop when their mean survival
+// falls below `least`. Without it, each row stops after a token whose confidence is below `min_confidence`.
 struct Stop {
     double min_confidence, least;
-    const double *edges, *calibration;  // between bins of confidence; how often each is right, or null
+    const double *edges, *calibration;  // bounds between confidence bins; acceptance rate by bin, or null
     int64_t num_edges;
 };
 
 struct Drafting {
-    int64_t num_rows, most, vocab;  // most: tokens of a row; vocab: of the head
-    const int64_t *pages, *positions, *lengths, *last;  // [num_rows, row_pages]; [num_rows] of each row's last token
+    int64_t num_rows, most, vocab;  // most: maximum drafted tokens per row; vocab: outputs of the draft head
+    // [num_rows, row_pages]; the others [num_rows], of each row's last token
+    const int64_t *pages, *positions, *lengths, *last;
     int64_t row_pages;
     const How* how;        // [num_rows]
-    const int64_t* names;  // [vocab]: the tokens that the head is of; null: all
+    const int64_t* names;  // [vocab]: token ids of the head's outputs; null: the whole vocabulary
     const float *cos, *sin, *embedding, *norm;
     float eps;
     Stop stop;
-    int64_t *counts, *tokens, *seconds;  // out: [num_rows], [num_rows, most], the same or null
-    float *sure, *hidden;  // [num_rows, most] or null; [num_rows, most, hidden]
-    double* taken;         // [most, 3]: seconds of layers, head and pick
-    float* waits;      // [num_rows, num_kept, vocab filled up]: room to keep picks' noise in, see `Row`; or null
-    int64_t num_kept;  // of so many first tokens
-    const History* const* histories;  // [num_rows], null for rows without penalties; null: of all rows
-    const int32_t* places;            // of the tokens that the head is of, see `Prefix`; null: it is of all
+    int64_t *counts, *tokens, *seconds;  // out: [num_rows]; [num_rows, most]; second choices [num_rows, most] or null
+    float *sure, *hidden;  // confidences [num_rows, most] or null; [num_rows, most, hidden]
+    double* taken;         // out: [most, 3] seconds of layers, head and pick
+    float* waits;      // buffer for noise, see `Row`: [num_rows, num_kept, padded vocab]; or null
+    int64_t num_kept;  // number of first drafted tokens per row whose noise is kept
+    const History* const* histories;  // [num_rows], null for rows without penalties; null: no row has penalties
+    // place of each token among the head's outputs, see `Prefix`; null: whole vocabulary
+    const int32_t* places;
 };
 
 static inline double now() {

@@ -1,5 +1,5 @@
-// Drafts as rows of a call: the chain that a tree begins with is one row, every other node one of its own; and second
-// choices.
+// Drafts as rows of a call. The initial chain of a tree is one row, and every other node is a row of its own. Also:
+// which second choices are drafted.
 #pragma once
 
 #include <algorithm>
@@ -7,10 +7,11 @@
 
 #include "model.h"
 
-// New tokens of a round, row after row, and what a call is told of them.
+// The new tokens of a round, row after row, and the arrays of the call that processes them.
 class Nodes {
-    std::vector<int64_t> firsts{0}, pages, roots, branches;  // of the call's rows
-    std::vector<std::vector<int64_t>> paths;                 // of every one of them: from the root on; empty: a chain
+    std::vector<int64_t> firsts{0}, pages, roots, branches;  // of the rows of the call
+    // per row of the call, its path from the root; empty: a chain
+    std::vector<std::vector<int64_t>> paths;
     int64_t row_pages, most = 0;
 
     void begin_row(const int64_t* own, int64_t root, std::vector<int64_t> path) {
@@ -21,16 +22,16 @@ class Nodes {
     }
 
    public:
-    std::vector<int64_t> tokens, positions, rows{0};  // rows: where each row's tokens begin
+    std::vector<int64_t> tokens, positions, rows{0};  // rows: offset of each row's tokens
 
     Nodes(int64_t num_rows, int64_t row_pages) : row_pages(row_pages) { paths.reserve(num_rows); }
 
     int64_t size() const { return int64_t(tokens.size()); }
 
-    // The nodes from `first` on of a row whose last token is at `position`; parents: of all but node 0.
+    // Add the nodes from `first` on of a row whose last token is at `position`. parents: of all nodes but node 0.
     void add(const int64_t* own, int64_t position, int64_t last, int64_t count, const int64_t* drafted,
              const int64_t* parents, int64_t first) {
-        int64_t trunk = 0;  // the last of those that a chain begins with
+        int64_t trunk = 0;  // the last node of the initial chain
         while (trunk < count && parents[trunk] == trunk) trunk++;
         for (int64_t i = first; i <= count; i++) {
             std::vector<int64_t> path{i};
@@ -50,7 +51,7 @@ class Nodes {
         rows.push_back(size());
     }
 
-    // Valid until something is added.
+    // The call. It is valid until nodes are added.
     Call call(const float* cos, const float* sin) {
         branches.assign(paths.size() * most, 0);
         for (size_t i = 0; i < paths.size(); i++)
@@ -60,15 +61,16 @@ class Nodes {
     }
 };
 
-// Which second choices are drafted beside first ones: see `selfspec.control.acceptance.likely_seconds`.
+// Which second choices are drafted: see `selfspec.control.acceptance.likely_seconds`.
 struct Seconds {
-    const double *edges, *right, *second;  // between bins of confidence; by bin, of first and of second choices
+    // bounds between confidence bins; by bin, acceptance rates of first and of second choices
+    const double *edges, *right, *second;
     int64_t num_edges;
     double least, enough;
-    const int64_t* most;  // of each row: tokens that it has room for, and
-    int64_t limit;        // tokens of any row
+    const int64_t* most;  // [num_rows]: maximum drafted tokens, second choices included
+    int64_t limit;        // maximum second choices per row
 
-    // Beside which tokens of a draft, counted from 0, ascending.
+    // The draft positions whose second choices are drafted, from 0 and ascending.
     std::vector<int64_t> likely(const float* sure, int64_t count, int64_t row) const {
         std::vector<std::pair<double, int64_t>> offers;
         double survival = 1, total = 0;

@@ -5,9 +5,9 @@
 
 #include "noise.h"
 
-constexpr int64_t SORTED = 64;  // tokens at most that are sorted rather than parted once more
+constexpr int64_t SORTED = 64;  // maximum number of tokens to sort; more are partitioned again
 
-// Calls `f` with every place, in order, whose number is above a bound; most chunks have none.
+// Call `f` with every index whose number is above a bound, in order. Most chunks contain none.
 template <class F>
 static void each_above(const float* x, int64_t n, float bound, F f) {
     for (int64_t at = 0; at < n; at += CHUNK) {
@@ -21,7 +21,7 @@ static void each_above(const float* x, int64_t n, float bound, F f) {
     }
 }
 
-// How many numbers are above a bound, and what they weigh: their weights, or one each.
+// The count of numbers above a bound, and their total weight: the sum of their weights, or 1 each.
 static double above(const float* x, const float* weights, int64_t n, float bound, int64_t& count) {
     double total = 0;
     count = 0;
@@ -39,11 +39,11 @@ static double above(const float* x, const float* weights, int64_t n, float bound
     return total;
 }
 
-// Keep the largest numbers until they weigh `wanted`, and make the others -inf. Of equals the last are kept with
-// weights, as a sort from the smallest on leaves them, and all without.
+// Keep the largest numbers up to a total weight of `wanted`, and set the others to -inf. Among equal numbers: with
+// weights, the last ones are kept, as after an ascending sort; without weights, all are kept.
 static void keep(float* x, float* weights, int64_t n, float most, double wanted, int64_t* order) {
     float step = std::max(1.f, std::fabs(most) * 1e-6f);
-    float low = -INFINITY, high = most;  // what is above `high` is kept, and no more than what is above `low`
+    float low = -INFINITY, high = most;  // numbers above `high` are kept, and none at or below `low`
     double before = 0;
     for (int64_t count_low = n, count_high = 0, count; count_low - count_high > SORTED; step *= 4) {
         float middle = low == -INFINITY ? most - step : low + (high - low) / 2;
@@ -59,7 +59,7 @@ static void keep(float* x, float* weights, int64_t n, float most, double wanted,
         if (x[i] <= high) order[inside++] = i;
     });
     std::sort(order, order + inside, [&](int64_t a, int64_t b) { return x[a] != x[b] ? x[a] > x[b] : a > b; });
-    for (int64_t i = 0; i < inside && (before < wanted || last < 0); i++) {  // one at least, however little is wanted
+    for (int64_t i = 0; i < inside && (before < wanted || last < 0); i++) {  // at least one is kept
         last = order[i];
         before += weights ? weights[last] : 1;
     }

@@ -1,4 +1,4 @@
-// What Python tells of a model and of a call, and the functions that drafts are made of; see `body.cpp`.
+// Structures of a model and of a call, and the functions of layers; see `body.cpp`.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 struct Product {
     const char* packed;
     const float* bias;  // [panels * PANEL], in the packed order; or null
-    int64_t in, out, kind;  // out: of y, so that SWIGLU has half as many as there are weights
+    int64_t in, out, kind;  // out: size of y; for SWIGLU, half the number of packed outputs
 };
 
 struct Shape {
@@ -15,29 +15,30 @@ struct Shape {
 
 struct Layer {
     Product qkv, o, gate_up, down;
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+    const float *norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
     float *keys, *values;                            // [pages, page_size, kv_heads, head_dim]
     int64_t window;                                  // 0: none
 };
 
 struct Model {
     Shape shape;
-    int64_t hidden, inner;  // inner: of the MLP
+    int64_t hidden, inner;  // inner: hidden size of the MLP
     float eps, mlp_eps, qk_eps, scale;
 };
 
 struct Call {
     int64_t num_tokens, num_rows;
     const int64_t* positions;  // [num_tokens]
-    const int64_t* firsts;     // [num_rows + 1]: where each row's tokens begin
+    const int64_t* firsts;     // [num_rows + 1]: offset of each row's tokens
     const int64_t* pages;      // [num_rows, row_pages]
     int64_t row_pages;
-    const int64_t *roots, *branches;  // [num_rows], [num_rows, row_nodes]: of nodes of trees; else null, or root -1
+    // of tree nodes: [num_rows], -1 for rows without trees; [num_rows, row_nodes]; null without trees
+    const int64_t *roots, *branches;
     int64_t row_nodes;
-    const float *cos, *sin;  // [positions, head_dim]; sin carries the sign of the turned half
+    const float *cos, *sin;  // [positions, head_dim]; sin is negated in the first half
 };
 
-struct How {  // a row picks: see `selfspec.executors.pick.Sampling`
+struct How {  // sampling of a row: see `selfspec.executors.pick.Sampling`
     float temperature, top_p, min_p, repetition, presence, frequency;
     int64_t top_k, seed, ngram;
 };

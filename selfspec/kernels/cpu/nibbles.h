@@ -1,23 +1,26 @@
-// Products with weights of 4 bits, for drafts alone: a seventh of what float32 weighs, so that a few layers of a small
-// model stay in a core's own cache from one drafted token to the next.
+// Products with 4-bit weights, for drafts only. They take a seventh of the memory of float32 weights, so a few layers
+// of a small model stay in a core's second-level cache from one drafted token to the next.
 //
-// GROUP inputs of an output share a scale, on both sides. A weight is a whole number from -8 to 7 times its group's
-// scale, stored 8 higher; packed [panels][groups], and of each group [GROUP / 8][PANEL][4] bytes, of which the lower
-// halves are four inputs' and the upper ones the next four's, and then [PANEL] scales. Activations are rounded to 8
-// bits, since a single large one would drown all others of its token also by groups. Sums of a group are whole numbers:
-// the same on every machine, whatever its instructions, and whatever other tokens there are.
+// GROUP inputs share a scale, for the weights of an output and for activations. A weight is an integer from -8 to 7
+// times the scale of its group, stored with an offset of 8. Weights are packed as [panels][groups]; a group is [GROUP /
+// 8][PANEL][4] bytes, whose lower halves are four inputs and whose upper halves are the next four, and then [PANEL]
+// scales. Activations are rounded to 8 bits per group, since a single large activation would otherwise determine the
+// scale of its whole token. Sums within a group are integers, so results are equal on all machines and do not depend on
+// other tokens.
 #pragma once
 
 #include "product.h"
 
-constexpr int64_t GROUP_FLOATS = GROUP / 4 + 2;  // of a token: its numbers, their scale, and where their sums begin
+// per token and group: its numbers, their scale, and the initial value of the sum
+constexpr int64_t GROUP_FLOATS = GROUP / 4 + 2;
 constexpr int64_t ABREAST = 4;                // tokens whose sums fit the registers
 
 static inline int64_t groups_of(int64_t in) { return (in + GROUP - 1) / GROUP; }
 static inline int64_t rounded_floats(int64_t n, int64_t in) { return n * groups_of(in) * GROUP_FLOATS; }
 
-// To each lane's sum, the products of its four bytes: those of `a` from 0 to 15, of `b` from -127 to 127. Where no
-// instruction adds up four, a lane holds two sums of 16 bits, which have room for SHORT such steps, until `widened`.
+// Add to each lane the products of its four bytes: `a` from 0 to 15, `b` from -127 to 127. Without an instruction that
+// adds four products, a lane holds two 16-bit sums, which do not overflow in SHORT steps and are then added by
+// `widened`.
 constexpr int64_t SHORT = 8;
 
 static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
@@ -29,7 +32,7 @@ static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
     return (Ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     __m256i next = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
-    asm("" : "+x"(next));  // else compilers add in an order that needs more registers than there are
+    asm("" : "+x"(next));  // without it, compilers choose an order of additions that needs too many registers
     return (Ints)next;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
@@ -51,9 +54,9 @@ static inline Ints widened(Ints sum) {
 #endif
 }
 
-// Round x[in]: per group, its numbers of 8 bits, their scale, and -8 times their sum.
+// Round x[in]. Write per group its 8-bit numbers, their scale, and -8 times their sum.
 static void round_token(const float* x, int64_t in, float* out) {
-    constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number, which its lower bits hold
+    constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the lower bits
     for (int64_t first = 0; first < in; first += GROUP, out += GROUP_FLOATS) {
         Vec some[GROUP / LANES], most = {};
         for (int64_t i = 0; i < GROUP / LANES; i++) {
@@ -85,7 +88,7 @@ static inline Ints splat_word(const float* at) {
     return word - Ints{};
 }
 
-// R tokens, `stride` apart, times P panels; `prefetcher` is told of what was read, if given.
+// R tokens, `stride` apart, times P panels. `prefetcher`, if given, is advanced by the bytes read.
 template <int R, int P>
 static void tile_of_nibbles(const float* x, int64_t stride, int64_t groups, const char* panel, Prefetcher* prefetcher,
                             Vec (&total)[ABREAST][2]) {
@@ -122,7 +125,7 @@ static void tile_of_nibbles(const float* x, int64_t stride, int64_t groups, cons
     for (int i = 0; i < R * P; i++) total[i][0] = sums[i][0], total[i][1] = sums[i][1];
 }
 
-// Panels [first, last) of y[n, out] from rounded tokens; `prefetcher` is told of what was read, if given.
+// Panels [first, last) of y[n, out] from rounded tokens. `prefetcher`, if given, is advanced by the bytes read.
 static void product_of_nibbles(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first,
                                int64_t last, Prefetcher* prefetcher) {
     typedef void (*Tile)(const float*, int64_t, int64_t, const char*, Prefetcher*, Vec(&)[ABREAST][2]);
@@ -136,7 +139,7 @@ static void product_of_nibbles(const Product& p, After after, const float* x, in
     Vec total[ABREAST][2];
     for (int64_t panel = first; panel < last; panel++) {
         const char* weights = p.packed + panel * panel_bytes(p);
-        if (n == 1 && panel + 1 < last) {  // two at a time read the token once, and come from memory side by side
+        if (n == 1 && panel + 1 < last) {  // two panels at a time read the token once, and load in parallel
             tile_of_nibbles<1, 2>(x, stride, groups, weights, prefetcher, total);
             end(panel++, total[0], y);
             end(panel, total[1], y);

@@ -5,7 +5,7 @@
 
 #include "vector.h"
 
-constexpr int64_t CHUNK = 256;  // tokens summed in single precision; buffers are filled up to a multiple of it
+constexpr int64_t CHUNK = 256;  // tokens that are summed in single precision; buffers are padded to a multiple of it
 
 static inline int64_t filled_up(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
@@ -27,7 +27,8 @@ static float noise(uint64_t key, int64_t token) {
     return float(-std::log(-std::log((double(bits_of(key, token)) + 0.5) * 0x1p-52)));
 }
 
-// E = -log(u) of CHUNK tokens, relative error about 1e-6; from u and 1 - u, since near 1 a float of u loses digits.
+// E = -log(u) of CHUNK tokens with a relative error of about 1e-6, from u and from 1 - u, which is more precise near u
+// = 1.
 static void arrivals(uint64_t key, const int64_t* tokens, int64_t first, float* out) {
     float uniform[CHUNK], rest[CHUNK];
     for (int64_t i = 0; i < CHUNK; i++) {
@@ -42,7 +43,7 @@ static void arrivals(uint64_t key, const int64_t* tokens, int64_t first, float* 
         Vec u = load(uniform + i), m;
         Ints bits;
         std::memcpy(&bits, &u, sizeof u);
-        Ints exponent = (bits - 0x3F400000) >> 23, mantissa = bits - (exponent << 23);  // of [0.75, 1.5)
+        Ints exponent = (bits - 0x3F400000) >> 23, mantissa = bits - (exponent << 23);  // mantissa in [0.75, 1.5)
         std::memcpy(&m, &mantissa, sizeof m);
         Vec above = exponent == 0 ? -load(rest + i) : m - 1.f;
         Vec f = above / (above + 2.f), square = f * f, p = splat(1.f / 9);  // log(m) = 2 artanh(f)

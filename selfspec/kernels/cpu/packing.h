@@ -1,4 +1,4 @@
-// Packing weights in the order and the kind that products read: see product.h.
+// Packs weights in the order and format that products read: see product.h.
 #pragma once
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 
 #include "amx.h"
 
-// Where outputs of a weight belong among the packed ones: from `offset` on, and after every `lanes` of them there is a
-// gap up to `stride`, where SWIGLU's other half stands.
+// Places of a weight's outputs among the packed outputs: from `offset` on, with a gap after every `lanes` outputs up to
+// a multiple of `stride`. The gaps hold the other half of a SWIGLU.
 struct Places {
     int64_t offset, lanes, stride;
 };
@@ -16,15 +16,17 @@ static inline int64_t place_of(int64_t output, const Places& to) {
     return to.offset + output / to.lanes * to.stride + output % to.lanes;
 }
 
-// The scale by which a group's numbers are best whole ones from -8 to 7: of least squared error, among some.
+// The scale with which integers from -8 to 7 represent a group's numbers with the least squared error, among some
+// candidates.
 static float best_scale(const float* group) {
-    constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number
+    constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
     float largest = 0, best = 0, least = INFINITY;
     for (int64_t k = 0; k < GROUP; k++)
         if (std::fabs(group[k]) > std::fabs(largest)) largest = group[k];
     for (int step = 0; largest && step < 8; step++) {
         float share = 1.f - 0.1f * float(step / 2);
-        float scale = step % 2 ? std::fabs(largest) * share / 7.f : -largest * share / 8.f;  // of both signs, or its own
+        // symmetric, or with the sign that maps the largest to -8
+        float scale = step % 2 ? std::fabs(largest) * share / 7.f : -largest * share / 8.f;
         float inverse = 1.f / scale, error = 0;
         for (int64_t k = 0; k < GROUP; k++) {
             float whole = std::min(std::max(group[k] * inverse + MAGIC - MAGIC, -8.f), 7.f);
@@ -35,7 +37,7 @@ static float best_scale(const float* group) {
     return best;
 }
 
-// In 4 bits, see nibbles.h.
+// Pack in 4 bits, see nibbles.h.
 static void pack_rounded(const float* weight, int64_t out, const Product& p, const Places& to, int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads)
     for (int64_t o = 0; o < out; o++) {
@@ -54,15 +56,16 @@ static void pack_rounded(const float* weight, int64_t out, const Product& p, con
     }
 }
 
-// Of `size` bytes, a number that any other word, or place of one, all but surely changes.
+// A checksum of `size` bytes that depends on the value and place of every word.
 static uint64_t checksum(const char* words, int64_t size) {
     typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-    constexpr int64_t ABREAST = 8, bytes = sizeof(Words);  // products that wait for each other take several cycles
+    // independent chains, since a multiplication takes several cycles
+    constexpr int64_t ABREAST = 8, bytes = sizeof(Words);
     Words mixed[ABREAST] = {};
     auto take = [&](const char* from, int64_t size, int64_t which) {
         Words some = {};
         std::memcpy(&some, from, size);
-        // Bits move, since the highest of two words, their signs, would undo each other.
+        // Rotate, since otherwise changes of the highest bits (signs) of two words would cancel.
         mixed[which] = ((mixed[which] << 7 | mixed[which] >> 25) ^ some) * 0x9e3779b1u;  // 2^32 over the golden ratio
     };
     int64_t at = 0;
@@ -78,7 +81,7 @@ static uint64_t checksum(const char* words, int64_t size) {
 
 extern "C" {
 
-// Checksums of n stretches of so many bytes.
+// Checksums of n ranges of bytes.
 void selfspec_checksums(const char* const* words, const int64_t* sizes, int64_t n, uint64_t* out, int64_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int64_t i = 0; i < n; i++) out[i] = checksum(words[i], sizes[i]);
@@ -86,7 +89,7 @@ void selfspec_checksums(const char* const* words, const int64_t* sizes, int64_t 
 
 int64_t selfspec_panel() { return PANEL; }
 
-// The smallest kind of packed weights where none is lost by it; `rounds`: tokens may be rounded to bfloat16.
+// The smallest lossless format. `rounds`: tokens may be rounded to bfloat16.
 int64_t selfspec_smallest(int64_t rounds) {
     static const bool tiles = allow_tiles();
 #if defined(__AVX512BF16__)
@@ -95,12 +98,12 @@ int64_t selfspec_smallest(int64_t rounds) {
     return tiles ? AMX : HALF;
 }
 
-// Words of 32 bits that packed weights of a kind take.
+// The size of packed weights in a format, in 32-bit words.
 int64_t selfspec_packed_words(const Product* p, int64_t panels) { return panels * panel_bytes(*p) / 4; }
 
-// Whether bfloat16 holds every one of `count` weights.
+// Whether bfloat16 represents every one of `count` weights exactly.
 int64_t selfspec_fits_half(const uint32_t* weights, int64_t count) {
-    constexpr int64_t BLOCK = 4096;  // of which the first that does not ends the search
+    constexpr int64_t BLOCK = 4096;  // the search ends after the first block that has another weight
     for (int64_t at = 0; at < count; at += BLOCK) {
         int64_t stop = count - at < BLOCK ? count : at + BLOCK;
         uint32_t lower = 0;
@@ -110,7 +113,7 @@ int64_t selfspec_fits_half(const uint32_t* weights, int64_t count) {
     return 1;
 }
 
-// Pack a weight's rows [out, in] where `Places` of the last numbers are.
+// Pack a weight's rows [out, in]; the last arguments are the fields of `Places`.
 void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_t offset, int64_t lanes, int64_t stride,
                    int64_t num_threads) {
     Places places = {offset, lanes, stride};
@@ -126,7 +129,7 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
             to[i] = packed + at / PANEL * panel_bytes(*p) / 4 + at % PANEL;
         }
         const uint32_t* from = weight + first * in;
-        for (int64_t k = 0; p->kind == FULL && k < in; k++)  // written in order, as far as may be
+        for (int64_t k = 0; p->kind == FULL && k < in; k++)  // in the order of memory as far as possible
             for (int i = 0; i < count; i++) to[i][k * PANEL] = from[i * in + k];
         for (int64_t k = 0; p->kind != FULL && k < in; k += 2)
             for (int i = 0; i < count; i++) {

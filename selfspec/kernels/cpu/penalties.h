@@ -1,4 +1,4 @@
-// What the tokens before a position do to its logits: see `selfspec.executors.penalties`, which says the same in torch.
+// Penalties on logits by the tokens before a position: `selfspec.executors.penalties` does the same in torch.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@ static inline bool penalizes(const How& how) {
     return how.repetition != 1 || how.presence != 0 || how.frequency != 0 || how.ngram > 0;
 }
 
-// A row's tokens, and how often its output holds each.
+// A row's tokens, and the number of times that its output contains each.
 struct History {
     int64_t vocab;
-    std::vector<int64_t> tokens, distinct;  // all of them; those of the vocabulary, each once
+    std::vector<int64_t> tokens, distinct;  // all tokens; the distinct ones within the vocabulary
     std::vector<int32_t> counts;            // [vocab]
     std::vector<char> is_seen;              // [vocab]
 
@@ -23,7 +23,7 @@ struct History {
         add(content + num_prompt, count - num_prompt, 1);
     }
 
-    // times: 1 where they are output, else 0.
+    // times: 1 for output tokens, 0 for prompt tokens.
     void add(const int64_t* more, int64_t count, int32_t times) {
         for (int64_t i = 0; i < count; i++) {
             int64_t token = more[i];
@@ -35,12 +35,12 @@ struct History {
     }
 };
 
-// What stands before a position: a row's tokens, and the drafted ones that come after them.
+// The tokens before a position: a row's tokens, and the drafted ones after them.
 struct Prefix {
     const History& row;
     const int64_t* drafted;
-    int64_t count;          // of the drafted
-    const int32_t* places;  // [vocab]: where each token is among the logits, -1 where it is not; null: at its own number
+    int64_t count;          // number of drafted tokens
+    const int32_t* places;  // [vocab]: place of each token among the logits, -1 if absent; null: the token itself
 
     int64_t place_of(int64_t token) const { return token >= row.vocab ? -1 : places ? places[token] : token; }
 
@@ -49,7 +49,7 @@ struct Prefix {
         return i < known ? row.tokens[i] : drafted[i - known];
     }
 
-    // Calls `f` with every token that would end n tokens that there are already.
+    // Call `f` with every token that would repeat an n-gram.
     template <class F>
     void each_repeating(int64_t n, F f) const {
         int64_t total = int64_t(row.tokens.size()) + count;
@@ -60,7 +60,7 @@ struct Prefix {
         }
     }
 
-    // Scores are logits over a temperature; those of tokens that stand before are made anew.
+    // Recompute the scores (logits over temperature) of tokens that occur before.
     void penalize(const How& how, const float* logits, float temperature, float* scores) const {
         auto one = [&](int64_t token, int64_t times) {
             int64_t place = place_of(token);

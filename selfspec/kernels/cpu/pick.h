@@ -1,8 +1,9 @@
-// The token a row takes from its logits, in one call: filters, noise, argmax, how sure that was, and what came second.
+// Picks a token from the logits of a row: filters, noise, argmax, confidence, and second choice.
 //
-// The same as `selfspec.executors.pick` in torch: filters in transformers' order, and the noise of `kernels/gumbel.py`.
-// The largest of s - log(E), where E = -log(u) of a uniform u, is the largest of exp(s) / E: that takes one logarithm
-// of every token, and to single precision; the noise itself is made for the few that may have won.
+// `selfspec.executors.pick` does the same in torch, with filters in transformers' order and the noise of
+// `kernels/gumbel.py`. The largest s - log(E), where E = -log(u) of a uniform u, is also the largest exp(s) / E. This
+// takes one logarithm per token, in single precision. The exact noise is computed only for the few tokens that may have
+// won.
 #pragma once
 
 #include "filters.h"
@@ -13,22 +14,20 @@
 struct Row {
     const float* logits;
     int64_t vocab, position;
-    const int64_t* tokens;  // that the logits are of, ascending; null: all of a vocabulary
-    // `arrivals` of the whole vocabulary at this position, shared by draft and target; a NaN first: not made yet; null:
-    // not kept.
-    float* kept = nullptr;
-    const Prefix* prefix = nullptr;  // what penalties are for; null: there are none
+    const int64_t* tokens;  // token ids of the logits, ascending; null: the whole vocabulary
+    float* kept = nullptr;  // cache of `arrivals` at this position, NaN if not computed yet; or null
+    const Prefix* prefix = nullptr;  // the tokens for penalties; null: no penalties
 };
 
 struct Picked {
-    int64_t best, second;  // where among the logits
+    int64_t best, second;  // indices of logits
     float sure;
 };
 
-// Floats of room that a row needs: scores, weights, and two whole numbers per token.
+// The working memory of a row in floats: scores, weights, and two integers per token.
 static inline int64_t pick_floats(int64_t vocab) { return 6 * filled_up(vocab); }
 
-// The largest of filled-up numbers; NaN where one of them is none.
+// The largest of padded numbers; NaN if one of them is NaN.
 static float largest(const float* x, int64_t n) {
     Vec most = splat(-INFINITY);
     Ints wrong = {};
@@ -45,7 +44,7 @@ static float largest(const float* x, int64_t n) {
     return top;
 }
 
-// The first place of a number that is the largest; NaN: of one that is none.
+// The index of the first largest number, or of the first NaN if there is one.
 static int64_t first_of(const float* x, int64_t n, float value) {
     for (int64_t at = 0; at < n; at += CHUNK) {
         Ints any = {};
@@ -58,7 +57,7 @@ static int64_t first_of(const float* x, int64_t n, float value) {
     return 0;
 }
 
-// Logits over temperature, filled up with -inf.
+// Logits over temperature, padded with -inf.
 static void scale(const Row& row, float temperature, float* out) {
     int64_t i = 0, end = filled_up(row.vocab);
     bool is_one = temperature == 1;
@@ -68,7 +67,7 @@ static void scale(const Row& row, float temperature, float* out) {
     for (; i < end; i++) out[i] = -INFINITY;
 }
 
-// e^(x - most) of filled-up numbers, and their sum.
+// e^(x - most) of padded numbers, and their sum.
 static double weigh(const float* x, int64_t n, float most, float* out) {
     double total = 0;
     for (int64_t at = 0; at < n; at += CHUNK) {
@@ -83,7 +82,7 @@ static double weigh(const float* x, int64_t n, float most, float* out) {
     return total;
 }
 
-// The winner among scores x, and what share it has; see above. Tokens: of each score, filled up; null: its place.
+// Finds the winner among scores x by the shares exp(s) / E. tokens: per score, padded; null: the index is the token.
 struct Contest {
     const float* x;
     int64_t count;
@@ -92,10 +91,11 @@ struct Contest {
     float* shares;
     float* kept;  // see `Row`
 
-    // The place of the winner, -1 where none can be told for being all too far below `most`.
+    // The index of the winner; -1 if all shares underflow.
     int64_t winner(float most, float share) const {
         if (!(share > 1e-30f)) return -1;
-        float least = share * std::exp(-(1e-4f + 5e-7f * std::fabs(most)));  // beyond what rounding may have changed
+        // shares above it may have won, given rounding errors
+        float least = share * std::exp(-(1e-4f + 5e-7f * std::fabs(most)));
         int64_t best = -1;
         float top = -INFINITY;
         each_above(shares, filled_up(count), least, [&](int64_t i) {
@@ -105,7 +105,7 @@ struct Contest {
         return best;
     }
 
-    // Fills in the shares; returns their sum.
+    // Compute the shares. Returns their sum.
     double run(float most) const {
         double total = 0;
         float own[CHUNK];
@@ -137,7 +137,7 @@ static Picked sampled(const Row& row, const How& how, float* x, float most, floa
     }
     const int64_t* tokens = row.tokens;
     bool some = by_k || by_p || by_min;
-    if (some || tokens) {  // those that are left, moved together
+    if (some || tokens) {  // move the kept scores together
         double low = by_min ? double(most) + std::log(double(how.min_p)) : -INFINITY;
         float bound = float(low);
         if (by_min && !(double(bound) < low)) bound = std::nextafter(bound, -INFINITY);
@@ -168,8 +168,8 @@ static Picked sampled(const Row& row, const How& how, float* x, float most, floa
     return picked;
 }
 
-// The pick of one row; `room` is for `pick_floats` floats. NaN counts as the largest; among what is not finite there is
-// no sampling, and no telling how sure it is.
+// The pick of a row. `room`: `pick_floats` floats. NaN counts as the largest. If scores are not finite, the argmax is
+// picked without noise and without a confidence.
 static Picked pick_row(const Row& row, const How& how, float* room, bool with_sure, bool with_second) {
     int64_t n = filled_up(row.vocab);
     float *x = room, *weights = x + n;

@@ -1,35 +1,35 @@
-// Weights that are asked for before they are needed, in an order that memory serves fast.
+// Prefetches weights in an order that memory serves fast.
 //
-// Memory shares its pages of some KiB out over its channels, so that a stream which is asked for from first to last
-// waits for one channel at a time: measured on one thread of a Xeon, it brings 10 GB/s, and eight of them side by side
-// 14. So blocks of weights are asked for in STREAMS places at once, to the core's second cache, DISTANCE before a product
-// comes to them; and the first ones of the product that follows are, before this one has ended. Processors of AMD find
-// it the other way round: one thread of an EPYC of the fifth generation reads 37 GB/s in order, and 28 in eight places.
+// Memory interleaves pages of a few KiB over its channels. A stream that is prefetched in order waits for one channel
+// at a time: one thread of a Xeon reads 10 GB/s in one stream and 14 GB/s in eight parallel ones. So blocks of weights
+// are prefetched at STREAMS places at once into the second-level cache, DISTANCE bytes ahead of the product. The first
+// blocks of the next product are prefetched before the current one ends. AMD processors differ: one thread of a
+// fifth-generation EPYC reads 37 GB/s in order and 28 GB/s in eight streams.
 #pragma once
 
 #include <cstdint>
 
-// Compilers name the last generation that they know for later ones, too.
+// Compilers report the last generation that they know for later ones, too.
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 constexpr bool IN_ORDER = true;
 #else
 constexpr bool IN_ORDER = false;
 #endif
 constexpr int64_t STREAMS = IN_ORDER ? 1 : 8, CACHE_LINE = 64;
-constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE;  // PORTION: bytes asked for at a time
+constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE;  // PORTION: bytes per prefetch
 constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = 2 * PREFETCH_BLOCK;
-constexpr int64_t DISTANCE_ABREAST = 3 * DISTANCE;  // of two panels at a time, in order: beyond the second
+constexpr int64_t DISTANCE_ABREAST = 3 * DISTANCE;  // for two panels at a time, in order: beyond the second panel
 
-struct Stretch {  // of memory that one thread reads
+struct Stretch {  // memory that one thread reads
     const char *first, *last;
 };
 
-// Of one thread, from product to product.
+// The prefetches of one thread, across products.
 class Prefetcher {
-    Stretch now = {}, later = {};  // what is being asked for, and what after that
+    Stretch now = {}, later = {};  // the range that is being prefetched, and the one after it
     const char* block = nullptr;
-    int64_t done = 0, all = 0;  // bytes of each stream of the block: so far, and in the end
-    bool is_early = false;      // what is being asked for is still to be read
+    int64_t done = 0, all = 0;  // bytes per stream of the block: prefetched so far, and in all
+    bool is_early = false;      // the product that reads `now` has not begun
 
     void enter(const char* at) {
         int64_t size = now.last - at < PREFETCH_BLOCK ? now.last - at : PREFETCH_BLOCK;
@@ -37,7 +37,7 @@ class Prefetcher {
     }
 
    public:
-    // A product begins that reads `own`, and one that reads `next` will follow; either may be empty.
+    // Begin a product that reads `own`. `next` is the range of the following product. Either may be empty.
     void begin(Stretch own, Stretch next, int64_t distance = DISTANCE) {
         bool is_known = is_early && now.first == own.first && now.last == own.last;
         now = own, later = next, is_early = false;
@@ -46,7 +46,7 @@ class Prefetcher {
         for (int64_t fetched = 0; fetched < distance; fetched += PORTION) advance();
     }
 
-    // Another PORTION was read.
+    // Advance by one PORTION that was read.
     void advance() {
         if (done >= all) {
             if (now.last - block > PREFETCH_BLOCK) {

@@ -1,11 +1,11 @@
-// Products of a few rows with packed weights: every weight is read once, whatever the number of rows up to ROWS.
+// Products of a few rows with packed weights. Every weight is read once for up to ROWS rows.
 //
-// Weights [out, in] are packed in panels of PANEL outputs, the last one filled up with zeros: FULL, [panels][in][PANEL]
-// numbers of 32 bits, or, where no weight is lost by it, HALF: bfloat16, the upper half of those bits, of two inputs in
-// one word, [panels][depth / 2][PANEL], the first input's below. An output is summed over `in` from first to last in
-// one register: its bits depend neither on how many rows there are nor on which of the two weights are packed in. PAIRS
-// are packed as HALF, and tokens are rounded to bfloat16, too, as models in that do it: two inputs are multiplied and
-// added up at a time, the second of them first, and numbers below 2^-126 are taken for zero.
+// Weights [out, in] are packed in panels of PANEL outputs; the last panel is padded with zeros. FULL:
+// [panels][in][PANEL] float32 numbers. HALF, if it is lossless: bfloat16 numbers, two inputs per 32-bit word,
+// [panels][depth / 2][PANEL], with the first input in the lower half. An output is summed over `in` in order in one
+// register, so its bits depend neither on the number of rows nor on whether the format is FULL or HALF. PAIRS: packed
+// as HALF, with tokens rounded to bfloat16 as in models of that dtype. Two products are added at a time, the second
+// input first, and numbers below 2^-126 count as zero.
 #pragma once
 
 #include "prefetch.h"
@@ -14,13 +14,13 @@
 
 constexpr int PANEL = 2 * LANES;
 
-enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with both halves in one panel
-// AMX: packed as HALF, and multiplied as amx.h says; INT4: see nibbles.h
+enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with gate and up in one panel
+// AMX: packed as HALF, multiplied as in amx.h; INT4: see nibbles.h
 enum Kind { FULL, HALF, AMX, INT4, PAIRS };
 
-constexpr int64_t GROUP = 64; // inputs that weights of 4 bits are taken in at a time
-constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 4);  // of a panel, with their scales
-constexpr int64_t DEEP = 32;  // inputs that AMX takes in one step: what `depth` is a multiple of, filled up with zeros
+constexpr int64_t GROUP = 64; // inputs per group of 4-bit weights
+constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 4);  // bytes of a panel's group with its scales
+constexpr int64_t DEEP = 32;  // inputs per AMX step; `depth` is `in` padded to a multiple of it
 
 static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEEP; }
 
@@ -29,7 +29,7 @@ static inline int64_t panel_bytes(const Product& p) {
     return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
 }
 
-// Where R rows are read from, `apart` floats from each other. Processors add up to two distances to an address.
+// The addresses of R rows that are `apart` floats apart: one pointer per three rows, with offsets of 0 to 2 `apart`.
 template <int R>
 class Rows {
     const float* every_third[(R + 2) / 3];
@@ -50,7 +50,7 @@ class Rows {
     }
 };
 
-// An input of R rows times as many weights of P panels, which `of` reads.
+// Multiply an input of R rows by the weights of P panels, which `of` reads.
 template <int R, int P, class Of>
 static inline void add(const Rows<R>& x, int64_t k, Of of, Vec (&a)[P][R][2]) {
 #pragma GCC unroll 2
@@ -73,7 +73,7 @@ static inline void add_full(Rows<R>& x, int64_t in, const char* panel, int64_t s
     }
 }
 
-// Weights are loaded again for every second input: registers hold sums.
+// Weights are loaded again for every second input, since sums occupy the registers.
 template <int R, int P>
 static inline void add_halves(Rows<R>& x, int64_t in, const char* panel, int64_t size, Vec (&a)[P][R][2]) {
     for (int64_t k = 0; k < in; k += 2, panel += PANEL * 4, x.advance(2)) {
@@ -84,7 +84,7 @@ static inline void add_halves(Rows<R>& x, int64_t in, const char* panel, int64_t
     }
 }
 
-// To each lane's sum, the products of two bfloat16 numbers of `a` by two of `b`.
+// Add to each lane the products of two bfloat16 numbers of `a` and two of `b`.
 static inline Vec add_pairs(Vec sum, Vec a, Vec b) {
 #if defined(__AVX512BF16__)
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -112,8 +112,8 @@ static inline void add_both(Rows<R>& x, int64_t pairs, const char* panel, int64_
 
 typedef Vec Sums[ROWS][2];
 
-// R rows [in], `apart` from each other, times P panels one after another; `prefetcher` is told of every PORTION, if
-// given. Sums of a few rows would wait for each other: then there are two panels abreast.
+// R rows [in], `apart` floats apart, times P consecutive panels. `prefetcher`, if given, is advanced by every PORTION.
+// For few rows, two panels at a time hide the latency of the additions.
 template <int R, int P, Kind kind>
 static void tile(const float* from, int64_t apart, int64_t in, const char* panel, const float* bias,
                  Prefetcher* prefetcher, Sums* acc) {
@@ -150,7 +150,8 @@ static const Tile TILES[13] = {nullptr,       tile<1, 1, k>, tile<2, 1, k>, tile
                                tile<7, 1, k>, tile<8, 1, k>, tile<9, 1, k>, tile<10, 1, k>, tile<11, 1, k>, tile<12, 1, k>
 #endif
 };
-constexpr int64_t ABREAST_ROWS = 3, MOST_ABREAST = 1 << 15;  // of so many rows, two panels at a time of so many bytes
+// two panels at a time, for at most so many rows and bytes per panel
+constexpr int64_t ABREAST_ROWS = 3, MOST_ABREAST = 1 << 15;
 template <Kind k>
 static const Tile ABREAST_TILES[] = {nullptr, tile<1, 2, k>, tile<2, 2, k>, tile<3, 2, k>};
 
@@ -162,7 +163,7 @@ static inline void put(float* y, Vec v, int64_t room, bool add) {
     }
 }
 
-// One panel's outputs of one row to where they belong in `y` [out].
+// Write one panel's outputs of one row to `y` [out].
 static inline void finish(const Product& p, After after, int64_t panel, Vec low, Vec high, float* y) {
     if (after == SWIGLU) {
         int64_t at = panel * LANES;
@@ -174,21 +175,21 @@ static inline void finish(const Product& p, After after, int64_t panel, Vec low,
     }
 }
 
-// Rows of a block, of n in all: as even as can be.
+// Rows per block, for n rows in all, as even as possible.
 static inline int64_t block_rows(int64_t n) {
     int64_t blocks = (n + ROWS - 1) / ROWS;
     return (n + blocks - 1) / blocks;
 }
 
-// Whether panels are multiplied two at a time: of long ones the second would lie beyond what was asked for.
+// Whether two panels are multiplied at a time. The second of two long panels would be beyond the prefetched range.
 static inline bool are_abreast(const Product& p, int64_t n) {
     return n <= ABREAST_ROWS && panel_bytes(p) <= MOST_ABREAST;
 }
 
-// Floats that a token takes as such a product reads it: pairs of bfloat16, filled up with zeros, or its own.
+// Floats per token in the form that such a product reads: padded bfloat16 pairs, or the token's own.
 static inline int64_t token_floats(const Product& p) { return p.kind == PAIRS ? depth_of(p.in) / 2 : p.in; }
 
-// x[in] rounded to bfloat16, to the nearest and of two to the even one.
+// Round x[in] to bfloat16, to nearest even.
 static void round_pairs(const float* x, int64_t in, float* out) {
     char* to = reinterpret_cast<char*>(out);
     for (int64_t k = 0; k < depth_of(in); k += LANES, to += sizeof(Halves)) {
@@ -201,8 +202,8 @@ static void round_pairs(const float* x, int64_t in, float* out) {
     }
 }
 
-// Panels [first, last) of y[n, out] from n tokens, in pairs if the product is; `prefetcher` is told of what was read, if
-// given.
+// Panels [first, last) of y[n, out] from n tokens, which are pairs if the product's format is PAIRS. `prefetcher`, if
+// given, is advanced by the bytes read.
 static void product(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first, int64_t last,
                     Prefetcher* prefetcher) {
     int64_t rows = block_rows(n), apart = token_floats(p);

@@ -1,6 +1,6 @@
-// The rounds of a plan in one call, each from where the one before left its rows; see `selfspec.control.plan.Plan`.
+// The rounds of a plan in one call; see `selfspec.control.plan.Plan`.
 //
-// Python between two rounds runs on cold caches; after several it does for the first of them alone.
+// Python code between two rounds runs on cold caches. One call for several rounds avoids most of it.
 
 #include <algorithm>
 #include <new>
@@ -10,22 +10,23 @@
 
 #include "round.h"
 
-// How far rounds go on, and what is drafted by lookup. The arrays of a round lie after those of the one before.
+// When a program ends, and what is drafted by lookup. Arrays of outputs hold one round after the other.
 struct Program {
-    int64_t rounds;               // at most
-    double seconds;               // none begins later
-    int64_t* rooms;               // [num_rows]: tokens that each may yet draft; they come to less
-    const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] where they begin
-    void* const* indices;         // [num_rows] of the rows' tokens, see `lookup.cpp`; null: the first draft may be given
-    const int64_t* lengths;       // [num_rows, bins]: as `selfspec.control.plan.LookupTable` has it, and the same of
+    int64_t rounds;               // maximum
+    double seconds;               // no further round begins later
+    int64_t* rooms;               // [num_rows]: tokens that each row may still draft; updated
+    const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] their offsets
+    void* const* indices;         // [num_rows] indices of the rows, see `lookup.cpp`; null: no lookup
+    const int64_t* lengths;       // [num_rows, bins]: the fields of `selfspec.control.plan.LookupTable`
     const double *gains, *needs;  // [num_rows, bins]; [num_needs]
     int64_t num_needs;
-    int64_t* given;    // [rounds]: whether no layer drafts; in: of the first where there are no indices, out: of all
-    int64_t* matches;  // out: [rounds, num_rows]: the match that a draft by lookup follows, else 0
-    // The tokens of rows with penalties, row after row, of others none; [num_rows + 1] where they begin; [num_rows] how
-    // many of them are the prompt. Null where no row has penalties.
+    // [rounds]: whether no layer drafts; in: of the first round if `indices` is null; out: of all rounds
+    int64_t* given;
+    int64_t* matches;  // out: [rounds, num_rows]: match length of a draft by lookup, else 0
+    // The contents of rows with penalties, row after row, empty for other rows; [num_rows + 1] offsets; [num_rows]
+    // prompt lengths. Null if no row has penalties.
     const int64_t *texts, *text_ends, *num_prompts;
-    int64_t done;      // out: rounds
+    int64_t done;      // out: number of rounds that ran
 };
 
 extern "C" {
@@ -42,17 +43,17 @@ class Run {
     Drafting d;
     Judging j;
     int64_t exit_layer;
-    std::vector<int64_t> positions, last, lengths, matches, drafts;  // of every row
+    std::vector<int64_t> positions, last, lengths, matches, drafts;  // per row
     std::vector<std::optional<History>> histories;
-    std::vector<const History*> history_of;  // the same
-    std::vector<int32_t> places;       // in the drafter's part of the vocabulary
+    std::vector<const History*> history_of;  // per row, null without penalties
+    std::vector<int32_t> places;       // of tokens among the draft head's outputs
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
         const int64_t *first = p.ends + p.stops[row], *end = p.ends + p.stops[row + 1];
         return std::any_of(tokens, tokens + count, [=](int64_t token) { return std::find(first, end, token) != end; });
     }
 
-    // Tokens that each row drafts by lookup; whether any does.
+    // Set the number of tokens that each row drafts by lookup. Returns whether any row does.
     bool look_up() {
         double gain = 0;
         int64_t total = 0, bin = 0;
@@ -66,7 +67,7 @@ class Run {
         return total && gain >= p.needs[std::min(total, p.num_needs - 1)];
     }
 
-    // Who drafts in the next round, and what is drafted by lookup.
+    // Choose the source of drafts of the next round, and write drafts by lookup.
     void choose() {
         bool is_found = look_up();
         p.given[p.done] = is_found || !exit_layer;
@@ -78,7 +79,7 @@ class Run {
         }
     }
 
-    // What rows with penalties hold.
+    // Set up the histories of rows with penalties.
     void remember() {
         int64_t vocab = j.head->out;
         histories.resize(d.num_rows);
@@ -95,7 +96,7 @@ class Run {
         d.places = places.data();
     }
 
-    // To where the next round begins; whether there may be one.
+    // Advance the rows to the next round. Returns whether there may be one.
     bool move() {
         bool goes_on = true, had_room = false, has_room = false;
         for (int64_t r = 0; r < d.num_rows; r++) {
@@ -112,7 +113,7 @@ class Run {
         return goes_on;
     }
 
-    // To the arrays of the next round.
+    // Advance to the output arrays of the next round.
     void advance() {
         int64_t rows = d.num_rows, most = j.most;
         d.counts += rows, d.taken += 3 * most;
@@ -156,7 +157,7 @@ class Run {
 
 extern "C" {
 
-// Returns 0, or 1 where there is too little memory.
+// Returns 0, or 1 if memory allocation failed.
 int64_t selfspec_program(const Model* m, const Drafting* d, const Judging* j, Program* program) try {
     return Run(*d, *j, *program).run(m);
 } catch (const std::bad_alloc&) {

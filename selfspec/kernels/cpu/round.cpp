@@ -1,7 +1,7 @@
-// A whole round in one call: drafts, the layers that verify them, the head, and the target's picks.
+// A whole round in one call: drafts, their verification by layers and head, and the target's picks.
 //
-// After the weights of a pass have streamed through the caches, whatever Python and torch do next is read from memory:
-// between the parts of a round that took as long as a quarter of it.
+// Reading the weights evicts the data of Python and torch from the caches. Python code between the parts of a round
+// took a quarter of its time.
 
 #include <algorithm>
 #include <memory>
@@ -17,10 +17,10 @@
 
 namespace {
 
-constexpr int64_t SHARED = 1 << 16;  // logits from which threads share the picks of a round
-constexpr int64_t MOST_KEPT = 1 << 18;  // floats of noise; that of later tokens is made again
+constexpr int64_t SHARED = 1 << 16;  // logits above which threads share the picks of a round
+constexpr int64_t MOST_KEPT = 1 << 18;  // floats of noise to keep; the noise of later tokens is computed again
 
-// Floats from where a line of the caches begins, since vectors are read from them; nothing is written to them.
+// Uninitialised floats that begin at a cache line, since vectors are loaded from them.
 class Floats {
     std::unique_ptr<float[]> all;
     float* first = nullptr;
@@ -41,7 +41,7 @@ class Round {
 
     int64_t threads(int64_t n) const { return n > j.few ? j.threads : j.threads_few; }
 
-    // Layers [start, stop) on packed nodes, from their tokens or from hidden states `from`.
+    // Run layers [start, stop) on packed nodes, from their tokens or from hidden states `from`.
     void run(Nodes& nodes, int64_t start, int64_t stop, const float* from, float* x, float* const* taps) const {
         int64_t n = nodes.size(), scratch = selfspec_scratch_floats(&m, j.longest);
         int64_t buffers = selfspec_buffer_floats(&m, n);
@@ -60,7 +60,8 @@ class Round {
         return nodes;
     }
 
-    // Layers that draft have not read what they drafted last, or beside it: hidden states of all they did and of these.
+    // Run the early layers on nodes that they have not processed: the last drafted tokens and second choices. x: the
+    // hidden states of all nodes.
     void read_on(float* x) const {
         Nodes unread = nodes_of(true);
         Floats states(unread.size() * m.hidden);
@@ -74,7 +75,7 @@ class Round {
         }
     }
 
-    // The target's pick at a node, with the noise of the drafter's pick at the same place.
+    // The target's pick at a node, with the noise of the draft's pick at the same position.
     int64_t pick_at(const Nodes& nodes, const float* logits, int64_t row, int64_t node, float* room) const {
         int64_t vocab = j.head->out, at = nodes.rows[row] + node;
         bool is_kept = d.waits && node < j.chains[row] && node < d.num_kept;
@@ -90,7 +91,7 @@ class Round {
         return pick_row(one, d.how[row], room, false, false).best;
     }
 
-    // The drafted tokens on the way to a node, with its own.
+    // The drafted tokens on the path to a node, its own included.
     std::vector<int64_t> before_node(int64_t row, int64_t node) const {
         std::vector<int64_t> before;
         for (; node; node = j.parents[row * j.most + node - 1]) before.push_back(j.tokens[row * j.most + node - 1]);
@@ -98,7 +99,7 @@ class Round {
         return before;
     }
 
-    // What is told of a row's pick, the one after so many accepted tokens.
+    // Report the log-probabilities of a row's pick after so many accepted tokens.
     void report(const float* logits, int64_t row, int64_t accepted, int64_t token, float* room) const {
         int64_t at = row * (j.most + 1) + accepted, first = at * j.most_likely, wanted = j.num_likely[row];
         if (wanted < 0) return;
@@ -106,7 +107,7 @@ class Round {
         log_probabilities(logits, j.head->out, token, room, out);
     }
 
-    // The target's picks at all nodes, by threads that share them; room: `pick_floats` for each.
+    // The target's picks at all nodes, by several threads. room: `pick_floats` per thread.
     std::vector<int64_t> pick_all(const Nodes& nodes, const float* logits, int64_t num_threads, float* room) const {
         int64_t n = nodes.size();
         std::vector<int64_t> picks(n), owners(n);
@@ -120,11 +121,11 @@ class Round {
         return picks;
     }
 
-    // From node 0 on to the child that the target picks, as far as there is one.
+    // Walk from node 0 to the child that the target picks, while there is one.
     void walk(const Nodes& nodes, const float* logits) const {
         int64_t n = nodes.size(), vocab = j.head->out;
         int64_t num_threads = n * vocab > SHARED ? std::min(threads(n), n) : 1;
-        bool is_shared = num_threads > 1;  // else what does not count is not picked
+        bool is_shared = num_threads > 1;  // else picks off the path are not computed
         Floats room(num_threads * pick_floats(vocab));
         std::vector<int64_t> picks;
         if (is_shared) picks = pick_all(nodes, logits, num_threads, room.get());
@@ -144,7 +145,7 @@ class Round {
         }
     }
 
-    // Right nodes that stand elsewhere than where their tokens come to stand: move their keys and values there.
+    // Move the keys and values of accepted nodes that are not at their tokens' positions.
     void settle() const {
         int64_t size = m.shape.page_size, floats = m.shape.kv_heads * m.shape.head_dim;
         for (int64_t r = 0; r < d.num_rows; r++) {
@@ -190,7 +191,7 @@ class Round {
     void judge() const {
         Nodes nodes = nodes_of(false);
         int64_t n = nodes.size(), vocab = j.head->out;
-        bool is_read = j.exit_layer && !j.are_copies && !j.taps;  // who looks has all layers read everything
+        bool is_read = j.exit_layer && !j.are_copies && !j.taps;  // with taps, all layers process all nodes
         Floats x(n * m.hidden), own(j.logits ? 0 : n * vocab), early(is_read ? n * m.hidden : 0);
         float* logits = j.logits ? j.logits : own.get();
         double before = now();

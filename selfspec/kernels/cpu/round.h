@@ -1,37 +1,40 @@
-// What Python tells of a round, and what it comes to; see `round.cpp`.
+// Inputs and outputs of a round; see `round.cpp`.
 #pragma once
 
 #include "drafting.h"
 #include "drafts.h"
 
-// Who verifies, and what it comes to. Node 0 of a draft is its row's last token, node i > 0 is tokens[i - 1], and goes
-// on from the node parents[i - 1].
+// Inputs and outputs of a verification. Node 0 of a draft is its row's last token. Node i > 0 is tokens[i - 1], and its
+// parent is parents[i - 1].
 struct Judging {
     const Layer* layers;
     int64_t num_layers;
     const Product* head;
-    const float* norm;      // the last one
-    const Layer* drafters;  // who draft: the first `exit_layer` of `layers`, or copies of those
-    int64_t exit_layer;     // 0: drafts are given
+    const float* norm;      // the final norm
+    const Layer* drafters;  // layers that draft: the first `exit_layer` of `layers`, or copies of them
+    int64_t exit_layer;     // 0: no layer drafts
     const Product* draft_head;
-    int64_t are_copies, longest;        // longest: tokens of a row, when all that may be drafted has its place
-    int64_t few, threads_few, threads;  // threads of calls of at most so many tokens, and of others
-    const Seconds* seconds;             // which second choices are drafted beside; null: none
-    int64_t most;                       // tokens of a row's draft
-    int64_t *counts, *tokens, *parents, *chains;  // drafts, given or out: [num_rows], [num_rows, most] twice, [num_rows]
-    int64_t *accepted, *path, *picks;  // out: [num_rows] nodes; these [num_rows, most + 1]; and what was picked at each
-    // out, or null: hidden states after some layers, [num_layers] of [nodes, hidden] or null, and logits [nodes, vocab].
+    int64_t are_copies, longest;        // longest: maximum tokens per row, all possible drafts included
+    int64_t few, threads_few, threads;  // threads of calls of at most `few` tokens, and of larger calls
+    const Seconds* seconds;             // which second choices are drafted; null: none
+    int64_t most;                       // maximum drafted tokens per row
+    int64_t *counts, *tokens, *parents, *chains;  // drafts, in or out: [num_rows], [num_rows, most] twice, [num_rows]
+    // out: accepted nodes [num_rows]; their indices, and the pick at each, [num_rows, most + 1]
+    int64_t *accepted, *path, *picks;
+    // out, or null: hidden states after layers, [num_layers] pointers to [nodes, hidden] or null; logits [nodes,
+    // vocab].
     float *const *taps, *logits;
-    double* taken;                // out: [4] seconds: early layers after the draft, layers, head, picks
-    const int64_t* num_likely;    // [num_rows]: likeliest tokens that are told of, -1: no logprobs; null: of all rows
-    int64_t most_likely;          // of any row
-    float* logprobs;              // out: [num_rows, most + 1], of accepted picks, and the same of
-    int64_t *ranks, *likely;      // [num_rows, most + 1], and [num_rows, most + 1, most_likely] tokens
-    float* likely_logprobs;       // as `likely`
+    double* taken;                // out: [4] seconds of early layers after the draft, layers, head, picks
+    // [num_rows]: most probable tokens to report, -1: no log-probabilities; null: for no row
+    const int64_t* num_likely;
+    int64_t most_likely;          // maximum of num_likely
+    float* logprobs;              // out: [num_rows, most + 1], of accepted picks
+    int64_t *ranks, *likely;      // out: [num_rows, most + 1]; tokens [num_rows, most + 1, most_likely]
+    float* likely_logprobs;       // out: as `likely`
 };
 
 extern "C" {
-// Draft where layers do, and verify. Keys and values of tokens that are right then stand where these do.
-// Returns 0, or 1 where there is too little memory.
+// Draft, if layers do, and verify. The keys and values of accepted tokens are then at their positions. Returns 0, or 1
+// if memory allocation failed.
 int64_t selfspec_round(const Model* m, const Drafting* d, const Judging* j);
 }

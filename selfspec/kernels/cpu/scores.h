@@ -1,7 +1,7 @@
-// What queries make of the keys of one row, read where the cache holds them: scores, and by their softmax weights.
+// Scores of queries and the keys of one row, read from the paged cache, and their softmax weights.
 //
-// Of many queries a vector holds one in every lane; of a few, it holds keys. Both add up the same numbers in the same
-// order, over a query's own keys from first to last.
+// For many queries, the lanes of a vector are queries; for few, they are keys. Both add the same numbers in the same
+// order, over a query's keys in order.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 #include "prefetch.h"
 #include "vector.h"
 
-// Where a row's tokens are: `count` new ones, the first at `position`, written already. A node beyond a tree's chain is
-// a row of its own: from position `root` on, its branch lies at root + branch[0], root + branch[1], ...
+// The tokens of a row: `count` new ones, which are written already, from `position` on. A node after a tree's initial
+// chain is a row of its own: from position `root` on, its branch is at root + branch[0], root + branch[1], ...
 struct Span {
     const int64_t* pages;
     int64_t position, first, count;  // first: its index in the packed call
     int64_t root;
-    const int64_t* branch;  // null: a row's tokens lie at their positions
+    const int64_t* branch;  // null: a row's tokens are at their positions
 };
 
 static inline const float* slot(const float* storage, const Shape& s, const Span& row, int64_t at, int64_t kv_head) {
@@ -26,7 +26,7 @@ static inline const float* slot(const float* storage, const Shape& s, const Span
     return storage + (where * s.kv_heads + kv_head) * s.head_dim;
 }
 
-// Up to where keys lie one after another from position `at` on.
+// The end of the contiguous keys from position `at` on.
 static inline int64_t together_until(const Shape& s, const Span& row, int64_t at, int64_t limit) {
     int64_t stop = (at / s.page_size + 1) * s.page_size;
     if (row.branch) {
@@ -36,26 +36,26 @@ static inline int64_t together_until(const Shape& s, const Span& row, int64_t at
     return stop < limit ? stop : limit;
 }
 
-// Ask for what is that far from something that is read.
+// Prefetch what is `away` floats from an address.
 static inline void ask(const float* from, int64_t away) { __builtin_prefetch(from + away); }
 
-// Whether a line of the caches begins with number `at` of a head, where heads begin with one.
+// Whether number `at` of a head begins a cache line, if heads begin with one.
 static inline bool begins_line(int64_t at) { return at % (CACHE_LINE / 4) == 0; }
 
-// What queries make of keys: weight of query `i` and key `low` + k is at[k * per_key + i * per_query].
+// The weights of queries for keys: that of query `i` and key `low` + k is at[k * per_key + i * per_query].
 struct Weights {
     float* at;
     int64_t per_key, per_query;
-    float* total;  // [LANES]: their sums
+    float* total;  // [LANES]: sums of weights
 };
 
-// Scores are sums by quads: number j of a head belongs to sum j / QUAD % QUAD_SUMS, and those are added pair by pair.
-constexpr int QUAD_SUMS = LANES / QUAD, TOGETHER = 4;  // keys at once, so that sums do not wait for each other
+// Scores are summed by quads: number j of a head belongs to sum j / QUAD % QUAD_SUMS. The sums are added pairwise.
+constexpr int QUAD_SUMS = LANES / QUAD, TOGETHER = 4;  // TOGETHER: keys at once, to hide the latency of additions
 
-constexpr int64_t SOON_KEYS = 2 * LANES;  // that are asked for before they are needed, where nobody did before
+constexpr int64_t SOON_KEYS = 2 * LANES;  // prefetch distance in keys, for keys that are not prefetched yet
 
-// Products of K keys with the queries in `turned` [head_dim][LANES]. Sums stay in registers where a head is whole: of as
-// many numbers as fill vectors.
+// Products of K keys with the queries in `turned` [head_dim][LANES]. Sums stay in registers if the size of a head is a
+// multiple of a vector.
 template <int K, bool whole>
 static inline void products(const float* turned, const float* key, int64_t stride, int64_t away, int64_t d, Vec* out) {
     Vec acc[K][QUAD_SUMS] = {};
@@ -66,7 +66,7 @@ static inline void products(const float* turned, const float* key, int64_t strid
             ask(key + i * stride + from, away);
             ask(key + i * stride + from, SOON_KEYS * stride);
         }
-        if (whole || d - from >= LANES) {  // sums in turn: one would wait for itself
+        if (whole || d - from >= LANES) {  // alternating sums hide the latency of additions
 #pragma GCC unroll 4
             for (int j = 0; j < QUAD; j++)
 #pragma GCC unroll 4
@@ -94,7 +94,7 @@ static inline void products(const float* turned, const float* key, int64_t strid
     }
 }
 
-// Weights of many queries, [keys][LANES]: a query in every lane.
+// Weights of many queries, [keys][LANES]: the lanes are queries.
 static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
                        const float* values, int, const Ints& position, int64_t low, int64_t limit, int64_t,
                        int window, float scale, float* turned, const Weights& weights) {
@@ -113,7 +113,7 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
             (count == 1 ? one : some)(turned, key, stride, values - keys, d, sums);
             for (int i = 0; i < count; i++, at++, key += stride) {
                 Vec score = sums[i] * scale;
-                if (window || at > position[0]) {  // the first query sees least
+                if (window || at > position[0]) {  // the first query attends to the fewest keys
                     Ints seen = position >= int32_t(at);
                     if (window) seen &= position < int32_t(at) + window;
                     score = seen ? score : never;
@@ -133,19 +133,19 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     store(weights.total, parts[0]);
 }
 
-// Queries at most of which a vector of keys is the better one: it takes a register for each.
+// Maximum number of queries for vectors of keys: each query takes a register.
 constexpr int FEW = LANES == 16 ? LANES : LANES / 2;
 
-// Vectors of a head, the last one filled up with zeros.
+// Vectors of a head; the last one is padded with zeros.
 static inline int64_t vectors_of(int64_t head_dim) { return (head_dim + LANES - 1) / LANES; }
 
-// The first `left` numbers of a head from some of them on; a whole vector of them, where `whole` says that there is one.
+// The first `left` numbers at an address; `whole`: they are a whole vector.
 template <bool whole = false>
 static inline Vec load_rest(const float* from, int64_t left) {
     return whole || left >= LANES ? load(from) : load_some(from, int(left));
 }
 
-// Queries [n][d] spread for `scores`, [vectors][QUAD][n][LANES]: number j of every quad in all of its lanes.
+// Queries [n][d] in the form that `scores` reads, [vectors][QUAD][n][LANES]: number j of every quad in all its lanes.
 static void spread(const float* queries, int n, int64_t d, float* out) {
     for (int64_t from = 0; from < d; from += LANES, out += QUAD * n * LANES)
         for (int q = 0; q < n; q++) {
@@ -155,15 +155,14 @@ static void spread(const float* queries, int n, int64_t d, float* out) {
         }
 }
 
-// Keys of one head one after another, and how far away from them values, and later keys, to ask for are.
+// The contiguous keys of one head, and the prefetch distances to values and to later keys.
 struct Keys {
     const float* first;
-    int64_t stride, away, later;  // later: 0 where nobody need ask
+    int64_t stride, away, later;  // later: 0 if later keys need no prefetch
 };
 
-// Products of LANES keys with N `spread` queries. Four keys at a time are turned within quads of lanes, so that a
-// lane's sum is of one key and one quad; where registers hold them, four more beside them, for which nothing of the
-// queries is loaded again.
+// Products of LANES keys with N `spread` queries. Four keys at a time are transposed within quads of lanes, so that a
+// lane sums one key and one quad. If registers suffice, four more keys use the same loaded queries.
 template <int N, bool whole>
 static void products_of_few(const Keys& keys, const float* queries, int64_t d, Vec* out) {
     constexpr int BESIDE = LANES == 8 && N <= 3 ? 2 : 1;
@@ -199,7 +198,7 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
     for (int n = 0; n < N; n++) out[n] = add_quads(sums[n]);
 }
 
-// The keys [at, stop) copied one after another and filled up with zeros: products read LANES keys that are not apart.
+// Copy the keys [at, stop) contiguously and pad them with zeros: products read LANES contiguous keys.
 static Keys gather(const float* keys, const float* values, const Shape& s, const Span& row, int64_t kv_head, int64_t at,
                    int64_t stop, float* copied) {
     int64_t d = s.head_dim, stride = s.kv_heads * d;
@@ -212,7 +211,7 @@ static Keys gather(const float* keys, const float* values, const Shape& s, const
             for (int64_t i = 0; i < d; i += LANES) ask(key + i, values - keys);
         }
     }
-    std::fill(to, copied + LANES * d, 0.f);  // what lies there may be slow to multiply
+    std::fill(to, copied + LANES * d, 0.f);  // uninitialised numbers may be denormal, which is slow
     return {copied, d, 0, 0};
 }
 
@@ -223,19 +222,19 @@ static Products products_for(int count, int64_t d, std::integer_sequence<int, N.
     return (d % LANES ? filled : whole)[count - 1];
 }
 
-// Floats of room to weigh keys in, for queries spread and keys copied, or queries turned.
+// The working memory for scores in floats: spread queries and copied keys, or transposed queries.
 static inline int64_t weigh_room(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
 
-// Scores of a few queries and the keys [begin, limit), [queries][keys]: a key in every lane. The same sums in the same
-// order. `begin` stands a multiple of LANES after `low`; the first `asked` keys from `low` on were asked for before.
-// most: of every query, by lane, the largest so far.
+// Scores of a few queries and the keys [begin, limit), [queries][keys]: the lanes are keys. The sums and their order
+// are the same. `begin` is a multiple of LANES after `low`. The first `asked` keys from `low` on are prefetched
+// already. most: per query and lane, the largest score so far.
 static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
                       const float* values, int count, const Ints& position, int64_t low, int64_t begin, int64_t limit,
                       int64_t asked, int window, float scale, float* room, const Weights& weights, Vec* most) {
     int64_t d = s.head_dim, stride = s.kv_heads * d, until = begin;
     float* copied = room + vectors_of(d) * QUAD * LANES * FEW;
     Products products = products_for(count, d, std::make_integer_sequence<int, FEW>());
-    const float* run = nullptr;  // keys that lie one after another, from here up to `until`
+    const float* run = nullptr;  // contiguous keys, up to `until`
     Ints lane = {};
     for (int i = 0; i < LANES; i++) lane[i] = i;
     spread(queries, count, d, room);
@@ -252,7 +251,7 @@ static void score_few(const Shape& s, const Span& row, int64_t kv_head, const fl
                  room, d, sums);
         Ints where = lane + int32_t(at);
         for (int q = 0; q < count; q++) {
-            Ints seen = where <= position[q];  // beyond `limit` only where that is a multiple of LANES
+            Ints seen = where <= position[q];  // beyond `limit` only if that is a multiple of LANES
             if (window) seen &= where > position[q] - window;
             Vec score = seen ? sums[q] * scale : splat(-INFINITY);
             store(weights.at + q * weights.per_query + (at - low), score);
@@ -261,7 +260,7 @@ static void score_few(const Shape& s, const Span& row, int64_t kv_head, const fl
     }
 }
 
-// Scores of one of a few queries become weights, and their sum is kept.
+// Turn the scores of one query into weights, and store their sum.
 static void soften(const Weights& weights, int q, int64_t count, const Vec& most) {
     float *weight = weights.at + q * weights.per_query, largest = most[0];
     for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;

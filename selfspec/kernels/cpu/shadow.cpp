@@ -1,4 +1,4 @@
-// What layers would have picked at judged positions, told from a few tokens: see `selfspec/executors/shadow.py`.
+// Shadow picks at verified positions, from the logits of a few tokens: see `selfspec/executors/shadow.py`.
 
 #include "norm.h"
 #include "pick.h"
@@ -7,16 +7,16 @@
 struct Looking {
     int64_t num_layers, num_positions, hidden, vocab, num_likely, num_others;
     const float *head, *bias, *norm;  // [vocab, hidden], [vocab] or null, [hidden]
-    const int64_t* others;            // [num_others], a sample of the vocabulary
-    const float *states, *target;     // [num_layers, num_positions, hidden]; its logits [num_positions, vocab]
-    const int64_t* judged;            // [num_positions], its picks
+    const int64_t* others;            // [num_others]: the sample of the vocabulary
+    const float *states, *target;     // [num_layers, num_positions, hidden]; the target's logits [num_positions, vocab]
+    const int64_t* judged;            // [num_positions]: the target's picks
     const How* how;
-    const int64_t* positions;  // in their rows, of the tokens picked there
-    bool* hits;                // [num_layers, num_positions]
+    const int64_t* positions;  // index in its row's content of the token picked at each position
+    bool* hits;                // out: [num_layers, num_positions]; confidences of the same shape
     float* sure;
     float eps;
-    // Penalties: [num_positions, vocab] whether a token stands before, and what is added to its logit; or null. The
-    // target's logits have them already.
+    // Penalties, or null: [num_positions, vocab] whether a token occurs before, and the number added to its logit. They
+    // are applied to the target's logits already.
     const bool* seen;
     const float* penalty_bias;
 };
@@ -47,7 +47,7 @@ static void multiply(const float* weight, const float* x, int64_t size, float* o
     }
 }
 
-// The likeliest tokens but one, in any order; returns how many. `out` has room for twice as many as are wanted.
+// The most probable tokens without the pick, in any order; returns their number. `out` has twice the capacity.
 static int64_t likeliest(const float* logits, int64_t vocab, int64_t except, int64_t wanted, int64_t* out) {
     int64_t count = 0;
     float bound = -INFINITY;
@@ -73,10 +73,10 @@ static int64_t likeliest(const float* logits, int64_t vocab, int64_t except, int
     return count;
 }
 
-// Looks at positions one after another, in room of its own.
+// Computes the shadow picks of one position after another, in its own memory.
 class Looker {
     const Looking& all;
-    int64_t most;  // tokens, filled up
+    int64_t most;  // maximum number of tokens, padded
     int64_t* tokens;
     float *normed, *logits, *stands_for, *room;  // [layers, hidden], [layers, most], [most], `pick_floats`
 
@@ -89,7 +89,7 @@ class Looker {
         for (int64_t i = 0; i < all.hidden; i += 16) __builtin_prefetch(weight + i);
     }
 
-    // All layers' logits of one token.
+    // Compute the logits of one token for all layers.
     void multiply_all(int64_t token, int64_t column) {
         const float *weight = all.head + token * all.hidden, *x = normed;
         float* out = logits + column;
@@ -103,7 +103,7 @@ class Looker {
         for (k = 0; all.bias && k < all.num_layers; k++) out[k * most] += all.bias[token];
     }
 
-    // All layers' logits of the tokens that are looked at.
+    // Apply the penalties to the logits of all layers.
     void penalize(int64_t n, int64_t count) {
         const bool* seen = all.seen + n * all.vocab;
         const float *added = all.penalty_bias + n * all.vocab, repetition = all.how[n].repetition;
@@ -115,7 +115,7 @@ class Looker {
             }
     }
 
-    // Whether the first of a layer's logits is the largest, and how sure that is.
+    // Whether a layer's first logit is its largest, and the confidence.
     bool is_first(float* own, int64_t count, float* sure) const {
         int64_t end = filled_up(count);
         for (int64_t i = count; i < end; i++) own[i] = -INFINITY;
@@ -128,7 +128,7 @@ class Looker {
     }
 
    public:
-    // Of room, in whole numbers.
+    // The memory per thread in int64 words.
     static int64_t words(const Looking& all) {
         int64_t most = most_of(all), floats = all.num_layers * (all.hidden + most) + most + pick_floats(most);
         return most + (floats + 1) / 2;
@@ -179,7 +179,7 @@ class Looker {
 
 extern "C" {
 
-// Of room that each thread needs, in whole numbers.
+// The memory that each thread needs, in int64 words.
 int64_t selfspec_shadow_words(const Looking* all) { return Looker::words(*all); }
 
 void selfspec_shadow(const Looking* all, int64_t* room, int64_t num_threads) {

@@ -1,7 +1,7 @@
-// The threads of one call, which work side by side and wait for each other between its steps.
+// The threads of one call, which run in parallel and synchronise between its steps.
 //
-// OpenMP's own barriers ask the system to wake whoever sleeps each time, even where there is a single thread: a hundred
-// times per token of a small model.
+// OpenMP's barriers wake sleeping threads by a system call each time. A token of a small model takes a hundred
+// barriers.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 
 #ifdef _OPENMP
 #include <omp.h>
-#else  // a compiler without it: one thread
+#else  // without OpenMP: one thread
 static inline int omp_get_thread_num() { return 0; }
 static inline int omp_get_num_threads() { return 1; }
 static inline int omp_in_parallel() { return 0; }
 #endif
 
 class Team {
-    static constexpr int PATIENCE = 2000, MOST = 20000;  // turns of waiting until others may have the core; and for long
+    static constexpr int PATIENCE = 2000, MOST = 20000;  // spins before yielding the core, and before sleeping
     alignas(64) std::atomic<int64_t> waiting{0};
     alignas(64) std::atomic<int64_t> step{0};
 
@@ -31,7 +31,7 @@ class Team {
     }
 
    public:
-    // Until all threads have come here.
+    // Wait until all threads have called it.
     void wait() {
         int64_t threads = omp_get_num_threads();
         if (threads == 1) return;
@@ -52,13 +52,13 @@ class Team {
         }
     }
 
-    // Of n things, all that are this thread's, one after another.
+    // Call `one` for this thread's share of n items.
     template <typename Do>
     static void share(int64_t n, Do one) {
         for (int64_t i = omp_get_thread_num(); i < n; i += omp_get_num_threads()) one(i);
     }
 
-    // By so many threads at most.
+    // Run with at most so many threads.
     template <typename Work>
     static void run(int64_t num_threads, Work work) {
         if (num_threads == 1 && !omp_in_parallel()) return work();

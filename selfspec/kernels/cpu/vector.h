@@ -1,4 +1,4 @@
-// Vectors of floats as GCC and Clang know them on any machine, and the few functions that models need of them.
+// Vectors of floats by the vector extensions of GCC and Clang, and the few functions of them that models need.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 #endif
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 12;  // floats of a vector register; rows of a product that fit the registers
+constexpr int LANES = 16, ROWS = 12;  // floats per vector register; rows of a product whose sums fit the registers
 #elif defined(__AVX2__)
 constexpr int LANES = 8, ROWS = 6;
 #else
@@ -24,7 +24,7 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-constexpr int32_t UPPER = -(1 << 16);  // a number's upper half: all that bfloat16 has of it
+constexpr int32_t UPPER = -(1 << 16);  // the upper half of a number's bits: a bfloat16 number
 
 static inline Vec load(const void* from) {
     Vec v;
@@ -34,7 +34,7 @@ static inline Vec load(const void* from) {
 
 static inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
-// The first `count` lanes only, where a whole vector would reach beyond what is ours; zero in the others.
+// The first `count` lanes, with zeros in the others: a whole vector may exceed the buffer.
 static inline Vec load_some(const float* from, int count) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
@@ -53,8 +53,8 @@ static inline void store_some(float* to, Vec v, int count) {
 #endif
 }
 
-// a * b + c, in one rounding where the processor has that: left to the compiler, it would be so in some loops only, and
-// a token's bits would depend on how many there are.
+// a * b + c, in one rounding if the processor supports it. Explicit, since compilers would contract only some loops,
+// and the bits of a token's results would depend on the number of tokens.
 static inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -67,10 +67,10 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-static inline Vec splat(float x) { return x - Vec{}; }  // which compilers know to be x; 0 + x is not, if x is -0
+static inline Vec splat(float x) { return x - Vec{}; }  // compilers simplify this to x; not so 0 + x, because of x = -0
 
-// A vector that is used more than once, in a register: of processors that cannot multiply by a single number where it
-// lies, each load counts.
+// Keeps a vector that is used more than once in a register. On processors without broadcast from memory in a
+// multiplication, each load counts.
 static inline Vec held(Vec v) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     asm("" : "+x"(v));
@@ -78,14 +78,14 @@ static inline Vec held(Vec v) {
     return v;
 }
 
-// Whatever is read next is read again: of 16 registers none is left to remember it in, and sums had to move out.
+// Forces the next load. With 16 registers, compilers would keep the loaded value and spill sums instead.
 static inline void forget() {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     asm volatile("" ::: "memory");
 #endif
 }
 
-// The second one if either is no number.
+// The larger one; the second one if either is NaN.
 static inline Vec larger(Vec a, Vec b) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_maskz_max_ps(__mmask16(-1), (__m512)a, (__m512)b);
@@ -100,9 +100,10 @@ static inline float sum(Vec v) {
     return total;
 }
 
-constexpr int QUAD = 4;  // lanes that stand together in every vector, whatever its size
+constexpr int QUAD = 4;  // lanes that are permuted together, for any vector size
 
-// Lanes of two vectors, those of `b` numbered after those of `a`; which ones, the compiler knows.
+// A permutation, constant at compile time, of the lanes of two vectors; the lanes of `b` are numbered after those of
+// `a`.
 static inline Vec choose(Vec a, Vec b, Ints lanes) {
 #if defined(__clang__)
     Vec out;
@@ -123,10 +124,10 @@ static inline void turn_quads(Vec (&rows)[QUAD], std::integer_sequence<int, I...
     rows[2] = choose(b, d, pairs), rows[3] = choose(b, d, pairs + 2);
 }
 
-// Within every quad of lanes, rows become columns.
+// Transpose rows and columns within every quad of lanes.
 static inline void turn_quads(Vec (&rows)[QUAD]) { turn_quads(rows, std::make_integer_sequence<int, LANES>()); }
 
-// Number `which` of every quad, in all of its lanes.
+// Copy number `which` of every quad to all its lanes.
 template <int... I>
 static inline Vec repeat_in_quads(Vec v, int which, std::integer_sequence<int, I...>) {
     const Ints first = {(I / QUAD * QUAD)...};
@@ -144,7 +145,7 @@ static inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>)
     return choose(a, b, even) + choose(a, b, even + QUAD);
 }
 
-// Each row's sum of its quads, one after another.
+// The sum of each row's quads, added in order.
 static inline Vec add_quads(const Vec (&rows)[LANES / QUAD]) {
     constexpr std::make_integer_sequence<int, LANES> lanes;
     if constexpr (LANES / QUAD == 1) return rows[0];
@@ -153,9 +154,10 @@ static inline Vec add_quads(const Vec (&rows)[LANES / QUAD]) {
         return add_neighbours(add_neighbours(rows[0], rows[1], lanes), add_neighbours(rows[2], rows[3], lanes), lanes);
 }
 
-// e^x to about 1e-7 of it, 0 below -87: x = n ln 2 + r, a polynomial of r (Cephes), and n into the exponent.
+// e^x with a relative error of about 1e-7, 0 below -87: x = n ln 2 + r, a polynomial of r (Cephes), and n in the
+// exponent.
 static inline Vec exponential(Vec x) {
-    const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
     Vec bounded = larger(x, splat(-87.f));
     bounded = bounded < 88.f ? bounded : splat(88.f);
     Vec n = fma(bounded, splat(1.44269504f), magic) - magic;
