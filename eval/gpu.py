@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from eval.config import FOLDER, add_flags, flags_given, read_config
-from eval.environment import machine
 from eval.gpu_process import run_apart
 from eval.gpu_shape import MAKING, GpuConfig, measure_shape
 from eval.gpu_table import figures, render
+from eval.measurement import machine
 from eval.shapes import SHAPES
 
 WEIGHTS = {"llama-3-8b": 4.0}  # shares of the time; every other shape has OTHERS

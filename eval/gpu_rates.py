@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from eval.peers import neutral_generation_config
+from eval.decoders import neutral_generation_config
+from eval.measurement import no_garbage_collection, synchronize, timed
 from eval.synthetic import Synthetic, random_prompts
-from eval.timing import quiet, synchronize, timed
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.results import Round
 from selfspec.executors.picker import Picker
@@ -81,7 +81,7 @@ def rate_of(engine: Engine, warm: float, window: float) -> Rate:
     """
     room = engine.rows[0].room
     done: list[tuple[float, Round]] = []
-    with quiet():
+    with no_garbage_collection():
         start, begun, num_rounds = perf_counter(), None, 0
         while len(engine.rows) == engine.max_batch_size:
             rounds = engine.step()
@@ -145,7 +145,7 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
     if kind == "hf early exit":
         options = {"assistant_early_exit": target.made.exit_layer}
     watch = _Watch(where, PEERS[kind], window)
-    with quiet(), neutral_generation_config(model) as config:
+    with no_garbage_collection(), neutral_generation_config(model) as config:
         if kind == "hf early exit":
             config.num_assistant_tokens = draft_tokens  # assisted generation reads it only there
         model.generate(
@@ -171,7 +171,7 @@ def forward_seconds(engine: Engine, lengths: Sequence[int], repeats: int = 10) -
         hidden = stack.run(PackedRows(engine.cache, spans, stack.device), 0, stack.num_layers, tokens)
         stack.logits(hidden)
 
-    with torch.inference_mode(), quiet():
+    with torch.inference_mode(), no_garbage_collection():
         taken = [timed(forward, stack.device)[1] for _ in range(repeats + 3)]
     return statistics.median(taken[3:])  # the first may capture or compile
 

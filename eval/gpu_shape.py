@@ -12,9 +12,9 @@ import torch
 from transformers.utils import logging
 
 from eval.config import check, check_least, option
-from eval.environment import device
 from eval.gpu_process import Save, check_context, one_line
 from eval.gpu_rates import PEERS, busy_rounds, device_speed, forward_seconds, peer_rate, rate_of, ready_engine
+from eval.measurement import device
 from eval.synthetic import Synthetic, synthetic_target
 
 OURS = ("plain", "fixed", "adaptive")

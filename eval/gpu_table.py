@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from eval.figures import table
 from eval.gpu_rates import PEERS
 from eval.gpu_shape import DRAFT_TOKENS, OURS
-from eval.table import table
 
 Shape = dict[str, Any]
 SHARES = {"llama-3-8b": 0.8, "llama-3.2-1b": 0.6}  # of the copy bandwidth, that plain decoding is to reach

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval import environment, plots, task_command
+from eval import measurement, task_command
 from eval.config import check, check_least, option
 from eval.live_table import render
 from eval.live_timing import STAGES, Call, Method, Workload, interleave, workload_of
+from eval.measurement import Say, spread
 from eval.models import Endless, measured_costs
 from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
 from eval.tasks import Task, TaskConfig, check_tasks, open_task, save_traces
-from eval.timing import Say, spread
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
@@ -99,7 +99,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
-        "model": environment.model(target, task.model) | environment.device(target.stack.device),
+        "model": measurement.model(target, task.model) | measurement.device(target.stack.device),
         "prompts": {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)},
         "num_tokens": sum(len(trace.tokens) for trace in workload.traces),
         "costs": costs.as_dict(),
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str]) -> int:
         tasks = [time_task(task, config, say, options.record_traces) for task in config.tasks]
         synthetic = time_synthetic(config, say) if config.synthetic else None
         if folder is not None and tasks:
-            plots.plot_live(tasks, folder / "live.svg")
+            plot_live(tasks, folder / "live.svg")
         return {"benchmark": "live", "tasks": tasks, "synthetic": synthetic}
 
     return task_command.run(options, config, measured, render)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from eval.figures import table
 from eval.live_timing import STAGES
-from eval.table import table
 
 SPEEDUPS = ("live (95 % from 6 repeats)", "predicted", "live/predicted", "whole call")
 

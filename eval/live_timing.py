@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from eval.measurement import Say, no_garbage_collection, rotated, timed
 from eval.models import Endless, Ids, measured_costs, rounds
 from eval.replay import Overhead, Overheads
 from eval.tasks import trace_of
-from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
 from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
@@ -163,7 +163,7 @@ def interleave(
     calls: dict[str, list[Call]] = {method.name: [] for method in methods}
     for repeat in range(repeats):
         costs = measured_costs(workload.target, (batch_size,), COST_REPEATS, counts=mean)
-        with quiet():
+        with no_garbage_collection():
             for method in rotated(methods, repeat):
                 calls[method.name].append(call(workload, method, batch_size, corrections=corrections, costs=costs))
         say(f"repeat {repeat + 1} of {repeats}")

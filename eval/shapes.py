@@ -17,12 +17,7 @@ def _rope(theta: float, kind: str = "default", **more: float) -> dict[str, Any]:
 
 
 LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **_rope(500000.0)}
-SCALED = {
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALED = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 QWEN_3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 
 
@@ -49,10 +44,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, its configu
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "llama-3-8b": ("llama", {**LLAMA_3, **_sizes(32, 4096, 14336, 32), "max_position_embeddings": 8192}),
-    "qwen3-0.6b": (
-        "qwen3",
-        {**QWEN_3, **_sizes(28, 1024, 3072, 16), **_rope(1000000.0), "tie_word_embeddings": True},
-    ),
+    "qwen3-0.6b": ("qwen3", {**QWEN_3, **_sizes(28, 1024, 3072, 16), **_rope(1000000.0), "tie_word_embeddings": True}),
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from eval.bounds import MOST_DRAFTED, CostGrid, clairvoyant, plain_seconds, statics
+from eval.bounds import MAX_DRAFTED, CostGrid, clairvoyant, plain_seconds, statics
 from eval.replay import replay
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
@@ -35,9 +35,9 @@ def traces(draw, most_tokens=30, most_layers=4):
     if draw(st.booleans()):
         return made
     shape = (max(1, made.num_layers // 2), shape[1])  # what copies draft is recorded too
-    left = np.minimum(np.arange(shape[1], 0, -1), MOST_DRAFTED)
+    left = np.minimum(np.arange(shape[1], 0, -1), MAX_DRAFTED)
     right = rng.integers(0, 1 + rng.integers(0, 1 + left, shape)).astype(np.int16)
-    sure = rng.choice(np.array([0.1, 0.5, 0.7, 0.9, 1.0], np.float32), (*shape, MOST_DRAFTED))
+    sure = rng.choice(np.array([0.1, 0.5, 0.7, 0.9, 1.0], np.float32), (*shape, MAX_DRAFTED))
     return replace(made, copied_right=right, copied=sure)
 
 
@@ -67,9 +67,9 @@ def test_every_static_setting_takes_the_seconds_of_its_replay(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
     pair = [trace, trace.cut(-(-len(trace.tokens) // 2))]
-    found = list(statics(pair, CostGrid(costs, MOST_DRAFTED), FEW))
+    found = list(statics(pair, CostGrid(costs, MAX_DRAFTED), FEW))
     ways = trace.num_layers - 1 + (max(1, trace.num_layers // 2) if costs.copies else 0)
-    assert len(found) == 1 + ways * len(FEW) * MOST_DRAFTED
+    assert len(found) == 1 + ways * len(FEW) * MAX_DRAFTED
     for static in found:
         policy = Plain() if static.exit_layer is None else Fixed(*static[:3], draft_bits=4 if static.copies else None)
         assert static.seconds == pytest.approx(replay(pair, policy, costs).seconds)
@@ -90,7 +90,7 @@ def test_plain_seconds_are_those_of_plain_decoding(data):
 def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
-    of_rounds = CostGrid(costs, MOST_DRAFTED)
+    of_rounds = CostGrid(costs, MAX_DRAFTED)
     least = clairvoyant(trace, of_rounds, DRAFTS)
     assert least <= min(static.seconds for static in statics([trace], of_rounds, FEW)) * (1 + 1e-9)
     chance = replay([trace], NoEmptyDraft(Dice(data.draw(st.integers(0, 99)), trace.num_layers)), costs)

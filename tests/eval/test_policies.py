@@ -204,7 +204,7 @@ def test_traces_bring_the_statistics_stored_with_their_model_and_replay_may_leav
 def test_statistics_of_another_model_beside_traces_are_refused(files, tmp_path, capsys):
     save([random_trace(0, 4, 20)], tmp_path / "traces.npz", sure_of(1, num_layers=5))
     assert main(["replay", "-q", *files]) == 2
-    assert capsys.readouterr().err.startswith("eval: the statistics beside the traces of the task 'made up' are of")
+    assert capsys.readouterr().err.startswith("eval: the statistics in the traces of the task 'made up' are of")
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

@@ -10,10 +10,9 @@ from collections import Counter
 
 import pytest
 
-from eval.config import FOLDER
+from eval.config import FOLDER, read_run_config
 from eval.questions import encode, fingerprint, prompt_text
 from eval.questions import read_questions as read
-from eval.run_config import read_run_config
 from tests.target import load
 
 

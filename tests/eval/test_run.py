@@ -12,11 +12,10 @@ import yaml
 
 from eval import figures, records
 from eval.__main__ import main
-from eval.config import FOLDER
+from eval.config import FOLDER, read_run_config
+from eval.decoders import Ours
 from eval.methods import file_name
-from eval.ours import Ours
 from eval.records import RunFolder
-from eval.run_config import read_run_config
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 from tests.target import load

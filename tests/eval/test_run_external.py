@@ -84,9 +84,9 @@ def test_no_token_takes_no_step_or_one(ask):
 
 
 def test_more_tokens_than_were_asked_for_are_refused(ask):
-    assert "5 tokens, where max_new_tokens is 4" in ask({"tokens": [1] * (MOST + 1)})[0]
+    assert "5 tokens, but max_new_tokens is 4" in ask({"tokens": [1] * (MOST + 1)})[0]
     found = ask({"text": "x" * (MOST + SPARE)}, {"text": "x" * (MOST + SPARE + 1)})
-    assert len(found[0]) == MOST + SPARE and "13 tokens, where max_new_tokens is 4" in found[1]
+    assert len(found[0]) == MOST + SPARE and "13 tokens, but max_new_tokens is 4" in found[1]
 
 
 def test_steps_of_a_text_are_not_held_against_our_tokenizers_count(ask):
@@ -102,7 +102,10 @@ def test_a_second_line_is_never_the_next_questions_answer(ask):
 
 @pytest.mark.parametrize(
     ("about", "words"),
-    [({"question_id": 9}, "it is of question_id 9, asked was 0"), ({"turn": 1}, "it is of turn 1, asked was 0")],
+    [
+        ({"question_id": 9}, "its question_id is 9, that of the question 0"),
+        ({"turn": 1}, "its turn is 1, that of the question 0"),
+    ],
 )
 def test_an_answer_to_another_question_is_refused(about, words, ask):
     own = {"tokens": [1], "question_id": 0, "turn": 0}
@@ -118,7 +121,7 @@ def test_an_answer_that_comes_after_a_banner_is_never_the_next_questions(banner,
 
 def test_only_what_is_no_valid_answer_ends_the_command(ask):
     assert ask({"error": "no\nluck"}, {"tokens": [2]}) == ["no luck", [2]]
-    assert "asked was 1" in ask({"tokens": [1]}, {"error": "late", "question_id": 0})[1]
+    assert "that of the question 1" in ask({"tokens": [1]}, {"error": "late", "question_id": 0})[1]
     again = ask({"tokens": [1, 1, 1, 1, 1]}, {"tokens": [2]})
     assert "5 tokens" in again[0] and "5 tokens" in again[1]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from eval.answers import Turn, choice_of, groups, item_of
+from eval.decoders import split_by_round
 from eval.metrics import METRICS, Group, figures
-from eval.ours import shared
 from eval.summary import fastest_plain, harness_share
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
@@ -175,5 +175,5 @@ def test_rounds_that_come_at_once_share_their_time_by_what_each_took():
     own, places = [9.0, 2.0, 1.0, 1.0, 5.0], [0, 0, 1, 2, 0]
     done = [Round([], None, StageSeconds(verify=taken), None, at) for taken, at in zip(own, places, strict=True)]
     stamped = [10.0, 7.9, 0.05, 0.05, 6.0]
-    assert shared(stamped, done) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
-    assert shared(stamped[:1], done[:1]) == stamped[:1] and shared([], []) == []
+    assert split_by_round(stamped, done) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
+    assert split_by_round(stamped[:1], done[:1]) == stamped[:1] and split_by_round([], []) == []

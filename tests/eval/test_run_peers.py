@@ -9,10 +9,9 @@ import pytest
 from eval import figures
 from eval.__main__ import main
 from eval.answers import Failure, Prompt, Skipped
-from eval.llama_cpp import LlamaCpp
+from eval.decoders import LlamaCpp, Transformers
 from eval.methods import FORMS, parse_method
 from eval.models import Endless, gguf_file, open_target
-from eval.peers import Transformers
 from tests.gguf_files import source_model, write_gguf
 from tests.models import tiny
 
@@ -87,11 +86,11 @@ def test_where_llama_cpp_cannot_run_it_is_skipped(tmp_path, monkeypatch):
         return str(caught.value)
 
     assert "'demo' is none" in skipped("demo") and "'no.gguf' is none" in skipped("demo", "llama.cpp:no.gguf")
-    assert "greedily alone" in skipped("demo", temperature=0.5)
+    assert "only decode greedily" in skipped("demo", temperature=0.5)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     assert "cannot open" in skipped(str(broken))
-    monkeypatch.setattr("eval.llama_cpp.find_spec", lambda name: None)
+    monkeypatch.setattr("eval.decoders.find_spec", lambda name: None)
     assert "pip install xllamacpp" in skipped("smollm2")
     assert gguf_file("demo") is None and gguf_file(str(broken)) == broken
 

@@ -12,9 +12,9 @@ import yaml
 from eval import figures
 from eval.__main__ import main
 from eval.answers import Turn, choice_of
+from eval.figures import table
 from eval.report import opening_of, publish, render, sections, shown
 from eval.summary import summarise
-from eval.table import table
 
 METHODS = {"plain": 0.1, "fixed:2,3": 0.06, "adaptive": 0.04}
 

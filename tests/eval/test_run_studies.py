@@ -10,8 +10,8 @@ import yaml
 
 from eval import figures, studies
 from eval.__main__ import main
+from eval.config import STUDIES
 from eval.models import Endless, decode, open_target
-from eval.run_config import STUDIES
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 

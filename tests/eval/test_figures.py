@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eval import plots
+from eval import figures
 from eval.policies import BOUNDS
 
 
@@ -31,8 +31,8 @@ def tasks():
 @pytest.mark.parametrize(
     ("plot", "given", "shown"),
     [
-        (plots.plot_policies, rows(), {"plain", "fixed", "adaptive", "code", "stories", "mean", "1.67", *BOUNDS[1:]}),
-        (plots.plot_live, tasks(), {"code", "stories", "adaptive", "best fixed", "plain", "8"}),
+        (figures.plot_policies, rows(), {"plain", "fixed", "adaptive", "code", "stories", "mean", "1.67", *BOUNDS[1:]}),
+        (figures.plot_live, tasks(), {"code", "stories", "adaptive", "best fixed", "plain", "8"}),
     ],
 )
 def test_a_plot_is_small_and_the_same_twice_and_names_what_it_shows(plot, given, shown, tmp_path):
@@ -45,6 +45,6 @@ def test_a_plot_is_small_and_the_same_twice_and_names_what_it_shows(plot, given,
 
 
 def test_without_matplotlib_a_run_that_draws_is_refused_before_it_begins(monkeypatch):
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="plots need matplotlib"):
-        plots.check_plots()
+        figures.check_plots()
