@@ -12,7 +12,7 @@ SPEEDUPS = ("live (95 % from 6 repeats)", "predicted", "live/predicted", "whole 
 
 
 def render(record: dict[str, Any]) -> str:
-    """Per task: speedups by batch size, and where adaptive's time went; then the synthetic targets."""
+    """Tables per task: speedups by batch size, and adaptive's rounds; then the synthetic targets."""
     return "\n\n".join(_parts(record))
 
 
@@ -21,7 +21,7 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{env['cpu']}, {env['threads']} threads on {env['cpu_cores']} cores, load average {env['load_average']} to "
         f"{env['load_average_at_end']}; {config['repeats']} interleaved repeats, greedy; speedups over plain decoding, "
-        "without the reading of prompts and what precedes it, but for 'whole call'"
+        "without prefill and the time before it; 'whole call' includes both"
     )
     for task in record["tasks"]:
         model, prompts, name = task["model"], task["prompts"], task["name"]
@@ -58,7 +58,7 @@ def _speedup(method: dict[str, Any]) -> list[str]:
 
 
 def _every(batches: Sequence[dict[str, Any]]) -> str:
-    """A column per method, of the fixed settings the best; and how many prompts' texts differ from plain decoding's."""
+    """A column per method (of fixed settings, the best), and the number of prompts whose tokens differ from plain."""
     names = [m["method"] for m in batches[0]["methods"] if m["kind"] != "fixed"]
     body = []
     for batch in batches:

@@ -203,7 +203,7 @@ def test_the_reading_of_prompts_is_not_decoding(workload):
     assert done.before > 0
     assert done.decoding == done.wall - done.before - done.prefill >= sum(done.seconds.values())
     assert [len(tokens) for tokens in done.tokens] == [12, 12, 12]
-    assert [len(tokens) for tokens in call(workload, method_of(workload, "plain"), 2, most=5).tokens] == [5, 5, 5]
+    assert [len(tokens) for tokens in call(workload, method_of(workload, "plain"), 2, max_tokens=5).tokens] == [5, 5, 5]
 
 
 def test_the_fixed_settings_are_those_that_replay_finds_fastest(workload):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from eval.models import decode
-from eval.shapes import SHAPES, config_of
-from eval.synthetic import random_model, random_prompts, synthetic_target
+from eval.synthetic import SHAPES, config_of, random_model, random_prompts, synthetic_target
 
 NUM_PARAMETERS = {  # as their model cards have it, in millions
     "llama-3.2-1b": 1236,
