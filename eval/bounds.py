@@ -7,7 +7,6 @@ the outcome of every draft and may use any drafter in any round.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,29 +27,28 @@ Seconds = NDArray[np.float64]
 
 
 class CostGrid:
-    """Seconds of a round of one row, as arrays by exit layer and drafted tokens 0..longest.
+    """Seconds of a round of one row, as arrays by drafter and drafted tokens 0..longest.
 
     Arrays are for CONTEXT cached tokens; the slopes are seconds per cached token beyond it.
+
+    Attributes:
+        drafters: exit layer, and whether copies draft: all exit layers, then the first `num_copied` with copies.
+        rounds, slopes: `[drafters, longest + 1]`.
     """
 
     def __init__(self, costs: Costs, longest: int) -> None:
-        layers, lengths = costs.num_layers, range(longest + 1)
-        exits, drafted = np.arange(1, layers)[:, None], np.arange(longest + 1)
+        layers, drafted = costs.num_layers, np.arange(longest + 1)
         self.plain = costs.plain_round(1)
-        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in lengths])
-        self.num_copied = deepest_copy(layers) if costs.copies is not None else 0  # number of exit layers with copies
-        # Without, and with, one second choice.
+        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
+        self.num_copied = deepest_copy(layers) if costs.copies is not None else 0
+        self.drafters = [(e, False) for e in range(1, layers)] + [(e, True) for e in range(1, self.num_copied + 1)]
         self.rounds, self.with_second = (
-            np.array([[costs.round(e, [d], CONTEXT, second) for d in lengths] for e in range(1, layers)])
-            for second in ([], [1])
-        )
-        self.copied, self.copied_with_second = (
             np.array(
                 [
-                    [costs.round(e, [d], CONTEXT, second, copies=True) for d in lengths]
-                    for e in range(1, self.num_copied + 1)
+                    [costs.round(e, [d], CONTEXT, second, copies=copies) for d in range(longest + 1)]
+                    for e, copies in self.drafters
                 ]
-            ).reshape(self.num_copied, longest + 1)
+            )
             for second in ([], [1])
         )
         # Seconds of a layer per cached token: for the first token of a pass, and for each additional one.
@@ -58,12 +56,18 @@ class CostGrid:
         additional = costs.reading(1, CONTEXT + 1, 2) - one
         verified = one + additional * drafted
         self.plain_slope, self.lookup_slope = layers * one, layers * verified
-        self.slope = one * (drafted + 1) * exits + (layers - exits) * verified
-        # The last drafted token does not run through copies, and all layers verify.
-        self.copied_slope = (one * drafted * exits + layers * verified)[: self.num_copied]
+        # The last drafted token does not run through copies; after copies all layers verify.
+        self.slopes = np.array(
+            [
+                one * drafted * e + layers * verified if copies else one * (drafted + 1) * e + (layers - e) * verified
+                for e, copies in self.drafters
+            ]
+        )
         self.second_slope = layers * additional  # in the last draft pass and in the verification
+        self.round_lists = list(zip(self.rounds.tolist(), self.slopes.tolist(), strict=True))  # lists are faster
 
     def plain_at(self, context: float) -> float:
+        """Seconds of a plain round."""
         return float(self.plain + self.plain_slope * max(0.0, context - CONTEXT))
 
     def by_lookup_at(self, context: float) -> Seconds:
@@ -71,14 +75,9 @@ class CostGrid:
         return self.by_lookup + self.lookup_slope * max(0.0, context - CONTEXT)
 
     def at(self, context: float, second: bool = False) -> Seconds:
-        """`[L - 1 + num_copied, longest + 1]`: seconds of rounds drafted by layers, then of rounds drafted by copies.
-
-        Args:
-            second: with one second choice.
-        """
-        beyond, more = max(0.0, context - CONTEXT), self.second_slope if second else 0.0
-        layers, copies = (self.with_second, self.copied_with_second) if second else (self.rounds, self.copied)
-        return np.concatenate((layers + (self.slope + more) * beyond, copies + (self.copied_slope + more) * beyond))
+        """`[drafters, longest + 1]`: seconds of rounds, `second`: with one second choice."""
+        beyond, rounds = max(0.0, context - CONTEXT), self.with_second if second else self.rounds
+        return rounds + (self.slopes + (self.second_slope if second else 0.0)) * beyond
 
 
 class Static(NamedTuple):
@@ -109,27 +108,22 @@ def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float
     """Every static setting with its seconds over all traces."""
     yield Static(None, 0, 0.0, plain_seconds(traces, costs))
     runs_of = [runs(trace.hits) for trace in traces]
-    for e, copies in product(range(1, traces[0].num_layers), (False, True)):
-        if copies and e > costs.num_copied:
-            continue
+    for number, (e, copies) in enumerate(costs.drafters):
         # Without recorded drafts of copies, copies are assumed to draft as the layers do.
         recorded = [copies and e <= len(trace.copied) for trace in traces]
         accepted = [
             t.copied_right[e - 1].astype(np.int64) if by_copies else a[e - 1]
             for t, a, by_copies in zip(traces, runs_of, recorded, strict=True)
         ]
-        base, slope = (
-            (costs.copied[e - 1], costs.copied_slope[e - 1]) if copies else (costs.rounds[e - 1], costs.slope[e - 1])
-        )
-        table = base.tolist(), slope.tolist()
         for threshold in thresholds:
             lengths = [
                 _drafted_by_copies(t, e - 1, threshold) if by_copies else _drafted(t, e - 1, threshold, a)
                 for t, a, by_copies in zip(traces, accepted, recorded, strict=True)
             ]
-            walked = list(zip(traces, accepted, lengths, strict=True))
+            rows = [(t, a.tolist(), n.tolist()) for t, a, n in zip(traces, accepted, lengths, strict=True)]
             for d in range(1, MAX_DRAFTED + 1):
-                yield Static(e, d, threshold, sum(_walk(t, costs, table, d, a, n) for t, a, n in walked), copies)
+                seconds = sum(_walk(t, costs, number, d, a, n) for t, a, n in rows)
+                yield Static(e, d, threshold, seconds, copies)
 
 
 def _drafted(trace: Trace, line: int, threshold: float, accepted: Ints) -> Ints:
@@ -144,9 +138,7 @@ def _drafted(trace: Trace, line: int, threshold: float, accepted: Ints) -> Ints:
     out = np.empty(n, np.int64)
     for i in range(n):
         miss = i + accepted[i]
-        if (
-            to_low[i] <= accepted[i] and i + to_low[i] < n
-        ):  # the first low confidence is at or before the first wrong token
+        if to_low[i] <= accepted[i] and i + to_low[i] < n:  # the draft stops before a wrong token, or at it
             out[i] = to_low[i] + 1
         else:
             out[i] = accepted[i] + 2 + steps[miss] if miss < n else n - i
@@ -159,27 +151,23 @@ def _drafted_by_copies(trace: Trace, line: int, threshold: float) -> Ints:
     return np.where(low.any(1), low.argmax(1) + 1, MAX_ACCEPTED)
 
 
-def _walk(
-    trace: Trace,
-    costs: CostGrid,
-    table: tuple[list[float], list[float]],
-    max_length: int,
-    accepted: Ints,
-    lengths: Ints,
-) -> float:
-    """Seconds of one output with drafts of at most `max_length` tokens."""
-    base, slope = table
-    runs_, stops = accepted.tolist(), lengths.tolist()
+def _walk(trace: Trace, costs: CostGrid, drafter: int, limit: int, accepted: list[int], lengths: list[int]) -> float:
+    """Seconds of one output with drafts of at most `limit` tokens.
+
+    Args:
+        accepted, lengths: per position, accepted tokens and drafted tokens of a draft without that limit.
+    """
+    base, slope = costs.round_lists[drafter]
     at, n, seconds = 0, len(trace.tokens), 0.0
     while at < n:
         context = trace.prompt_length + at
-        length = min(max_length, n - at - 1, stops[at])
+        length = min(limit, n - at - 1, lengths[at])
         if length == 0:
             seconds += costs.plain_at(context)
             at += 1
-            continue
-        seconds += base[length] + slope[length] * max(0, context - CONTEXT)
-        at += min(runs_[at], length) + 1
+        else:
+            seconds += base[length] + slope[length] * max(0, context - CONTEXT)
+            at += min(accepted[at], length) + 1
     return seconds
 
 
@@ -193,9 +181,7 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -
     n, longest_draft = len(trace.tokens), costs.rounds.shape[1] - 1
     accepted = runs(trace.hits)
     copied = trace.copied_right if len(trace.copied) else accepted
-    accepted = np.minimum(
-        np.concatenate((accepted, copied[: costs.num_copied])), longest_draft
-    )  # [L - 1 + num_copied, n]
+    accepted = np.minimum(np.concatenate((accepted, copied[: costs.num_copied])), longest_draft)  # [drafters, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
     found = _by_lookup(trace, longest_draft) if "lookup" in drafts else np.full(n, -1)
     rest = np.zeros(n + longest_draft + 2)  # seconds from each position to the end
@@ -204,9 +190,9 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -
         context = trace.prompt_length + i
         best = costs.plain_at(context) + rest[i + 1]
         if i < n - 1:
-            by_exit = costs.at(context)[: len(accepted)]
-            by_line = np.concatenate((by_exit, costs.by_lookup_at(context)[None]))
-            of_round = by_line if found[i] >= 0 else by_line[:-1]
+            of_round = costs.at(context)[: len(accepted)]
+            if found[i] >= 0:
+                of_round = np.concatenate((of_round, costs.by_lookup_at(context)[None]))
             longest = np.minimum(np.append(accepted[:, i], found[i])[: len(of_round)], n - i - 1)
             options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + longest_draft + 2], np.inf)
             wrong = of_round[longest == 0, 1] + rest[i + 1]
@@ -230,10 +216,10 @@ def _by_lookup(trace: Trace, longest: int) -> Ints:
 
 def _with_second(trace: Trace, costs: CostGrid, accepted: Ints, i: int, rest: Any) -> float:
     """Seconds from position i if the first round drafts up to a wrong token, with the right second choice."""
-    n, most, exits = len(trace.tokens), costs.rounds.shape[1] - 1, trace.num_layers - 1
-    lines = np.flatnonzero((accepted + 1 <= most) & (i + accepted + 3 <= n))
-    lines = lines[trace.seconds[lines % exits, i + accepted[lines]]]
-    if not len(lines):
+    n, longest, exits = len(trace.tokens), costs.rounds.shape[1] - 1, trace.num_layers - 1
+    drafters = np.flatnonzero((accepted + 1 <= longest) & (i + accepted + 3 <= n))
+    drafters = drafters[trace.seconds[drafters % exits, i + accepted[drafters]]]
+    if not len(drafters):
         return float("inf")
-    right = accepted[lines]
-    return float((costs.at(trace.prompt_length + i, second=True)[lines, right + 1] + rest[i + right + 2]).min())
+    right = accepted[drafters]
+    return float((costs.at(trace.prompt_length + i, second=True)[drafters, right + 1] + rest[i + right + 2]).min())
