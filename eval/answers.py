@@ -1,13 +1,14 @@
-"""Prompts, the methods' answers to them, and answers as lines of a file in Spec-Bench's format with keys of our own."""
+"""Prompts, answers to them, and answers as lines of a file: Spec-Bench's format with additional keys."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from selfspec.decoding.stats import SpecStats
 
@@ -61,13 +62,16 @@ class Skipped(Exception):
     """A method cannot run on this machine or model; the message says why. The run continues without it."""
 
 
-class Method(Protocol):
+class Method(ABC):
     """Answers prompts one at a time, and times only its own work."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+
+    @abstractmethod
     def __call__(self, prompt: Prompt) -> Turn: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:  # noqa: B027  (most methods hold nothing to release)
+        """Release what the method holds."""
 
 
 class Steps:
@@ -204,6 +208,6 @@ def groups(items: Sequence[Item]) -> dict[str, list[Item]]:
 def harness_clock_seconds(answer: Row) -> float:
     """Seconds of an answer by the harness's clock."""
     choice = answer["choices"][0]
-    asked = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
-    pairs = zip(choice["wall_time"], asked, strict=True)
+    round_trips = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
+    pairs = zip(choice["wall_time"], round_trips, strict=True)
     return float(sum(wall if round_trip is None else round_trip for wall, round_trip in pairs))

@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from eval.answers import Failure, Prompt, Skipped, Steps, Turn
+from eval.answers import Failure, Method, Prompt, Skipped, Steps, Turn
 from eval.methods import LLAMA_CPP, MethodName, check_exit_layer
 from eval.models import Endless, FirstRoundAlone, gguf_file, open_peer, rounds
 from selfspec.control.rows import StageSeconds
@@ -25,7 +25,7 @@ from selfspec.decoding.results import Round
 STAGES = tuple(key.name for key in dataclasses.fields(StageSeconds) if not key.name.startswith("_"))
 
 
-class Ours:
+class Ours(Method):
     """A policy of selfspec. What it learns is kept from one question to the next, as between calls of the library.
 
     Args:
@@ -64,9 +64,6 @@ class Ours:
             stats=completion.stats,
             rounds=[_record(round_) for round_ in done] if self.keep_rounds else [],
         )
-
-    def close(self) -> None:
-        pass
 
 
 def layer_passes(round_: Round, num_layers: int) -> int:
@@ -109,7 +106,7 @@ def _record(round_: Round) -> dict[str, Any]:
     }
 
 
-class Transformers:
+class Transformers(Method):
     """`generate` of a transformers model, plain or assisted, on the same weights as selfspec.
 
     Args:
@@ -159,9 +156,6 @@ class Transformers:
         passes = self.num_layers * len(steps.sizes) if is_known else None
         return Turn(tokens, seconds, accept_lengths=steps.sizes, step_seconds=steps.seconds, layer_passes=passes)
 
-    def close(self) -> None:
-        pass
-
 
 @contextmanager
 def neutral_generation_config(model: Any) -> Iterator[Any]:
@@ -200,7 +194,7 @@ def _vocab_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-class LlamaCpp:
+class LlamaCpp(Method):
     """A llama.cpp server inside this process, through the package xllamacpp: greedy, on the same GGUF file.
 
     It multiplies the file's 4- or 8-bit blocks directly and rounds activations; selfspec computes with the float32

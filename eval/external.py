@@ -27,13 +27,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from eval.answers import Failure, Prompt, Turn
+from eval.answers import Failure, Method, Prompt, Turn
 from eval.questions import encoded
 
 SPARE = 8  # additional tokens allowed in a text: one that ends inside a letter has more when it is encoded again
 
 
-class External:
+class External(Method):
     """A command, started at the first question, and again after a crash, a timeout or an invalid answer.
 
     After an invalid answer its next line may belong to the old question, so the process is killed.
@@ -115,27 +115,27 @@ class External:
         threading.Thread(target=_read, args=(self.process, self.lines), daemon=True).start()
         return self.process
 
-    def _turn(self, prompt: Prompt, line: str, asked: float) -> Turn:
-        """Parse an answer; `asked` are the seconds of the round trip."""
+    def _turn(self, prompt: Prompt, line: str, round_trip: float) -> Turn:
+        """Parse an answer; `round_trip` are its seconds."""
         try:
             reply: Any = json.loads(line)
             _check_question(prompt, reply)
             if "error" in reply:
                 sentence = " ".join(str(reply["error"]).split())
-                raise Failure("error", sentence.encode("utf-8", "backslashreplace").decode(), asked)
+                raise Failure("error", sentence.encode("utf-8", "backslashreplace").decode(), round_trip)
             text, tokens, lengths = (reply.get(key) for key in ("text", "tokens", "accept_lengths"))
             is_text = tokens is None
             tokens = list(encoded(self.tokenizer, text, False)) if is_text else [_whole(token) for token in tokens]
-            seconds = float(reply.get("seconds", asked))
+            seconds = float(reply.get("seconds", round_trip))
             steps = None if lengths is None else [_whole(n) for n in lengths]
             _check_number(len(tokens), prompt.max_new_tokens, steps, is_text)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
             self.close()  # the line may not be the answer, which may follow
-            raise Failure("error", f"no valid answer: {line.strip()[:80]!r} ({problem})", asked) from problem
-        if not (isfinite(seconds) and 0 < seconds <= asked):
+            raise Failure("error", f"no valid answer: {line.strip()[:80]!r} ({problem})", round_trip) from problem
+        if not (isfinite(seconds) and 0 < seconds <= round_trip):
             self.close()
-            raise Failure("error", f"it reports {seconds:g} s, but the round trip took {asked:.6f} s", asked)
-        return Turn(tokens, seconds, text=text, accept_lengths=steps, asked_seconds=asked)
+            raise Failure("error", f"it reports {seconds:g} s, but the round trip took {round_trip:.6f} s", round_trip)
+        return Turn(tokens, seconds, text=text, accept_lengths=steps, asked_seconds=round_trip)
 
     def close(self) -> None:
         """Kill the command and the processes that it has started."""
@@ -171,9 +171,9 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None
 
 
 def _check_question(prompt: Prompt, reply: dict[str, Any]) -> None:
-    for key, asked in (("question_id", prompt.question_id), ("turn", prompt.turn)):
-        if reply.get(key, asked) != asked:
-            raise ValueError(f"its {key} is {reply[key]!r}, that of the question {asked!r}")
+    for key, expected in (("question_id", prompt.question_id), ("turn", prompt.turn)):
+        if reply.get(key, expected) != expected:
+            raise ValueError(f"its {key} is {reply[key]!r}, that of the question {expected!r}")
 
 
 def _check_number(num_tokens: int, limit: int, steps: list[int] | None, is_text: bool) -> None:

@@ -3,7 +3,7 @@
 config.yaml             the keys that affect the figures, and a hash of the questions
 environment.json        machine, versions and model; also those of the sessions that resumed the run
 dirty.diff              the difference between the code and its commit, if any
-answers/METHOD.jsonl    a line per question, in Spec-Bench's format with keys of our own
+answers/METHOD.jsonl    a line per question, in Spec-Bench's format with additional keys
 errors.jsonl            a line per question that a method could not answer
 rounds.jsonl            with keep_rounds, a line per question of selfspec's methods; of duplicates the last counts
 studies/NAME.json       a study's figures, or why it failed
@@ -36,7 +36,7 @@ class FullError(OSError):
     """A file could not be written, for example on a full disk; its earlier content is unchanged."""
 
     def __init__(self, path: Path, problem: OSError) -> None:
-        super().__init__(f"cannot write {path}: {problem.strerror or problem}; run the same command again to go on")
+        super().__init__(f"cannot write {path}: {problem.strerror or problem}; run the same command again to resume")
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:

@@ -62,9 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     answers = {path.stem: by_question(read_lines(path)) for path in paths}
     base = options.baseline or paths[0].stem
     known("baseline", base, answers)
-    most = max(len(rows) for rows in answers.values())
-    found = summarise(answers, [], base, num_questions=most)
-    print(render("md", list(sections(found, None)), "", opening_of(found)), end="")
+    summary = summarise(answers, [], base, num_questions=max(len(rows) for rows in answers.values()))
+    print(render("md", list(sections(summary, None)), "", opening_of(summary)), end="")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The bounds are what trying everything finds."""
+"""The bounds equal those of an exhaustive search."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEW = (0.0, 0.5, 0.9)
 
 @st.composite
 def traces(draw, most_tokens=30, most_layers=4):
-    """A trace of any hits; confidences lie on both sides of the thresholds, and on them."""
+    """A trace with random hits, and confidences above, below and at the thresholds."""
     shape = draw(st.integers(1, most_layers - 1)), draw(st.integers(1, most_tokens))
     hits = draw(arrays.arrays(np.bool_, shape))
     sure = draw(arrays.arrays(np.float32, shape, elements=st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0])))
@@ -43,7 +43,7 @@ def traces(draw, most_tokens=30, most_layers=4):
 
 @st.composite
 def costs_for(draw, num_layers):
-    """Any tables that rise, the plain one dear or cheap beside the others; contexts that begin to cost within reach."""
+    """Random increasing tables, with cheap or expensive plain rounds, and costs of long contexts."""
     seconds = st.floats(0.1, 4.0)
 
     def table(points, size=1.0):
@@ -87,7 +87,7 @@ def test_plain_seconds_are_those_of_plain_decoding(data):
 
 @settings(max_examples=60)
 @given(st.data())
-def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data):
+def test_no_static_setting_or_random_schedule_beats_the_clairvoyant(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
     of_rounds = CostGrid(costs, MAX_DRAFTED)
@@ -98,7 +98,7 @@ def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data)
 
 
 class NoEmptyDraft(Policy):
-    """A round that drafts nothing is plain: tables of early passes are no measure of it."""
+    """A round without drafts is plain; its cost does not come from tables of early passes."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -119,7 +119,7 @@ def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
 
 
 def fastest_schedule(trace, costs):
-    """By trying every exit layer and every length in every round, by the layers and by copies of them."""
+    """Exhaustive search over exit layers, lengths, and copies in every round."""
     half = CostGrid(costs, 1).num_copied
 
     @cache

@@ -1,4 +1,4 @@
-"""`python -m eval gpu`: the whole command on a CPU, small; its figures; and what faults and too little time cost."""
+"""`python -m eval gpu`: the command on a CPU, its figures, and the effects of errors and of too little time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE = [*QUICK, "--contexts", "48", "--batch-sizes", "1"]
 
 
 def here(work, given, end, save):
-    """What `run_in_process` does, in this process, where tests can replace what it calls."""
+    """`run_in_process` in this process, so that tests can replace functions."""
     try:
         work(save, *given)
     except Exception as problem:
@@ -53,7 +53,7 @@ def whys_of(content, shape="tiny"):
     return {one["what"]: one["why"] for one in content["shapes"][shape]["not_measured"]}
 
 
-def test_the_whole_command_runs_on_a_cpu_and_a_process_that_dies_costs_its_shape_alone(tmp_path, monkeypatch, capsys):
+def test_the_command_runs_on_a_cpu_and_survives_a_killed_process(tmp_path, monkeypatch, capsys):
     apart = gpu.run_in_process
     monkeypatch.setattr(gpu, "measure_shape", faults.kill_or_measure)
     # The other shape is measured in this process, since each fresh one imports torch again.
@@ -87,7 +87,7 @@ def test_without_time_every_cell_is_reported_as_not_measured(record):
     assert [method for method, *_ in cells_of(content)] == ["hf static"]  # it has its own estimate
 
 
-def test_a_cell_is_not_begun_that_would_take_as_long_as_others_did(monkeypatch, record):
+def test_a_cell_is_skipped_when_too_little_time_is_left(monkeypatch, record):
     def slow(*given):
         now[0] += 100
         return Rate(1.0, 1.0, 1.0, 1, 1.0)
@@ -163,7 +163,7 @@ def test_a_run_that_is_cut_short_keeps_what_it_had(monkeypatch, tmp_path):
         (faults.hang, 0.0, "it exceeded its time by 0 s and was killed", None),
     ],
 )
-def test_what_a_process_sends_is_kept_as_it_comes(work, grace, why, last, monkeypatch):
+def test_records_sent_by_a_process_are_saved_at_once(work, grace, why, last, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE", grace)
     kept = [None]
     assert gpu.run_in_process(work, (3,), perf_counter() + 0.5, kept.append) == why
@@ -179,7 +179,7 @@ def test_what_a_process_sends_is_kept_as_it_comes(work, grace, why, last, monkey
         (["--device", "cpu", "--dtype", "int8"], "dtype must be among bfloat16, float16, float32, got 'int8'"),
     ],
 )
-def test_what_is_not_possible_is_one_sentence_and_exit_code_two(given, sentence, capsys, tmp_path):
+def test_invalid_options_give_one_sentence_and_exit_code_2(given, sentence, capsys, tmp_path):
     if not given and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     assert main(["gpu", "--output", str(tmp_path), *given]) == 2
@@ -190,7 +190,7 @@ def test_what_is_not_possible_is_one_sentence_and_exit_code_two(given, sentence,
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
-def test_a_short_run_gives_the_first_shape_its_least_and_a_long_one_every_shape_its_share(monkeypatch, tmp_path):
+def test_shapes_have_shares_of_the_time_and_the_first_a_minimum(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "perf_counter", lambda: 0.0)
     for minutes, ends in [(1, (60, 30)), (4, (160, 120)), (16, (480, 480))]:
         config = gpu_shape.GpuConfig(shapes=("llama-3-8b", "tiny", "llama-2-7b"), minutes=minutes)
@@ -202,11 +202,11 @@ def test_a_short_run_gives_the_first_shape_its_least_and_a_long_one_every_shape_
     ("layers", "exit_layer", "head", "acceptance", "speedup"),
     [(32, 4, 0.6, 0.6, 1.47), (32, 4, 0.6, 0.8, 2.14), (32, 8, 0.6, 0.9, 1.99), (32, 8, 2.4, 0.8, 1.52)],
 )
-def test_the_cost_model_gives_the_figures_it_is_known_by(layers, exit_layer, head, acceptance, speedup):
+def test_the_cost_model_gives_known_speedups(layers, exit_layer, head, acceptance, speedup):
     assert expected_speedup(layers, exit_layer, 4, head, acceptance) == pytest.approx(speedup, abs=0.011)
 
 
-def test_figures_are_what_the_cells_say():
+def test_figures_follow_from_the_cells():
     cells = [
         ("plain", 1, 200.0),
         ("fixed", 1, 300.0),
@@ -244,7 +244,7 @@ def test_ragged_rows_have_as_many_tokens_as_even_ones(rows):
     assert rows < 2 or max(lengths) > 4
 
 
-def test_rows_made_ready_hold_what_reading_their_prompts_would_have_given():
+def test_copied_kv_caches_equal_those_of_a_prefill():
     target = synthetic_target("tiny", acceptance=None)
     engine = ready_engine(target, 3, 40, 24, policy="plain")
     prompts = [row.content[:] for row in engine.rows]
@@ -256,7 +256,7 @@ def test_rows_made_ready_hold_what_reading_their_prompts_would_have_given():
     assert [texts[done.request_id] == done.tokens for done in decode(target, prompts, 24)] == [True] * 3
 
 
-def test_a_rate_counts_what_was_emitted_in_its_window():
+def test_a_rate_counts_the_tokens_of_the_measurement():
     target = synthetic_target("tiny", acceptance=None)
     rate = rate_of(ready_engine(target, 2, 20, 60, policy="plain"), warm=0.0, window=1e9)
     rounds = 60 - WARM_ROUNDS

@@ -1,4 +1,4 @@
-"""Medians with the interval that holds the true median, and the order in which methods take turns."""
+"""Medians with confidence intervals, and the rotating order of methods."""
 
 from __future__ import annotations
 
