@@ -129,13 +129,8 @@ class _Shape:
         except Exception as problem:
             check_context(problem, self.device)
             raise
-        about = {
-            "target": target.about(),
-            "sizes": sizes_of(target),
-            "engine": target.engine,
-            "device": device(self.device),
-        }
-        self.found |= {**about, "made_in": perf_counter() - begun}
+        self.found |= {"target": target.about(), "sizes": sizes_of(target), "engine": target.engine}
+        self.found |= {"device": device(self.device), "made_in": perf_counter() - begun}
         for step in steps_of(self.config):
             if str(step) not in self.found["tried"]:
                 self.step(target, step)
@@ -226,19 +221,13 @@ def ragged_lengths(rows: int) -> list[int]:
 
 
 def sizes_of(target: Synthetic) -> dict[str, float]:
-    """Bytes of all weights, of those read per token and of the KV cache per token; size of the head in layers."""
+    """Bytes of all weights, of those read per token, and of the KV cache per token."""
     model, config = target.stack.model, target.stack.config.get_text_config()
     own = sum(p.nbytes for p in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * embedding.element_size()
     unread = 0 if head is embedding else embedding.nbytes  # only one row of an embedding is read
-    return {
-        "weight_bytes": own,
-        "read_bytes": own - unread,
-        "kv_bytes_per_token": kv,
-        "head_in_layers": head.nbytes / layer,
-    }
+    return {"weight_bytes": own, "read_bytes": own - unread, "kv_bytes_per_token": kv}
 
 
 def needed_bytes(target: Synthetic, cell: Cell, new_tokens: int) -> float:

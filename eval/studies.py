@@ -26,13 +26,14 @@ from eval.asking import Shared, prompt_of
 from eval.bounds import runs
 from eval.config import STUDY_SIZES, RunConfig
 from eval.measurement import Say
-from eval.models import Endless, Target, rounds
-from eval.policies import MEASURED, ReplayConfig, compare
+from eval.models import Endless, rounds
+from eval.policies import compare
 from eval.questions import Question
 from eval.records import FullError, read_object, write_file
-from eval.tasks import Recorded, trace_of
+from eval.tasks import MEASURED, Recorded, ReplayConfig, trace_of
 from eval.traces import Trace
 from selfspec.executors.pick import Sampling
+from selfspec.target import Target
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -77,7 +78,7 @@ class Material:
     def seconds(self, prompts: Sequence[Prompt], batch_size: int, **settings: Any) -> float:
         """Seconds to decode study_tokens after every prompt, without prefill, by the engine's own clock."""
         limits = [min(self.config.study_tokens, prompt.max_new_tokens) for prompt in prompts]
-        sampling = {"temperature": self.config.temperature, "seeds": [prompt.seed for prompt in prompts]}
+        sampling: Record = {"temperature": self.config.temperature, "seeds": [prompt.seed for prompt in prompts]}
         ids = [prompt.ids for prompt in prompts]
         done = list(rounds(self.target, ids, limits, max_batch_size=batch_size, **sampling, **settings))
         return sum(round_.seconds.total - round_.seconds.prefill for round_ in done)

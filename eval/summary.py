@@ -12,8 +12,8 @@ from eval.answers import Row, groups, harness_clock_seconds, item_of
 from eval.asking import Shared, prompt_of
 from eval.methods import LLAMA_CPP, PLAIN_KINDS, parse_method
 from eval.metrics import Group, figures
-from eval.models import Target
 from eval.questions import Question
+from selfspec.target import Target
 
 FORMAT = 1
 TIE_ULPS = 8  # logits that differ by at most so many units in the last place of the largest are a tie

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from eval.models import Endless, open_model
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
@@ -158,44 +159,20 @@ def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> l
 
 @torch.no_grad()
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A causal LM with weights drawn on the device in the dtype, without transformers' initialisation."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    """A causal LM with weights drawn on the device in the dtype: matrices uniform by fan-in, norms 1, biases 0."""
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model.tie_weights()
     generator = torch.Generator(device).manual_seed(seed)
-    known: dict[int, nn.Parameter] = {}  # tied weights stay tied
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in known:
-                real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                known[id(parameter)] = nn.Parameter(_fill(real, config, name, generator), requires_grad=False)
-            module._parameters[name] = known[id(parameter)]
-        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
-            _compute_buffers(module, config, device)
+    adds_one = str(config.model_type).startswith("gemma")  # norms that multiply by 1 + weight
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            bound = GAIN * (3 / weight.shape[-1]) ** 0.5
+            weight.uniform_(-bound, bound, generator=generator)
+        else:
+            weight.fill_(0.0 if name.endswith("bias") or adds_one else 1.0)
     _round_weights(model)
     return model
-
-
-def _fill(weight: Tensor, config: PretrainedConfig, name: str, generator: torch.Generator) -> Tensor:
-    """Fill matrices uniformly in a range by fan-in, norms with 1, biases with 0."""
-    if weight.dim() > 1:
-        bound = GAIN * (3 / weight.shape[-1]) ** 0.5
-        return weight.uniform_(-bound, bound, generator=generator)
-    adds_one = str(config.model_type).startswith("gemma")  # norms that multiply by 1 + weight
-    return weight.fill_(0.0 if name.endswith("bias") or adds_one else 1.0)
-
-
-def _compute_buffers(module: nn.Module, config: PretrainedConfig, device: torch.device) -> None:
-    """Take the buffers of a new module of the same class, which computes them (rotary embeddings)."""
-    try:
-        fresh = type(module)(config=config).to(device)
-    except TypeError as problem:
-        raise ValueError(
-            f"{config.model_type}: cannot compute the buffers of {type(module).__name__}; "
-            "choose a Llama-shaped configuration"
-        ) from problem
-    module._buffers.update(fresh._buffers)
 
 
 @torch.no_grad()
