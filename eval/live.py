@@ -233,7 +233,6 @@ def _record(own: Timed, plain: Timed, texts: Sequence[Sequence[int]]) -> dict[st
         "predicted_seconds": spread(each.round_seconds for each in replays).median,
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
-        "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),
         "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(texts)),
         **_round_figures(calls),
     }
@@ -250,17 +249,11 @@ def _round_figures(calls: Sequence[Call]) -> dict[str, Any]:
         "num_rounds": rounds / len(calls),
         "shares": {stage: seconds / sum(stages.values()) for stage, seconds in stages.items()},
         "control_microseconds_per_round": 1e6 * stages["control"] / rounds,
-        "rounds_by_exit_layer": _by_exit(exits, len(calls)),
         "plain_rounds": exits[None] / len(calls),
         "mean_exit_layer": fmean(drafting.elements()) if drafting else None,
         "mean_drafted": stats.num_draft_tokens / rows if rows else 0.0,
         "acceptance_length": stats.mean_acceptance_length,
     }
-
-
-def _by_exit(exits: Counter[int | None], over: int = 1) -> dict[str, float]:
-    """Rounds per exit layer, without plain rounds; keys are strings, for JSON."""
-    return {str(layer): exits[layer] / over for layer in sorted(layer for layer in exits if layer is not None)}
 
 
 def main(arguments: Sequence[str]) -> int:

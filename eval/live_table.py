@@ -70,7 +70,7 @@ def _every(batches: Sequence[dict[str, Any]]) -> str:
 
 
 def _rounds(batches: Sequence[dict[str, Any]]) -> str:
-    columns = ["rows", *STAGES, "control µs/round", "rounds (plain)", "mean exit", "drafted", "acceptance", "exits"]
+    columns = ["rows", *STAGES, "control µs/round", "rounds (plain)", "mean exit", "drafted", "acceptance"]
     body = []
     for batch in batches:
         own = _method(batch, batch["adaptive"])
@@ -83,7 +83,6 @@ def _rounds(batches: Sequence[dict[str, Any]]) -> str:
                 "" if own["mean_exit_layer"] is None else f"{own['mean_exit_layer']:.2f}",
                 f"{own['mean_drafted']:.2f}",
                 f"{own['acceptance_length']:.2f}",
-                " ".join(f"{layer}:{count:.0f}" for layer, count in own["rounds_by_exit_layer"].items()),
             ]
         )
     return table(columns, body)

@@ -79,8 +79,8 @@ def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_
         assert batch["adaptive_over_best_fixed"]["median"] == pytest.approx(sum(ratios) / 2, 1e-4)
         for method in timed:
             assert method["settings"]["exit_layer"] in (1, 2) and method["settings"]["num_draft_tokens"] in (1, 3)
-            assert method["rounds_by_exit_layer"].keys() == {str(method["settings"]["exit_layer"])}
-            assert method["rounds_by_exit_layer"] == method["predicted_rounds_by_exit_layer"]
+            assert method["mean_exit_layer"] == method["settings"]["exit_layer"]
+            assert method["num_rounds"] == method["predicted_rounds"]
         for method in methods.values():
             assert method["differing_prompts"] == 0
             assert method["live"]["num_values"] == method["whole_call"]["num_values"] == 2
