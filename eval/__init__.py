@@ -1,1 +1,1 @@
-"""Measurements of selfspec beside what it is to be compared with; never part of the installed package."""
+"""Measurements of selfspec and comparisons with other decoders; not part of the installed package."""

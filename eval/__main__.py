@@ -1,27 +1,27 @@
 """Measure selfspec: `python -m eval COMMAND`, and `python -m eval COMMAND --help` for its options.
 
 run      decode a question file with several methods, one question at a time, and write a folder with a report
-report   write a run folder's report again, or show one of Spec-Bench answer files
-compare  what changed from one run folder to another; exit code 1 on a loss, for CI
+report   write a run folder's report again, or print one of Spec-Bench answer files
+compare  compare two run folders; exit code 1 on a loss, for CI
 quality  scores of lm-evaluation-harness tasks, decoded by selfspec
-replay   every policy on recorded outputs, without the model, beside what could be reached
+replay   every policy on recorded outputs, without the model, compared with bounds
 live     adaptive, fixed settings and plain decoding by batch size
 gpu      kernels, launches and tokens per second of a GPU
 
-Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run that failed or a figure that got
-worse); 2 (something asked for is not possible, in one sentence); 130 (Ctrl-C).
+Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed or a figure got worse);
+2 (invalid input, explained in one sentence); 130 (Ctrl-C).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 from eval.records import FullError
 from selfspec.errors import UnsupportedModelError
 
-COMMANDS = {  # by name: the module whose `main` takes the rest of the command line and returns the exit code
+COMMANDS = {  # the module of each command; its `main` takes the other arguments and returns the exit code
     "run": "eval.run",
     "report": "eval.report",
     "compare": "eval.comparison",
@@ -33,7 +33,7 @@ COMMANDS = {  # by name: the module whose `main` takes the rest of the command l
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run a command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in ([], ["-h"], ["--help"]):
         print(__doc__)
@@ -41,13 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in COMMANDS:
         print(f"eval: command {given[0]!r} is unknown; known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return _guarded(lambda: int(import_module(COMMANDS[given[0]]).main(given[1:])))
-
-
-def _guarded(command: Callable[[], int]) -> int:
-    """The command's exit code; 1 on a full disk, 2 after bad input, 130 after Ctrl-C."""
     try:
-        return command()
+        return int(import_module(COMMANDS[given[0]]).main(given[1:]))
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, ImportError, UnsupportedModelError) as problem:

@@ -1,17 +1,14 @@
-"""What a method is asked and answers; and an answer as a line of a file in Spec-Bench's format, with keys of our own.
-
-`Prompt` is one turn to be continued, `Turn` a method's answer to it. A `Method` is a callable from one to the other.
-`choice_of` writes the turns of a question down, `item_of` reads such a line as an `Item`, from which figures are made.
-"""
+"""Prompts, answers to them, and answers as lines of a file: Spec-Bench's format with additional keys."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from selfspec.decoding.stats import SpecStats
 
@@ -20,10 +17,10 @@ Row = dict[str, Any]
 
 
 class Prompt(NamedTuple):
-    """One turn to be continued."""
+    """One turn of a question; `turn` is 0 for the first."""
 
     question_id: int | str
-    turn: int  # 0 for the first
+    turn: int
     text: str
     ids: list[int]
     max_new_tokens: int
@@ -32,16 +29,16 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """A method's answer to one prompt. What the method does not tell is None."""
+    """A method's answer to one prompt; None is a value that the method does not report."""
 
     tokens: list[int]  # with the end-of-text token, if there is one
     seconds: float  # of the whole call, prefill included
-    text: str | None = None  # None: to be decoded from the tokens
-    accept_lengths: list[int] | None = None  # tokens per step, the target's own one included
+    text: str | None = None  # None: decoded from the tokens
+    accept_lengths: list[int] | None = None  # tokens per step, with the target's own
     step_seconds: list[float] | None = None  # per step; the first is the time to first token
     prefill_seconds: float | None = None
     stage_seconds: dict[str, float] | None = None
-    layer_passes: int | None = None  # layers run one after another, prefill apart
+    layer_passes: int | None = None  # layers run one after another, without prefill
     stats: SpecStats | None = None
     rounds: list[dict[str, Any]] = field(default_factory=list)
     asked_seconds: float | None = None  # by the harness's clock, where `seconds` are the method's own
@@ -51,9 +48,9 @@ class Failure(Exception):
     """A question that a method could not answer.
 
     Args:
-        kind: "too_long" (no room in the context), "timeout", "crash" (its process ended) or "error".
-        sentence: what happened.
-        seconds: how long the method had it.
+        kind: "too_long" (the context is full), "timeout", "crash" (its process ended) or "error".
+        sentence: the reason.
+        seconds: time that the method spent on the question.
     """
 
     def __init__(self, kind: str, sentence: str, seconds: float = 0.0) -> None:
@@ -62,51 +59,50 @@ class Failure(Exception):
 
 
 class Skipped(Exception):
-    """A method that cannot run here, in a sentence; the run goes on without it."""
+    """A method cannot run on this machine or model; the message says why. The run continues without it."""
 
 
-class Method(Protocol):
-    """Answers prompts one at a time and times itself: only its own work is inside the clock."""
+class Method(ABC):
+    """Answers prompts one at a time, and times only its own work."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+
+    @abstractmethod
     def __call__(self, prompt: Prompt) -> Turn: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:  # noqa: B027  (most methods hold nothing to release)
+        """Release what the method holds."""
 
 
 class Steps:
-    """Notes when tokens come, and refuses to go on beyond a time limit.
-
-    Args:
-        limit: seconds from now.
-    """
+    """Records the size and time of every step, and raises `Failure` after `limit` seconds."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self.start = limit, perf_counter()
-        self.stamps: list[float] = []
+        self.times: list[float] = []
         self.sizes: list[int] = []
 
     def add(self, num_tokens: int) -> None:
         now = perf_counter()
-        self.stamps.append(now)
+        self.times.append(now)
         self.sizes.append(num_tokens)
         if now - self.start > self.limit:
             raise Failure("timeout", f"stopped after {self.limit:g} s, at {sum(self.sizes)} tokens", now - self.start)
 
     @property
     def seconds(self) -> list[float]:
-        return [later - earlier for earlier, later in pairwise([self.start, *self.stamps])]
+        return [later - earlier for earlier, later in pairwise([self.start, *self.times])]
 
 
 class Item(NamedTuple):
-    """One question, answered by one method; its turns are added up. None is what is not known."""
+    """A method's answer to one question, summed over its turns; None is unknown."""
 
     question_id: int | str
     category: str
     num_tokens: int
     seconds: float
     accept_lengths: list[int]
-    retokenised: int | None  # tokens of the answers' texts less one per turn, as Spec-Bench counts its baseline
+    retokenised: int | None  # tokens of the answers' texts minus one per turn, as Spec-Bench counts its baseline
     steps: list[list[tuple[int, float]]] | None  # per turn: (tokens, seconds) of every step
     prefill_seconds: float | None
     stage_seconds: dict[str, float] | None
@@ -144,23 +140,24 @@ def choice_of(turns: Sequence[Turn], texts: Sequence[str], text_tokens: Sequence
 
 
 def item_of(answer: Mapping[str, Any]) -> Item:
-    """An answer's figures, of its first choice, as Spec-Bench's script reads it.
+    """Read the first choice of an answer, as Spec-Bench's script does.
 
     Raises:
-        ValueError: a key of Spec-Bench's is missing or no time was taken.
+        ValueError: a key of Spec-Bench's format is missing, or the time is 0.
     """
     try:
         choice = answer["choices"][0]
         tokens, seconds = sum(choice["new_tokens"]), sum(choice["wall_time"])
         lengths = list(choice["accept_lengths"])
-        own = answer["question_id"], answer["category"]
+        question_id, category = answer["question_id"], answer["category"]
     except (KeyError, TypeError, IndexError) as problem:
         raise ValueError(f"no answer in Spec-Bench's format ({problem!r}): {str(answer)[:80]}") from problem
     if not seconds > 0:
-        raise ValueError(f"question {own[0]!r} took {seconds} s, which no answer does")
+        raise ValueError(f"question {question_id!r} took {seconds} s; the time of an answer must be above 0")
     retokenised, prefill = choice.get("text_tokens"), choice.get("prefill_seconds") or [None]
     return Item(
-        *own,
+        question_id,
+        category,
         tokens,
         seconds,
         lengths,
@@ -181,13 +178,13 @@ def _steps(lengths: Sequence[int], seconds: Any) -> list[list[tuple[int, float]]
 
 
 def _stats_record(stats: SpecStats) -> dict[str, Any]:
-    histogram = stats.acceptance_histogram_by_draft_length
+    histogram = {
+        str(d): {str(a): n for a, n in c.items()} for d, c in stats.acceptance_histogram_by_draft_length.items()
+    }
     return {
         "num_generated_tokens": stats.num_generated_tokens,
         "num_plain_steps": stats.num_plain_steps,
-        "acceptance_histogram_by_draft_length": {
-            str(d): {str(a): n for a, n in c.items()} for d, c in histogram.items()
-        },
+        "acceptance_histogram_by_draft_length": histogram,
     }
 
 
@@ -198,7 +195,7 @@ def _stats(record: Mapping[str, Any]) -> SpecStats:
 
 
 def groups(items: Sequence[Item]) -> dict[str, list[Item]]:
-    """Items by category in order of appearance; `mt_bench`, its eight categories together, and last `overall`."""
+    """Group items by category in order of appearance; adds `mt_bench` (its eight categories) and `overall`."""
     found: dict[str, list[Item]] = {}
     for item in items:
         found.setdefault(item.category, []).append(item)
@@ -208,9 +205,9 @@ def groups(items: Sequence[Item]) -> dict[str, list[Item]]:
     return {**found, "overall": list(items)}
 
 
-def worked_seconds(answer: Row) -> float:
-    """What an answer took by the harness's clock."""
+def harness_clock_seconds(answer: Row) -> float:
+    """Seconds of an answer by the harness's clock."""
     choice = answer["choices"][0]
-    asked = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
-    pairs = zip(choice["wall_time"], asked, strict=True)
+    round_trips = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
+    pairs = zip(choice["wall_time"], round_trips, strict=True)
     return float(sum(wall if round_trip is None else round_trip for wall, round_trip in pairs))

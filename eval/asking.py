@@ -1,4 +1,4 @@
-"""Every method answers every question, question by question in rotating order, and is written down."""
+"""Ask every method every question, in an order that rotates from question to question, and record the answers."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import gc
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from eval.answers import Failure, Method, Prompt, Row, Turn, choice_of, worked_seconds
+from eval.answers import Failure, Method, Prompt, Row, Turn, choice_of, harness_clock_seconds
+from eval.measurement import no_garbage_collection, rotated
 from eval.questions import Question, encoded, prompt_ids, prompt_text
 from eval.records import RunFolder
-from eval.timing import rotated
 
-SAY_EVERY = 5.0  # seconds between two lines about answers
-WHOLE_COLLECTION = 32  # questions; to look through all kept rows after each would take ever longer
-Told = Callable[[str, Row], None]  # a method and its answer or error row
+REPORT_SECONDS = 5.0  # between two lines of progress
+FULL_COLLECTION = 32  # questions between full garbage collections, which take longer the more rows are kept
 
 
 class Shared(NamedTuple):
-    """What all methods share."""
+    """Settings that all methods share."""
 
     tokenizer: Any
     context_limit: int
@@ -32,15 +30,15 @@ class Shared(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The turns that a method has answered."""
+    """The turns of a question that a method has answered; `text_tokens` counts the tokens of every text."""
 
     turns: list[Turn]
     texts: list[str]
-    text_tokens: list[int]  # of every text
+    text_tokens: list[int]
 
 
 def warm_up(methods: Sequence[Method], question: Question, shared: Shared, times: int) -> None:
-    """Every method answers the first turn of a question, untimed; one that fails will say so when it counts."""
+    """Let every method answer the first turn of a question, untimed. Errors are ignored here and recorded later."""
     for method in methods:
         for _ in range(times):
             try:
@@ -51,49 +49,47 @@ def warm_up(methods: Sequence[Method], question: Question, shared: Shared, times
 
 
 def ask_all(
-    methods: Sequence[Method], questions: Sequence[Question], shared: Shared, folder: RunFolder, told: Told
+    methods: Sequence[Method],
+    questions: Sequence[Question],
+    shared: Shared,
+    folder: RunFolder,
+    report: Callable[[str, Row], None],
 ) -> None:
-    """Ask what has not been asked yet.
+    """Ask every question that the folder has no row for yet.
 
-    Every row has `harness_seconds`: what passed outside the methods' own work since the one before it.
+    Every row has `harness_seconds`, the time outside the methods' own work since the row before it.
+
+    Args:
+        report: called with the method's name and the row.
 
     Raises:
         FullError: a row could not be written; the folder can be resumed.
     """
-    with _no_garbage_collection():
+    with no_garbage_collection():
         last = perf_counter()
         for i, question in enumerate(questions):
-            gc.collect() if i % WHOLE_COLLECTION == 0 else gc.collect(1)
+            gc.collect() if i % FULL_COLLECTION == 0 else gc.collect(1)
             for method in rotated(methods, i):
                 if folder.has(method.name, question.question_id):
                     continue
-                done, failure, worked = _ask(method, question, shared, i)
+                done, failure, method_seconds = _ask(method, question, shared, i)
                 row = _row(method.name, question, done, failure)
                 now = perf_counter()
-                row["harness_seconds"], last = max(0.0, now - last - worked), now
+                row["harness_seconds"], last = max(0.0, now - last - method_seconds), now
                 if failure:
                     folder.add_error(row)
                 else:
                     folder.add_answer(method.name, row, [turn.rounds for turn in done.turns])
-                told(method.name, row)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Garbage is collected between questions only, and what is loaded already is never looked through again."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
+                report(method.name, row)
 
 
 def _ask(method: Method, question: Question, shared: Shared, index: int) -> tuple[Conversation, Failure | None, float]:
-    """All turns of a question, or as many as went well and what happened then; and the seconds of the method's work."""
-    done, worked = Conversation([], [], []), 0.0
+    """Ask all turns of a question, up to the first failure.
+
+    Returns:
+        The answered turns, the failure if there was one, and the seconds of the method's work.
+    """
+    done, method_seconds = Conversation([], [], []), 0.0
     for number in range(len(question.turns)):
         start = perf_counter()
         try:
@@ -103,47 +99,47 @@ def _ask(method: Method, question: Question, shared: Shared, index: int) -> tupl
             text = decoded(shared.tokenizer, tuple(turn.tokens)) if turn.text is None else turn.text
             num_tokens = len(encoded(shared.tokenizer, text))
         except Failure as failure:
-            return done, failure, worked + failure.seconds
+            return done, failure, method_seconds + failure.seconds
         except Exception as problem:
             sentence = " ".join(f"{type(problem).__name__}: {problem}".split())
             took = perf_counter() - start
-            return done, Failure("error", sentence, took), worked + took
-        worked += turn.seconds if turn.asked_seconds is None else turn.asked_seconds
+            return done, Failure("error", sentence, took), method_seconds + took
+        method_seconds += turn.seconds if turn.asked_seconds is None else turn.asked_seconds
         done.turns.append(turn)
         done.texts.append(text)
         done.text_tokens.append(num_tokens)
-    return done, None, worked
+    return done, None, method_seconds
 
 
 def prompt_of(question: Question, turn: int, texts: Sequence[str], shared: Shared, index: int) -> Prompt:
-    """A turn with what came before it.
+    """The prompt of a turn.
 
     Args:
-        texts: the answers to the turns before.
-        index: of the question, which has its own seed.
+        texts: the answers to the turns before it.
+        index: the question's index; it is added to the seed.
 
     Raises:
-        Failure: the context has no room for another token.
+        Failure: the prompt fills the context, or has no token.
     """
     text = prompt_text(shared.tokenizer, question.turns[: turn + 1], texts)
     ids = prompt_ids(shared.tokenizer, text)
-    room = shared.context_limit - len(ids)
-    if room < 1:
+    capacity = shared.context_limit - len(ids)
+    if capacity < 1:
         limit = shared.context_limit
         raise Failure("too_long", f"the prompt of turn {turn + 1} has {len(ids)} tokens, the model's context {limit}")
     if not ids:
         raise Failure("error", f"the prompt of turn {turn + 1} has no token")
-    return Prompt(question.question_id, turn, text, ids, min(shared.max_new_tokens, room), shared.seed + index)
+    return Prompt(question.question_id, turn, text, ids, min(shared.max_new_tokens, capacity), shared.seed + index)
 
 
 @lru_cache(maxsize=32)
 def decoded(tokenizer: Any, tokens: tuple[int, ...]) -> str:
-    """The text of tokens, kept for the methods that answer the same."""
+    """The text of tokens; cached, since methods often give equal answers."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _row(method: str, question: Question, done: Conversation, failure: Failure | None) -> Row:
-    """A line of an answer file or, after a failure, of the errors."""
+    """A line of an answer file or, after a failure, of errors.jsonl."""
     about: Row = {"question_id": question.question_id, "category": question.category}
     if failure is None:
         return {
@@ -153,41 +149,41 @@ def _row(method: str, question: Question, done: Conversation, failure: Failure |
             "choices": [choice_of(done.turns, done.texts, done.text_tokens)],
             "tstamp": time.time(),
         }
-    what = {"kind": failure.kind, "method": method, **about, "turn": len(done.turns), "sentence": failure.sentence}
-    return {**what, "seconds": failure.seconds + sum(turn.seconds for turn in done.turns), "tstamp": time.time()}
+    error = {"kind": failure.kind, "method": method, **about, "turn": len(done.turns), "sentence": failure.sentence}
+    return {**error, "seconds": failure.seconds + sum(turn.seconds for turn in done.turns), "tstamp": time.time()}
 
 
 class Progress:
-    """Says on standard error how far the run is, now and then, between calls: nothing of it runs beside what is timed.
+    """Prints the run's progress on standard error, between calls of methods.
 
     Args:
-        done: questions by method that an earlier session has answered, or failed to.
+        done: number of rows by method in the resumed folder.
     """
 
     def __init__(self, methods: Sequence[str], num_questions: int, done: dict[str, int]) -> None:
         self.num_calls, self.num_done = num_questions * len(methods), sum(done.values())
-        self.num_fresh = 0  # answers of this session
+        self.num_new = 0  # rows of this session
         self.tokens, self.seconds = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0.0)
-        self.start = self.paced_from = self.last = perf_counter()
+        self.start = self.first_call = self.last = perf_counter()
 
     def say(self, text: str) -> None:
         print(f"[{perf_counter() - self.start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def begin(self) -> None:
-        """The pace, and with it the time still to go, counts from here."""
-        self.paced_from = perf_counter()
+        """Start the clock from which the remaining time is estimated."""
+        self.first_call = perf_counter()
 
     def __call__(self, method: str, row: Row) -> None:
-        self.num_done, self.num_fresh = self.num_done + 1, self.num_fresh + 1
+        self.num_done, self.num_new = self.num_done + 1, self.num_new + 1
         if "kind" in row:
             self.say(f"{method}, question {row['question_id']}: {row['kind']}: {row['sentence']}")
         else:
             self.tokens[method] += sum(row["choices"][0]["new_tokens"])
-            self.seconds[method] += worked_seconds(row)
+            self.seconds[method] += harness_clock_seconds(row)
         now = perf_counter()
-        if now - self.last >= SAY_EVERY or self.num_done == self.num_calls:
+        if now - self.last >= REPORT_SECONDS or self.num_done == self.num_calls:
             self.last = now
-            left = (now - self.paced_from) / self.num_fresh * (self.num_calls - self.num_done)
+            left = (now - self.first_call) / self.num_new * (self.num_calls - self.num_done)
             pairs = [(name, seconds) for name, seconds in self.seconds.items() if seconds]
             speeds = ", ".join(f"{name} {self.tokens[name] / seconds:.0f}" for name, seconds in pairs)
             self.say(f"{self.num_done} of {self.num_calls} answers, {left:.0f} s left; tokens/s: {speeds or '-'}")

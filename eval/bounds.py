@@ -1,13 +1,12 @@
-"""Bounds for a policy: the best static setting in hindsight, and the optimum of one who knows every draft's outcome.
+"""Bounds for a policy: the best static setting in hindsight, and the clairvoyant schedule.
 
-A static setting drafts by one exit layer, or by copies of the layers below it, all the time. The clairvoyant schedule
-may use any source of drafts in any round.
+A static setting always drafts by one exit layer, or by copies of the layers below it. The clairvoyant schedule knows
+the outcome of every draft and may use any drafter in any round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,48 +18,56 @@ from selfspec.control.plan import DRAFTS, LOOKUP
 from selfspec.control.round_costs import deepest_copy
 from selfspec.drafting.prompt_lookup import Lookup, num_right
 
-THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # of static settings that stop at an unsure token
-MOST_DRAFTED = 18  # longest draft of a static setting
-MOST_ACCEPTED = 64  # longest draft of the clairvoyant schedule
+THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # minimum confidences of static settings
+MAX_DRAFTED = 18  # longest draft of a static setting
+MAX_ACCEPTED = 64  # longest draft of the clairvoyant schedule
 
 Ints = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
 
 class CostGrid:
-    """Seconds of a round of one row by exit layer, drafted tokens (0..longest) and cached tokens, in arrays."""
+    """Seconds of a round of one row, as arrays by drafter and drafted tokens 0..longest.
+
+    Arrays are for CONTEXT cached tokens; the slopes are seconds per cached token beyond it.
+
+    Attributes:
+        drafters: exit layer, and whether copies draft: all exit layers, then the first `num_copied` with copies.
+        rounds, slopes: `[drafters, longest + 1]`.
+    """
 
     def __init__(self, costs: Costs, longest: int) -> None:
-        layers, lengths = costs.num_layers, range(longest + 1)
-        exits, drafted = np.arange(1, layers)[:, None], np.arange(longest + 1)
+        layers, drafted = costs.num_layers, np.arange(longest + 1)
         self.plain = costs.plain_round(1)
-        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in lengths])
-        self.num_copied = deepest_copy(layers) if costs.copies is not None else 0  # exit layers that copies draft for
-        # Seconds by exit layer and drafted tokens: without and with a token drafted beside the others.
+        self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
+        self.num_copied = deepest_copy(layers) if costs.copies is not None else 0
+        self.drafters = [(e, False) for e in range(1, layers)] + [(e, True) for e in range(1, self.num_copied + 1)]
         self.rounds, self.with_second = (
-            np.array([[costs.round(e, [d], CONTEXT, second) for d in lengths] for e in range(1, layers)])
-            for second in ([], [1])
-        )
-        self.copied, self.copied_with_second = (
             np.array(
                 [
-                    [costs.round(e, [d], CONTEXT, second, copies=True) for d in lengths]
-                    for e in range(1, self.num_copied + 1)
+                    [costs.round(e, [d], CONTEXT, second, copies=copies) for d in range(longest + 1)]
+                    for e, copies in self.drafters
                 ]
-            ).reshape(self.num_copied, longest + 1)
+            )
             for second in ([], [1])
         )
-        # What every cached token beyond CONTEXT adds: a layer's first token, and each further one of the same pass.
+        # Seconds of a layer per cached token: for the first token of a pass, and for each additional one.
         one = costs.reading(1, CONTEXT + 1)
-        further = costs.reading(1, CONTEXT + 1, 2) - one
-        verified = one + further * drafted
+        additional = costs.reading(1, CONTEXT + 1, 2) - one
+        verified = one + additional * drafted
         self.plain_slope, self.lookup_slope = layers * one, layers * verified
-        self.slope = one * (drafted + 1) * exits + (layers - exits) * verified
-        # Copies do not read the last drafted token, and all layers verify.
-        self.copied_slope = (one * drafted * exits + layers * verified)[: self.num_copied]
-        self.second_slope = layers * further  # of the last draft pass, and of the verification
+        # The last drafted token does not run through copies; after copies all layers verify.
+        self.slopes = np.array(
+            [
+                one * drafted * e + layers * verified if copies else one * (drafted + 1) * e + (layers - e) * verified
+                for e, copies in self.drafters
+            ]
+        )
+        self.second_slope = layers * additional  # in the last draft pass and in the verification
+        self.round_lists = list(zip(self.rounds.tolist(), self.slopes.tolist(), strict=True))  # lists are faster
 
     def plain_at(self, context: float) -> float:
+        """Seconds of a plain round."""
         return float(self.plain + self.plain_slope * max(0.0, context - CONTEXT))
 
     def by_lookup_at(self, context: float) -> Seconds:
@@ -68,32 +75,28 @@ class CostGrid:
         return self.by_lookup + self.lookup_slope * max(0.0, context - CONTEXT)
 
     def at(self, context: float, second: bool = False) -> Seconds:
-        """`[L - 1 + num_copied, longest + 1]`: seconds of rounds that layers draft, then of those that copies draft.
-
-        Args:
-            second: with one token drafted beside the others.
-        """
-        beyond, more = max(0.0, context - CONTEXT), self.second_slope if second else 0.0
-        layers, copies = (self.with_second, self.copied_with_second) if second else (self.rounds, self.copied)
-        return np.concatenate((layers + (self.slope + more) * beyond, copies + (self.copied_slope + more) * beyond))
+        """`[drafters, longest + 1]`: seconds of rounds, `second`: with one second choice."""
+        beyond, rounds = max(0.0, context - CONTEXT), self.with_second if second else self.rounds
+        return rounds + (self.slopes + (self.second_slope if second else 0.0)) * beyond
 
 
 class Static(NamedTuple):
-    """One setting for all rounds; exit_layer None is plain decoding."""
+    """One setting for all rounds, and its seconds over all traces; exit_layer None is plain decoding."""
 
     exit_layer: int | None
     num_draft_tokens: int
     min_confidence: float
-    seconds: float  # for all traces together
-    copies: bool = False  # whether 4-bit copies of the layers draft
+    seconds: float
+    copies: bool = False  # 4-bit copies of the layers draft
 
 
 def plain_seconds(traces: Sequence[Trace], costs: CostGrid) -> float:
+    """Seconds of plain decoding over all traces."""
     return sum(costs.plain_at(t.prompt_length + i) for t in traces for i in range(len(t.tokens)))
 
 
 def runs(hits: Bools) -> Ints:
-    """Number of consecutive hits from each position on, along the last axis."""
+    """The number of consecutive hits from each position, along the last axis."""
     out = np.zeros(hits.shape, np.int64)
     out[..., -1] = hits[..., -1]
     for i in range(hits.shape[-1] - 2, -1, -1):
@@ -102,45 +105,40 @@ def runs(hits: Bools) -> Ints:
 
 
 def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
-    """Every static setting, with the seconds that it takes for all traces together."""
+    """Every static setting with its seconds over all traces."""
     yield Static(None, 0, 0.0, plain_seconds(traces, costs))
     runs_of = [runs(trace.hits) for trace in traces]
-    for e, copies in product(range(1, traces[0].num_layers), (False, True)):
-        if copies and e > costs.num_copied:
-            continue
-        # Where a trace does not tell what copies draft, they are taken to draft as the layers do.
-        told = [copies and e <= len(trace.copied) for trace in traces]
+    for number, (e, copies) in enumerate(costs.drafters):
+        # Without recorded drafts of copies, copies are assumed to draft as the layers do.
+        recorded = [copies and e <= len(trace.copied) for trace in traces]
         accepted = [
             t.copied_right[e - 1].astype(np.int64) if by_copies else a[e - 1]
-            for t, a, by_copies in zip(traces, runs_of, told, strict=True)
+            for t, a, by_copies in zip(traces, runs_of, recorded, strict=True)
         ]
-        base, slope = (
-            (costs.copied[e - 1], costs.copied_slope[e - 1]) if copies else (costs.rounds[e - 1], costs.slope[e - 1])
-        )
-        table = base.tolist(), slope.tolist()
         for threshold in thresholds:
             lengths = [
                 _drafted_by_copies(t, e - 1, threshold) if by_copies else _drafted(t, e - 1, threshold, a)
-                for t, a, by_copies in zip(traces, accepted, told, strict=True)
+                for t, a, by_copies in zip(traces, accepted, recorded, strict=True)
             ]
-            walked = list(zip(traces, accepted, lengths, strict=True))
-            for d in range(1, MOST_DRAFTED + 1):
-                yield Static(e, d, threshold, sum(_walk(t, costs, table, d, a, n) for t, a, n in walked), copies)
+            rows = [(t, a.tolist(), n.tolist()) for t, a, n in zip(traces, accepted, lengths, strict=True)]
+            for d in range(1, MAX_DRAFTED + 1):
+                seconds = sum(_walk(t, costs, number, d, a, n) for t, a, n in rows)
+                yield Static(e, d, threshold, seconds, copies)
 
 
 def _drafted(trace: Trace, line: int, threshold: float, accepted: Ints) -> Ints:
-    """Tokens that a draft of any length writes from each position on, up to a confidence below `threshold`."""
+    """The number of tokens drafted from each position, up to the first confidence below `threshold`."""
     n = len(trace.tokens)
-    limit = np.float64(threshold)  # as decoding compares: the float32 nearest to 0.9 lies below 0.9
+    limit = np.float64(threshold)  # as in decoding: the float32 nearest to 0.9 is below 0.9
     low = trace.confidences[line] < limit
-    to_low = runs(~low)  # confident tokens from here on
+    to_low = runs(~low)  # confident tokens from each position
     wrong_low = trace.wrong[line] < limit  # [n, steps]; NaN is not low
     recorded = trace.wrong.shape[2]
     steps = np.where(wrong_low.any(1), wrong_low.argmax(1), recorded) if recorded else np.zeros(n, np.int64)
     out = np.empty(n, np.int64)
     for i in range(n):
         miss = i + accepted[i]
-        if to_low[i] <= accepted[i] and i + to_low[i] < n:  # an unsure token at or before the first wrong one
+        if to_low[i] <= accepted[i] and i + to_low[i] < n:  # the draft stops before a wrong token, or at it
             out[i] = to_low[i] + 1
         else:
             out[i] = accepted[i] + 2 + steps[miss] if miss < n else n - i
@@ -148,54 +146,55 @@ def _drafted(trace: Trace, line: int, threshold: float, accepted: Ints) -> Ints:
 
 
 def _drafted_by_copies(trace: Trace, line: int, threshold: float) -> Ints:
-    """The same for copies."""
+    """The same as `_drafted`, for drafts by copies."""
     low = trace.copied[line] < np.float64(threshold)  # NaN is not low
-    return np.where(low.any(1), low.argmax(1) + 1, MOST_ACCEPTED)
+    return np.where(low.any(1), low.argmax(1) + 1, MAX_ACCEPTED)
 
 
-def _walk(
-    trace: Trace, costs: CostGrid, table: tuple[list[float], list[float]], most: int, accepted: Ints, lengths: Ints
-) -> float:
-    """Seconds of one output, drafting at most `most` tokens in every round."""
-    base, slope = table
-    runs_, stops = accepted.tolist(), lengths.tolist()
+def _walk(trace: Trace, costs: CostGrid, drafter: int, limit: int, accepted: list[int], lengths: list[int]) -> float:
+    """Seconds of one output with drafts of at most `limit` tokens.
+
+    Args:
+        accepted, lengths: per position, accepted tokens and drafted tokens of a draft without that limit.
+    """
+    base, slope = costs.round_lists[drafter]
     at, n, seconds = 0, len(trace.tokens), 0.0
     while at < n:
         context = trace.prompt_length + at
-        length = min(most, n - at - 1, stops[at])
+        length = min(limit, n - at - 1, lengths[at])
         if length == 0:
             seconds += costs.plain_at(context)
             at += 1
-            continue
-        seconds += base[length] + slope[length] * max(0, context - CONTEXT)
-        at += min(runs_[at], length) + 1
+        else:
+            seconds += base[length] + slope[length] * max(0, context - CONTEXT)
+            at += min(accepted[at], length) + 1
     return seconds
 
 
 def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -> float:
-    """Seconds of the fastest schedule for one who knows beforehand what every draft comes to (dynamic programming).
+    """Seconds of the fastest schedule that knows the outcome of every draft, by dynamic programming.
 
-    A round is plain, or drafts what will be accepted, from any source in `drafts`. A wrong token drafted alone is
-    allowed as well: where a table makes that cheaper than a plain round, static settings have it too, and the bound
-    must hold. So is one wrong token with the right one beside it.
+    A round is plain, or drafts only tokens that will be accepted, by any drafter in `drafts`. A draft of one wrong
+    token, alone or with the right second choice, is allowed too: a cost table may make it cheaper than a plain round,
+    and static settings use it.
     """
-    n, most = len(trace.tokens), costs.rounds.shape[1] - 1
+    n, longest_draft = len(trace.tokens), costs.rounds.shape[1] - 1
     accepted = runs(trace.hits)
     copied = trace.copied_right if len(trace.copied) else accepted
-    accepted = np.minimum(np.concatenate((accepted, copied[: costs.num_copied])), most)  # [L - 1 + num_copied, n]
+    accepted = np.minimum(np.concatenate((accepted, copied[: costs.num_copied])), longest_draft)  # [drafters, n]
     accepted = accepted if "exit" in drafts else accepted[:0]
-    found = _by_lookup(trace, most) if "lookup" in drafts else np.full(n, -1)
-    rest = np.zeros(n + most + 2)  # seconds from each position on
-    lengths = np.arange(most + 1)
+    found = _by_lookup(trace, longest_draft) if "lookup" in drafts else np.full(n, -1)
+    rest = np.zeros(n + longest_draft + 2)  # seconds from each position to the end
+    lengths = np.arange(longest_draft + 1)
     for i in range(n - 1, -1, -1):
         context = trace.prompt_length + i
         best = costs.plain_at(context) + rest[i + 1]
         if i < n - 1:
-            by_exit = costs.at(context)[: len(accepted)]
-            by_line = np.concatenate((by_exit, costs.by_lookup_at(context)[None]))
-            of_round = by_line if found[i] >= 0 else by_line[:-1]
+            of_round = costs.at(context)[: len(accepted)]
+            if found[i] >= 0:
+                of_round = np.concatenate((of_round, costs.by_lookup_at(context)[None]))
             longest = np.minimum(np.append(accepted[:, i], found[i])[: len(of_round)], n - i - 1)
-            options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + most + 2], np.inf)
+            options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + longest_draft + 2], np.inf)
             wrong = of_round[longest == 0, 1] + rest[i + 1]
             best = min(best, options[:, 1:].min(initial=np.inf), wrong.min(initial=np.inf))
             if "tree" in drafts:
@@ -205,7 +204,7 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -
 
 
 def _by_lookup(trace: Trace, longest: int) -> Ints:
-    """Tokens that a draft by lookup of `longest` tokens would have accepted at each position; -1: it has no match."""
+    """The number of accepted tokens of a lookup draft of `longest` tokens at each position; -1: there is no match."""
     content = list(trace.prompt)
     lookup, out = Lookup(content), np.empty(len(trace.tokens), np.int64)
     for i, token in enumerate(trace.tokens):
@@ -216,11 +215,11 @@ def _by_lookup(trace: Trace, longest: int) -> Ints:
 
 
 def _with_second(trace: Trace, costs: CostGrid, accepted: Ints, i: int, rest: Any) -> float:
-    """Seconds from position i on, where the first round drafts up to a wrong token, and the right one beside it."""
-    n, most, exits = len(trace.tokens), costs.rounds.shape[1] - 1, trace.num_layers - 1
-    lines = np.flatnonzero((accepted + 1 <= most) & (i + accepted + 3 <= n))
-    lines = lines[trace.seconds[lines % exits, i + accepted[lines]]]
-    if not len(lines):
+    """Seconds from position i if the first round drafts up to a wrong token, with the right second choice."""
+    n, longest, exits = len(trace.tokens), costs.rounds.shape[1] - 1, trace.num_layers - 1
+    drafters = np.flatnonzero((accepted + 1 <= longest) & (i + accepted + 3 <= n))
+    drafters = drafters[trace.seconds[drafters % exits, i + accepted[drafters]]]
+    if not len(drafters):
         return float("inf")
-    right = accepted[lines]
-    return float((costs.at(trace.prompt_length + i, second=True)[lines, right + 1] + rest[i + right + 2]).min())
+    right = accepted[drafters]
+    return float((costs.at(trace.prompt_length + i, second=True)[drafters, right + 1] + rest[i + right + 2]).min())

@@ -1,45 +1,88 @@
-"""The figure of a run: every method's speedup by category, with intervals, as an SVG."""
+"""Tables as Markdown, and figures as SVG files that are the same, byte for byte, for the same numbers."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from math import isfinite
+from pathlib import Path
 from textwrap import fill, shorten
 from typing import Any, NamedTuple
 
 from eval.methods import parse_method
 
 NAME = "speedup_by_category"
-WIDTH = 5.0  # inches: on a phone, 340 pixels wide, letters of 10 points are as many pixels high
+WIDTH = 5.0  # inches, the width of a run's figure: readable on a phone
 PITCH = 0.15  # inches between two methods of a category
-LETTER = 0.092  # inches that a letter is wide, about
+LETTER = 0.092  # approximate width of a letter in inches
 STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "selfspec",  # the same bytes for the same figures
+    "svg.hashsalt": "selfspec",  # reproducible ids
     "svg.fonttype": "none",  # text stays text: small, and searchable
-    "text.parse_math": False,  # a name may hold dollars
-    "font.size": 11,
-    "legend.fontsize": 11,
+    "text.parse_math": False,  # a name may contain dollar signs
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "figure.facecolor": "white",  # a page may be dark
+    "figure.facecolor": "white",  # the page may be dark
     "savefig.facecolor": "white",
 }
-# After Okabe and Ito: colour-blind eyes tell them apart too, and markers tell them apart without colour.
+# After Okabe and Ito: distinct for colour-blind readers; markers are distinct without colour.
 OURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 OTHERS = ("#5f6b76", "#98a4af", "#7d6e5d", "#b9aa93")
 MARKERS = "osD^vPXp<>*"
-Points = Mapping[tuple[str, str], tuple[float, float, float]]  # by method and group: value, low and high
+MUTED, ACCENT, PLAIN = "#9db4c8", "#d1603d", "#555555"
+DEFAULT_POLICY = "adaptive"
+BOUND_LINES = {"best static (E, D, stop)": "--", "clairvoyant without lookup": "-.", "clairvoyant": ":"}  # line styles
+NUMBER = re.compile(r"[-+*(]*\d")  # the start of a numeric cell; it may be bold, or an interval
+Points = Mapping[tuple[str, str], tuple[float, float, float]]  # by method and group: value, low, high
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, aligned for a terminal: the first column and text to the left, numbers to the right."""
+    cells = [[" ".join(text.split()).replace("|", "\\|") for text in row] for row in (columns, *rows)]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(columns))]
+    is_left = [i == 0 or not all(NUMBER.match(row[i]) or not row[i] for row in cells[1:]) for i in range(len(columns))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.ljust(w) if left else cell.rjust(w) for cell, w, left in zip(row, widths, is_left, strict=True)]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * w if left else "-" * (w - 1) + ":" for w, left in zip(widths, is_left, strict=True)]
+    return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
+
+
+def check_plots() -> None:
+    """ValueError where matplotlib is missing; call it before the measurement that is to be plotted."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib; install it, or leave out --output")
+
+
+@contextmanager
+def drawing(size: tuple[float, float], file: Any) -> Iterator[Any]:
+    """A matplotlib figure of `size` inches; it is written as SVG to `file`, a path or binary file, at the end."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Canvas
+
+    with rc_context(STYLE):
+        canvas = Canvas(figsize=size, layout="constrained")
+        FigureCanvasSVG(canvas)
+        yield canvas
+        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
 
 
 class Figure(NamedTuple):
+    """A figure of the report; the caption is Markdown."""
+
     title: str
-    caption: str  # Markdown
+    caption: str
     svg: str
 
 
 def speedup_by_category(summary: Mapping[str, Any]) -> Figure | None:
-    """Every method but the baseline, by category and overall; None where there is nothing to show.
+    """Speedup of every method but the baseline, by category and overall; None where there is nothing to show.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -57,41 +100,33 @@ def speedup_by_category(summary: Mapping[str, Any]) -> Figure | None:
         f"Tokens per second over those of `{base}`; whiskers are 95 % intervals over questions, "
         f"{max(counts)} of them per method."
     )
-    return Figure("Speedup by category", caption, _drawn(points, str(base)))
+    return Figure("Speedup by category", caption, _draw_run(points, str(base)))
 
 
-def _drawn(points: Points, base: str) -> str:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure as Canvas
-
+def _draw_run(points: Points, base: str) -> str:
     names = list(dict.fromkeys(name for _, name in points))
     methods = list(dict.fromkeys(method for method, _ in points))
     labels = [*(shorten(method, 54, placeholder="…") for method in methods), f"{base} = 1"]
     columns = max(1, min(len(labels), int(WIDTH / LETTER) // (max(map(len, labels)) + 6)))
     height = max(2.2, 0.8 + PITCH * (len(methods) + 1) * len(names) + 0.2 * -(-len(labels) // columns))
-    with rc_context(STYLE):
-        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasSVG(canvas)
-        axes = canvas.subplots()
-        handles = _paint(axes, points, methods, names)
+    file = io.BytesIO()
+    with drawing((WIDTH, height), file) as canvas:
+        handles = _draw_points(canvas.subplots(), points, methods, names)
         canvas.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
-        file = io.BytesIO()
-        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return file.getvalue().decode()
 
 
-def _paint(axes: Any, points: Points, methods: Sequence[str], names: Sequence[str]) -> list[Any]:
-    """Draw everything; what the legend shows, the baseline's line last."""
+def _draw_points(axes: Any, points: Points, methods: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Draw all points; returns the handles of the legend, the baseline's line last."""
     pitch, handles = len(methods) + 1, []
     for j in range(0, len(names), 2):
         axes.axhspan(j * pitch - 1, (j + 1) * pitch - 1, color="#f1f3f5", linewidth=0, zorder=0)
     for i, (method, colour) in enumerate(_colours(methods).items()):
         found = [(j * pitch + i, points[method, name]) for j, name in enumerate(names) if (method, name) in points]
         values = [value for _, (value, _, _) in found]
-        around = [[max(0.0, v - low) for _, (v, low, _) in found], [max(0.0, high - v) for _, (v, _, high) in found]]
-        look: dict[str, Any] = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "capsize": 2}
-        handles.append(axes.errorbar(values, [at for at, _ in found], xerr=around, linestyle="none", **look))
+        errors = [[max(0.0, v - low) for _, (v, low, _) in found], [max(0.0, high - v) for _, (v, _, high) in found]]
+        style: dict[str, Any] = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "capsize": 2}
+        handles.append(axes.errorbar(values, [at for at, _ in found], xerr=errors, linestyle="none", **style))
     handles.append(axes.axvline(1, color="#3d4349", linestyle="--", linewidth=1.2))
     axes.set_ylim(len(names) * pitch - 1, -1)
     words = [fill(name.replace("_", " "), 13) for name in names]
@@ -102,21 +137,70 @@ def _paint(axes: Any, points: Points, methods: Sequence[str], names: Sequence[st
 
 
 def _colours(methods: Iterable[str]) -> dict[str, str]:
-    """Strong colours for our methods, quiet ones for the others; `adaptive` always has the first."""
-    ours, others = list(OURS[1:]), list(OTHERS)
-    found = {}
+    """Saturated colours for selfspec's methods, grey ones for the others; `adaptive` always has the first."""
+    ours, others, found = list(OURS[1:]), list(OTHERS), dict[str, str]()
     for method in methods:
-        if method == "adaptive":
-            found[method] = OURS[0]
-            continue
         colours = ours if _is_ours(method) else others
-        colours.append(colours.pop(0))  # the next one the next time
-        found[method] = colours[-1]
+        if method != DEFAULT_POLICY:
+            colours.append(colours.pop(0))
+        found[method] = OURS[0] if method == DEFAULT_POLICY else colours[-1]
     return found
 
 
 def _is_ours(method: str) -> bool:
     try:
         return parse_method(method).is_ours
-    except ValueError:  # a name of somebody's answer file
+    except ValueError:  # the name of an answer file
         return False
+
+
+def plot_policies(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the speedup of every policy in replay by task, as bars, and the bounds, as lines."""
+    rows = [row for row in found if row["kind"] == "policy"]
+    bounds = {row["name"]: row for row in found if row["kind"] == "bound"}
+    columns = list(rows[0]["speedup"])
+    columns += ["mean"] if len(columns) > 1 else []
+    with drawing((1.2 + 2.6 * len(columns), 1.3 + 0.24 * len(rows)), path) as canvas:
+        panels = canvas.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+        for column, axes in zip(columns, panels, strict=True):
+            bars = [_value(row, column) for row in rows]
+            colours = [ACCENT if row["name"] == DEFAULT_POLICY else MUTED for row in rows]
+            axes.barh(range(len(rows)), bars, color=colours, height=0.7)
+            for i, value in enumerate(bars):
+                axes.text(0, i, f" {value:.2f}", va="center", fontsize=8)  # at the left, where no bound's line is
+            for name, style in BOUND_LINES.items():
+                axes.axvline(_value(bounds[name], column), color=PLAIN, linestyle=style, linewidth=1.2, label=name)
+            axes.set_title(column, loc="left")
+            axes.set_xlim(0, 1.08 * max(*bars, *(_value(row, column) for row in bounds.values())))
+            axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+            axes.tick_params(axis="y", length=0)
+        panels[0].invert_yaxis()
+        canvas.supxlabel("speedup over plain decoding", fontsize=10)
+        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
+
+
+def _value(row: Mapping[str, Any], column: str) -> float:
+    return float(row["mean"] if column == "mean" else row["speedup"][column])
+
+
+def plot_live(tasks: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw live speedups by batch size, of adaptive and of the best fixed setting: a panel per task, 95 % intervals."""
+    with drawing((1.2 + 4.2 * len(tasks), 3.4), path) as canvas:
+        panels = canvas.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
+        for task, axes in zip(tasks, panels, strict=True):
+            sizes = [batch["batch_size"] for batch in task["batches"]]
+            for name, colour, mark in ((DEFAULT_POLICY, ACCENT, "o"), ("best_fixed", MUTED, "s")):
+                live = [next(m for m in b["methods"] if m["method"] == b[name])["live"] for b in task["batches"]]
+                middle = [spread["median"] for spread in live]
+                errors = [[s["median"] - s["ci_low"] for s in live], [s["ci_high"] - s["median"] for s in live]]
+                style = {"color": colour, "markersize": 4, "capsize": 2, "elinewidth": 1}
+                axes.errorbar(sizes, middle, errors, fmt=mark + "-", label=name.replace("_", " "), **style)
+            axes.axhline(1, color=PLAIN, linestyle="--", linewidth=1.2, label="plain")
+            axes.set_title(task["name"], loc="left")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [str(size) for size in sizes])
+            axes.minorticks_off()
+            axes.set_xlabel("rows decoded together")
+        panels[0].set_ylim(bottom=0)
+        panels[0].set_ylabel("live speedup over plain decoding")
+        panels[0].legend(frameon=False)

@@ -1,4 +1,4 @@
-"""Rates on a device: rounds of rows whose prompts are read, single forwards, transformers' own decoding, bandwidth."""
+"""Measure a device: rounds after prefill, single forwards, transformers' own decoding, bandwidth."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from eval.peers import neutral_generation_config
+from eval.decoders import neutral_generation_config
+from eval.measurement import no_garbage_collection, synchronize, timed
 from eval.synthetic import Synthetic, random_prompts
-from eval.timing import quiet, synchronize, timed
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.results import Round
 from selfspec.executors.picker import Picker
 from selfspec.executors.prefill import prefill
 from selfspec.model.kv_cache import PackedRows, Span
 
-ONE_ROUND = 0.0  # the deadline of programs of one round: the clock is read after each
-SLICES = 3  # of a timed window; the slowest and the fastest slice are reported
-WARM_ROUNDS = 4  # before the clock counts, at least: the first ones may compile or record
-WARM_SHARE = 0.4  # of the tokens that a row may emit, at most, before the clock counts
-PAGE = 256  # tokens of a page are rounded to this, a multiple of what any attention backend asks for
-PEERS = {"hf": 4, "hf early exit": 4, "hf static": 6}  # transformers' methods: tokens or rounds before the clock counts
-PEER_TOKENS = 512  # that transformers' methods write at most
+ONE_ROUND = 0.0  # deadline in seconds that gives programs of one round, so that the clock is read after each
+SLICES = 3  # of the measurement; the rates of the slowest and the fastest are reported
+WARM_ROUNDS = 4  # minimum before the measurement; the first ones may compile or record graphs
+WARM_SHARE = 0.4  # maximum share of a row's tokens before the measurement
+PAGE = 256  # page size in tokens, a multiple of what any attention backend needs
+PEERS = {"hf": 4, "hf early exit": 4, "hf static": 6}  # transformers' methods: calls before the measurement
+PEER_TOKENS = 512  # maximum new tokens of transformers' methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +37,30 @@ class Rate:
     """Tokens per second of all rows together."""
 
     tokens_per_second: float
-    lowest: float  # of the window's slices
+    lowest: float  # over the slices
     highest: float
     rounds: int
     seconds: float
-    acceptance: float | None = None  # of drafted tokens that were judged; None: nothing was drafted, or it is not told
+    acceptance: float | None = None  # of judged drafted tokens; None: unknown, or nothing was drafted
     plans: dict[str, int] | None = None  # rounds by exit layer
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def ready_engine(target: Synthetic, batch: int, context: int, room: int, **options: Any) -> Engine:
-    """An engine whose rows hold `context` tokens each and may emit `room`.
+def ready_engine(target: Synthetic, batch: int, context: int, new_tokens: int, **options: Any) -> Engine:
+    """An engine with prefilled rows of `context` tokens that may emit `new_tokens` each.
 
-    One prompt is read, and its keys and values are copied to the other rows, whose last tokens differ: the texts differ
-    from there on, and reading a batch takes no longer than reading a row.
+    One prompt is prefilled and its KV cache copied to the other rows, so that the prefill of a batch takes as long as
+    that of one row. The rows' last tokens differ, and so their outputs.
     """
-    share = -(-(context + room) // PAGE) * PAGE
+    share = -(-(context + new_tokens) // PAGE) * PAGE
     engine = Engine(
         target, max_batch_size=batch, max_cached_tokens=batch * share, prefill_chunk=4096, burst=ONE_ROUND, **options
     )
     (prompt,) = random_prompts(target.stack.vocab_size, 1, context, seed=3)
     for last in range(batch):
-        engine.submit([*prompt[:-1], last % target.stack.vocab_size], max_new_tokens=room)
+        engine.submit([*prompt[:-1], last % target.stack.vocab_size], max_new_tokens=new_tokens)
     with torch.inference_mode():
         engine._admit()
         first, *others = engine.rows
@@ -74,29 +74,29 @@ def ready_engine(target: Synthetic, batch: int, context: int, room: int, **optio
 
 
 def rate_of(engine: Engine, warm: float, window: float) -> Rate:
-    """Decode for about `warm` seconds, a few rounds at least, and then for `window` seconds, or until a row ends.
+    """Decode for about `warm` seconds, then measure for `window` seconds or until a row ends.
 
     Raises:
-        ValueError: the rows end before anything could be timed.
+        ValueError: the rows end before the measurement.
     """
-    room = engine.rows[0].room
+    new_tokens = engine.rows[0].room
     done: list[tuple[float, Round]] = []
-    with quiet():
+    with no_garbage_collection():
         start, begun, num_rounds = perf_counter(), None, 0
         while len(engine.rows) == engine.max_batch_size:
             rounds = engine.step()
             synchronize(engine.stack.device)
             now, num_rounds = perf_counter(), num_rounds + len(rounds)
-            used = room - min((row.room for row in engine.rows), default=0)
+            used = new_tokens - min((row.room for row in engine.rows), default=0)
             if begun is None:
-                if (now - start >= warm and num_rounds >= WARM_ROUNDS) or used >= WARM_SHARE * room:
+                if (now - start >= warm and num_rounds >= WARM_ROUNDS) or used >= WARM_SHARE * new_tokens:
                     begun = now
                 continue
             done += [(now, round_) for round_ in rounds]
             if now - begun >= window:
                 break
     if begun is None or not done:
-        raise ValueError(f"rows of {room} new tokens end before anything could be timed")
+        raise ValueError(f"rows of {new_tokens} new tokens end before the measurement; raise new_tokens")
     marks, total = [(begun, 0)], 0
     for now, round_ in done:
         total += sum(len(row.tokens) for row in round_.rows)
@@ -109,7 +109,7 @@ def rate_of(engine: Engine, warm: float, window: float) -> Rate:
 
 
 def _rate(marks: Sequence[tuple[float, int]], rounds: int, *more: Any) -> Rate:
-    """Of (time, tokens so far), at the begin of the window and after every round."""
+    """The rate of (time, total tokens) at the start of the measurement and after every round."""
     cuts = sorted({round(i * (len(marks) - 1) / SLICES) for i in range(SLICES + 1)})
     slices = [(marks[b][1] - marks[a][1]) / (marks[b][0] - marks[a][0]) for a, b in pairwise(cuts)]
     seconds = marks[-1][0] - marks[0][0]
@@ -117,7 +117,7 @@ def _rate(marks: Sequence[tuple[float, int]], rounds: int, *more: Any) -> Rate:
 
 
 class _Watch(StoppingCriteria):
-    """Notes the time of every token, and ends the text once the window is over."""
+    """Records the time of every token, and ends the output after `window` seconds."""
 
     def __init__(self, device: torch.device, warm_calls: int, window: float) -> None:
         self.device, self.warm_calls, self.window = device, warm_calls, window
@@ -132,10 +132,10 @@ class _Watch(StoppingCriteria):
 
 
 def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: float, draft_tokens: int) -> Rate:
-    """Of transformers' own decoding: `hf` (eager), `hf static` (a static cache, compiled on CUDA) or `hf early exit`.
+    """Measure transformers' decoding: `hf` (eager), `hf static` (a static cache, compiled on CUDA) or `hf early exit`.
 
     Raises:
-        ValueError: early exit of several rows, which transformers does not have; or too few tokens to time.
+        ValueError: early exit with several rows, which transformers does not support; or too few tokens were timed.
     """
     if kind == "hf early exit" and batch > 1:
         raise ValueError("transformers' early exit decodes one row only")
@@ -145,9 +145,9 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
     if kind == "hf early exit":
         options = {"assistant_early_exit": target.made.exit_layer}
     watch = _Watch(where, PEERS[kind], window)
-    with quiet(), neutral_generation_config(model) as config:
+    with no_garbage_collection(), neutral_generation_config(model) as config:
         if kind == "hf early exit":
-            config.num_assistant_tokens = draft_tokens  # assisted generation reads it only there
+            config.num_assistant_tokens = draft_tokens  # assisted generation reads it from there
         model.generate(
             given,
             attention_mask=torch.ones_like(given),
@@ -162,7 +162,7 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
 
 
 def forward_seconds(engine: Engine, lengths: Sequence[int], repeats: int = 10) -> float:
-    """Median seconds of the whole model, head included, over `lengths[i]` new tokens of row i."""
+    """Median seconds of a forward of the model with head, over `lengths[i]` new tokens of row i."""
     stack = engine.stack
     tokens = torch.arange(sum(lengths), device=stack.device) % stack.vocab_size
     spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(engine.rows, lengths, strict=True)]
@@ -171,16 +171,13 @@ def forward_seconds(engine: Engine, lengths: Sequence[int], repeats: int = 10) -
         hidden = stack.run(PackedRows(engine.cache, spans, stack.device), 0, stack.num_layers, tokens)
         stack.logits(hidden)
 
-    with torch.inference_mode(), quiet():
+    with torch.inference_mode(), no_garbage_collection():
         taken = [timed(forward, stack.device)[1] for _ in range(repeats + 3)]
     return statistics.median(taken[3:])  # the first may capture or compile
 
 
 def busy_rounds(engine: Engine, rounds: int = 12) -> dict[str, float]:
-    """Per round, by torch's profiler: `busy_seconds` of the device, and `launches` of the host, a graph being one.
-
-    What the wall clock has beyond the busy seconds is the host's.
-    """
+    """Busy seconds of the device and launches per round, by torch's profiler; a graph is one launch."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
@@ -191,7 +188,7 @@ def busy_rounds(engine: Engine, rounds: int = 12) -> dict[str, float]:
         while done < rounds:
             done += len(engine.step())
         synchronize(engine.stack.device)
-    # Launches on the host carry their kernels' time as well: kernels alone are counted.
+    # Only kernels are counted: launches on the host include their kernels' time.
     events = seen.key_averages()
     kernels = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     launches = [e for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key and e.key.startswith("cu")]
@@ -202,7 +199,7 @@ def busy_rounds(engine: Engine, rounds: int = 12) -> dict[str, float]:
 
 
 def device_speed(device: torch.device, num_bytes: int = 1 << 30, size: int = 8192, repeats: int = 8) -> dict[str, Any]:
-    """How fast a device copies and, off the CPU, multiplies; the best of the repeats, by the wall clock.
+    """Measure a device's bandwidth and, on a GPU, its FLOP/s; the best of the repeats.
 
     Returns:
         `copy_bytes_per_second`, read and written bytes of a large copy; `matmul_flops_per_second`, of a square product

@@ -1,9 +1,9 @@
-"""Compare policies live, by batch size, with plain decoding and with what replay predicts: `python -m eval live`.
+"""Compare policies live, by batch size, with plain decoding and with predictions of replay: `python -m eval live`.
 
-Speedups are of decoding: of a live call, what precedes the first round and the reading of prompts is subtracted; a
-replay has neither. Replay prices the forwards of rounds by costs that were measured before the call's repeat, and adds
-what the interpreter took in the call. The speedup of whole calls, with everything in it, is reported as well.
-Stages and the reading of prompts are timed by the engine's own clock, which off the CPU measures launches.
+Speedups are of decoding: the time before the first round and the prefill are subtracted from a live call; a replay has
+neither. Replay uses the costs measured before the call's repeat, and adds the interpreter's time in the call. Speedups
+of whole calls are reported as well. Stages and prefill are timed by the engine's own clock; on a GPU it measures
+launches.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval import environment, plots, task_command
+from eval import measurement
 from eval.config import check, check_least, option
+from eval.figures import plot_live
 from eval.live_table import render
 from eval.live_timing import STAGES, Call, Method, Workload, interleave, workload_of
+from eval.measurement import Say, spread
 from eval.models import Endless, measured_costs
 from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
-from eval.tasks import Task, TaskConfig, check_tasks, open_task, save_traces
-from eval.timing import Say, spread
+from eval.tasks import Task, TaskConfig, check_tasks, configured, open_task, parser_of, run_command, save_traces
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
 from selfspec.decoding.stats import SpecStats
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
-ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at a quarter of their layers
+ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at exit layer 2 of 8
 PROMPTS, PROMPT_TOKENS = 8, 24  # of the synthetic targets
 
 
 @dataclass(frozen=True, slots=True)
 class LiveConfig(TaskConfig):
-    """One comparison of live policies."""
+    """The configuration of `python -m eval live`."""
 
-    tokens: int = option(128, "Tokens per prompt, as far as a model's context holds them; ends of text are ignored.")
-    batch_sizes: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "Rows decoded together, each a comparison of its own.")
+    tokens: int = option(128, "Tokens per prompt, limited by the model's context; ends of text are ignored.")
+    batch_sizes: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "Rows decoded together; one comparison for each.")
     exit_layers: tuple[int, ...] = option((), "Exit layers E of fixed settings; empty: every eighth up to half.")
     draft_lengths: tuple[int, ...] = option((1, 2, 3, 4, 6, 8), "Draft lengths D to try with every exit layer.")
-    finalists: int = option(2, "Fixed settings, the best in replay, that are timed; the fastest is the best fixed one.")
-    policies: tuple[str, ...] = option((), "Further policies to time, beside plain, adaptive and fixed.")
-    exact: bool = option(
-        False, "Also time plain and adaptive in exact mode; what is predicted of them is the usual mode."
-    )
+    finalists: int = option(2, "How many fixed settings to time, the best in replay; the fastest is the best fixed.")
+    policies: tuple[str, ...] = option((), "Policies to time in addition to plain, adaptive and fixed.")
+    exact: bool = option(False, "Also time plain and adaptive in exact mode; predictions are for the usual mode.")
     repeats: int = option(7, "How often every method decodes all prompts.")
-    warmup_tokens: int = option(16, "Tokens per prompt that every method writes untimed at every batch size.")
+    warmup_tokens: int = option(16, "Tokens per prompt of the untimed call of every method at every batch size.")
     cost_repeats: int = option(15, "How often every piece of a round is timed, for the costs.")
     synthetic: bool = option(True, "Also time adaptive on synthetic targets whose acceptance falls from 1 to 0.05.")
-    synthetic_batch_sizes: tuple[int, ...] = option((1, 8), "Rows decoded together there.")
-    synthetic_hidden_size: int = option(256, "Their hidden size: the larger, the less the interpreter weighs.")
+    synthetic_batch_sizes: tuple[int, ...] = option((1, 8), "Batch sizes of the synthetic targets.")
+    synthetic_hidden_size: int = option(
+        256, "Hidden size of the synthetic targets; larger lowers the interpreter's share."
+    )
 
     def __post_init__(self) -> None:
         check_tasks(self)
@@ -81,13 +82,13 @@ class LiveConfig(TaskConfig):
 
 
 def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = None) -> dict[str, Any]:
-    """One task's record, a part of it for every batch size.
+    """The record of one task, with a comparison per batch size.
 
     Args:
-        folder: where to save the traces; None: nowhere.
+        folder: a folder to save the traces in; None: they are not saved.
 
     Raises:
-        ValueError: the model or its questions cannot be opened, or the model lacks an exit layer asked for.
+        ValueError: the model or its questions cannot be opened, or the model lacks an exit layer.
     """
     target, prompts = open_task(task, config, say)
     config.exits_of(target.stack.num_layers)
@@ -99,7 +100,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
-        "model": environment.model(target, task.model) | environment.device(target.stack.device),
+        "model": measurement.model(target, task.model) | measurement.device(target.stack.device),
         "prompts": {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)},
         "num_tokens": sum(len(trace.tokens) for trace in workload.traces),
         "costs": costs.as_dict(),
@@ -108,7 +109,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
 
 
 def time_batch(workload: Workload, batch_size: int, config: LiveConfig, name: str, say: Say) -> dict[str, Any]:
-    """Plain, adaptive, the fixed settings that are best in replay and all others asked for, at one batch size."""
+    """Time plain, adaptive, the best fixed settings in replay and the other policies at one batch size."""
     say(f"{name}, batch size {batch_size}: choosing fixed settings by replay")
     workload = workload.filled(batch_size)
     others = [policy for policy in dict.fromkeys(config.policies) if policy not in (PLAIN, ADAPTIVE)]
@@ -132,7 +133,7 @@ def time_batch(workload: Workload, batch_size: int, config: LiveConfig, name: st
 
 
 def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
-    """Adaptive and plain decoding of synthetic targets, by acceptance; and where adaptive is slowest."""
+    """Time adaptive and plain decoding of synthetic targets by acceptance; `lowest` is adaptive's lowest speedup."""
     size, costs, levels = config.synthetic_hidden_size, None, []
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shape: dict[str, Any] = {"hidden_size": size, "intermediate_size": 5 * size // 2, "num_key_value_heads": 4}
@@ -159,7 +160,7 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
 
 
 class Timed(NamedTuple):
-    """A method's calls, one per repeat, and a replay of each."""
+    """A method's calls, one per repeat, and the replay of each."""
 
     method: Method
     calls: Sequence[Call]
@@ -169,7 +170,7 @@ class Timed(NamedTuple):
 def compare(
     workload: Workload, methods: Sequence[Method], batch_size: int, config: LiveConfig, say: Say
 ) -> list[dict[str, Any]]:
-    """Records of some methods, the first of which is plain decoding, timed in turn and replayed."""
+    """Time methods in turn and replay their calls; the first method is plain decoding. Returns a record per method."""
     calls = interleave(workload, methods, batch_size, config.repeats, config.warmup_tokens, say)
     timed = []
     for method in methods:
@@ -180,7 +181,7 @@ def compare(
 
 
 def _replay(workload: Workload, method: Method, live: Call, batch_size: int) -> Replayed:
-    """By a policy that knew as much as the live one when it began, at the costs measured before that call."""
+    """Replay a call with the policy's initial knowledge, at the costs measured before the call."""
     policy, costs = method.make(), live.costs or workload.costs
     if isinstance(policy, Adaptive) and live.correction is not None:
         policy.set_correction(live.correction)
@@ -188,23 +189,24 @@ def _replay(workload: Workload, method: Method, live: Call, batch_size: int) -> 
 
 
 def method_of(workload: Workload, policy: str) -> Method:
-    """A policy by name, which starts from what is stored with the model: its statistics, or exit and draft length."""
-    told: tuple[int | None, int | None] = (None, None)
+    """A policy by name, with the acceptance statistics, or exit layer and draft length, stored with the model."""
+    settings: tuple[int | None, int | None] = (None, None)
     if parse_policy(policy).kind not in CHOOSES_EXIT:
-        told = workload.target.default_exit_layer, workload.target.default_num_draft_tokens
+        settings = workload.target.default_exit_layer, workload.target.default_num_draft_tokens
     kind = policy if policy in (PLAIN, ADAPTIVE) else OTHER
     prior = prior_of(workload.target)
-    return Method(policy, kind, lambda: make(policy, workload.costs, *told, prior), {})
+    return Method(policy, kind, lambda: make(policy, workload.costs, *settings, prior), {})
 
 
 def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Method:
+    """A fixed setting as a method."""
     settings = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
     name = f"fixed:{exit_layer},{num_draft_tokens}"
     return Method(name, FIXED, lambda: make(name, costs), settings)
 
 
 def best_in_replay(workload: Workload, batch_size: int, config: LiveConfig) -> list[Method]:
-    """The fixed settings of the grid that replay finds fastest, the fastest first."""
+    """The `finalists` fixed settings that are fastest in replay, the fastest first."""
     exits = config.exits_of(workload.costs.num_layers)
     grid = [fixed(workload.costs, e, d) for e, d in product(exits, config.draft_lengths)]
     done = {one.name: replay(workload.traces, one.make(), workload.costs, batch_size) for one in grid}
@@ -212,7 +214,7 @@ def best_in_replay(workload: Workload, batch_size: int, config: LiveConfig) -> l
 
 
 def _record(own: Timed, plain: Timed, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Live speedups over plain decoding in the same repeats, and those of the replays over plain decoding's."""
+    """Live speedups over plain decoding in the same repeats, and the predicted ones."""
     method, calls, replays = own
     live = [b.decoding / a.decoding for a, b in zip(calls, plain.calls, strict=True)]
     seconds = spread(each.decoding for each in calls)
@@ -231,14 +233,13 @@ def _record(own: Timed, plain: Timed, texts: Sequence[Sequence[int]]) -> dict[st
         "predicted_seconds": spread(each.round_seconds for each in replays).median,
         "tokens_per_second": done.num_tokens / seconds.median,
         "predicted_rounds": len(done.rounds),
-        "predicted_rounds_by_exit_layer": _by_exit(Counter(round_.plan.exit_layer for round_ in done.rounds)),
         "differing_prompts": sum(any(each.tokens[i] != tokens for each in calls) for i, tokens in enumerate(texts)),
         **_round_figures(calls),
     }
 
 
 def _round_figures(calls: Sequence[Call]) -> dict[str, Any]:
-    """Where the time of a method's rounds went, and what it planned, over all its calls together."""
+    """Stages and plans of a method's rounds, over all its calls."""
     stages = {stage: sum(each.seconds[stage] for each in calls) for stage in STAGES}
     rounds, rows = sum(each.rounds for each in calls), sum(each.drafting_rows for each in calls)
     exits = sum((each.exits for each in calls), Counter[int | None]())
@@ -248,7 +249,6 @@ def _round_figures(calls: Sequence[Call]) -> dict[str, Any]:
         "num_rounds": rounds / len(calls),
         "shares": {stage: seconds / sum(stages.values()) for stage, seconds in stages.items()},
         "control_microseconds_per_round": 1e6 * stages["control"] / rounds,
-        "rounds_by_exit_layer": _by_exit(exits, len(calls)),
         "plain_rounds": exits[None] / len(calls),
         "mean_exit_layer": fmean(drafting.elements()) if drafting else None,
         "mean_drafted": stats.num_draft_tokens / rows if rows else 0.0,
@@ -256,26 +256,21 @@ def _round_figures(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
-def _by_exit(exits: Counter[int | None], over: int = 1) -> dict[str, float]:
-    """Rounds by planned exit layer, plain ones left out, as names of a JSON document."""
-    return {str(layer): exits[layer] / over for layer in sorted(layer for layer in exits if layer is not None)}
-
-
 def main(arguments: Sequence[str]) -> int:
-    """The exit code.
+    """Run the command; returns the exit code.
 
     Raises:
-        ValueError, OSError, UnsupportedModelError: something asked for is not possible.
+        ValueError, OSError, UnsupportedModelError: an option, file or model cannot be used.
     """
-    options = task_command.parser_of("live", LiveConfig, __doc__).parse_args(arguments)
-    config = task_command.configured(LiveConfig, options)
+    options = parser_of("live", LiveConfig, __doc__).parse_args(arguments)
+    config = configured(LiveConfig, options)
     check(bool(config.tasks) or config.synthetic, "tasks", "at least one where synthetic is off", [])
 
-    def measured(say: Say, folder: Path | None) -> dict[str, Any]:
+    def measure(say: Say, folder: Path | None) -> dict[str, Any]:
         tasks = [time_task(task, config, say, options.record_traces) for task in config.tasks]
         synthetic = time_synthetic(config, say) if config.synthetic else None
         if folder is not None and tasks:
-            plots.plot_live(tasks, folder / "live.svg")
+            plot_live(tasks, folder / "live.svg")
         return {"benchmark": "live", "tasks": tasks, "synthetic": synthetic}
 
-    return task_command.run(options, config, measured, render)
+    return run_command(options, config, measure, render)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from eval.figures import table
 from eval.live_timing import STAGES
-from eval.table import table
 
 SPEEDUPS = ("live (95 % from 6 repeats)", "predicted", "live/predicted", "whole call")
 
 
 def render(record: dict[str, Any]) -> str:
-    """Per task: speedups by batch size, and where adaptive's time went; then the synthetic targets."""
+    """Tables per task: speedups by batch size, and adaptive's rounds; then the synthetic targets."""
     return "\n\n".join(_parts(record))
 
 
@@ -21,7 +21,7 @@ def _parts(record: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{env['cpu']}, {env['threads']} threads on {env['cpu_cores']} cores, load average {env['load_average']} to "
         f"{env['load_average_at_end']}; {config['repeats']} interleaved repeats, greedy; speedups over plain decoding, "
-        "without the reading of prompts and what precedes it, but for 'whole call'"
+        "without prefill and the time before it; 'whole call' includes both"
     )
     for task in record["tasks"]:
         model, prompts, name = task["model"], task["prompts"], task["name"]
@@ -58,7 +58,7 @@ def _speedup(method: dict[str, Any]) -> list[str]:
 
 
 def _every(batches: Sequence[dict[str, Any]]) -> str:
-    """A column per method, of the fixed settings the best; and how many prompts' texts differ from plain decoding's."""
+    """A column per method (of fixed settings, the best), and the number of prompts whose tokens differ from plain."""
     names = [m["method"] for m in batches[0]["methods"] if m["kind"] != "fixed"]
     body = []
     for batch in batches:
@@ -70,7 +70,7 @@ def _every(batches: Sequence[dict[str, Any]]) -> str:
 
 
 def _rounds(batches: Sequence[dict[str, Any]]) -> str:
-    columns = ["rows", *STAGES, "control µs/round", "rounds (plain)", "mean exit", "drafted", "acceptance", "exits"]
+    columns = ["rows", *STAGES, "control µs/round", "rounds (plain)", "mean exit", "drafted", "acceptance"]
     body = []
     for batch in batches:
         own = _method(batch, batch["adaptive"])
@@ -83,7 +83,6 @@ def _rounds(batches: Sequence[dict[str, Any]]) -> str:
                 "" if own["mean_exit_layer"] is None else f"{own['mean_exit_layer']:.2f}",
                 f"{own['mean_drafted']:.2f}",
                 f"{own['acceptance_length']:.2f}",
-                " ".join(f"{layer}:{count:.0f}" for layer, count in own["rounds_by_exit_layer"].items()),
             ]
         )
     return table(columns, body)

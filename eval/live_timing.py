@@ -1,17 +1,17 @@
-"""Timed live decoding: the time that one call of a policy takes, by stage, with its plans and its output."""
+"""Time calls of live decoding, with stages, plans and output."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from eval.measurement import Say, no_garbage_collection, rotated, timed
 from eval.models import Endless, Ids, measured_costs, rounds
 from eval.replay import Overhead, Overheads
 from eval.tasks import trace_of
-from eval.timing import Say, quiet, rotated, timed
 from eval.traces import Trace
 from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
@@ -22,12 +22,12 @@ from selfspec.decoding.results import Round
 from selfspec.decoding.stats import SpecStats
 from selfspec.executors.pick import Sampling
 
-COST_REPEATS = 3  # before every repeat: with one, a slow minute of the machine moved predictions by a fifth
+COST_REPEATS = 3  # of the cost measurement before every repeat; with 1, predictions varied by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
 
 
 class Method(NamedTuple):
-    """A method to decode. Every call has a policy of its own, so that none knows of another's texts; see `call`."""
+    """A method to time. Every call makes a new policy, so that no call profits from another one's texts."""
 
     name: str
     kind: str  # "plain", "adaptive", "fixed", or "other"
@@ -37,7 +37,7 @@ class Method(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A target and its prompts, with what plain decoding writes after each of them alone."""
+    """A target, its prompts, and the traces of plain decoding of each prompt."""
 
     target: Endless
     prompts: Ids
@@ -45,9 +45,9 @@ class Workload(NamedTuple):
     costs: Costs
 
     def filled(self, batch_size: int) -> Workload:
-        """All prompts, from the first on again and again, until there are two full batches or more, the last one full.
+        """Repeat the prompts in order until they fill whole batches, at least two.
 
-        A batch that begins half empty would be measured as if it were full.
+        A batch that is not full would be measured as a full one.
         """
         least = max(len(self.prompts), 2 * batch_size)
         order = [i % len(self.prompts) for i in range(least + -least % batch_size)]
@@ -55,7 +55,7 @@ class Workload(NamedTuple):
 
 
 def workload_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Workload:
-    """Decode every prompt by itself, plainly, as far as the model's context lets it, and record its trace."""
+    """Decode every prompt plainly, up to `num_tokens` or the end of the context, and record the traces."""
     say(f"{task}: decoding and recording {len(prompts)} prompts")
     traces = [trace_of(target, prompt, num_tokens, Sampling(), task) for prompt in prompts]
     return Workload(target, prompts, traces, costs)
@@ -66,7 +66,7 @@ class Call:
     """One call over all prompts of a workload."""
 
     wall: float  # seconds of the whole call
-    before: float  # seconds before the first round, in which weights are checked and requests made
+    before: float  # seconds before the first round: weights are checked, requests are made
     prefill: float
     seconds: dict[str, float]  # by stage of a round
     rounds: int
@@ -74,13 +74,13 @@ class Call:
     drafting_rows: int  # rows of all rounds that draft
     stats: SpecStats
     tokens: list[list[int]]  # per prompt
-    overheads: Overheads  # of its rounds
+    overheads: Overheads
     correction: Any = None  # the adaptive policy's cost correction when the call began
-    costs: Costs | None = field(default=None)  # of this machine, measured right before the call's repeat
+    costs: Costs | None = None  # measured right before the call's repeat
 
     @property
     def decoding(self) -> float:
-        """Seconds of rounds alone, as replay has them: without what precedes them and the reading of prompts."""
+        """Seconds of the rounds, as in replay: without the time before them and without prefill."""
         return self.wall - self.before - self.prefill
 
 
@@ -88,25 +88,26 @@ def call(
     workload: Workload,
     method: Method,
     batch_size: int,
-    most: int | None = None,
+    max_tokens: int | None = None,
     corrections: dict[str, Any] | None = None,
     costs: Costs | None = None,
 ) -> Call:
-    """Decode all prompts, as many tokens each as its trace has, or `most`; rows join as others end.
+    """Decode all prompts, each to its trace's length or `max_tokens`; when a row ends, the next prompt is admitted.
 
     Args:
-        corrections: by method, the cost correction of its latest adaptive policy: where the next one starts. Updated.
-        costs: of this machine now, to be kept with the call.
+        corrections: by method, the cost correction of its latest adaptive policy, from which the next one starts;
+            updated in place.
+        costs: the current cost table, stored with the call.
     """
     policy, device = method.make(), workload.target.stack.device
     correction = None if corrections is None else corrections.get(method.name)
     if isinstance(policy, Adaptive) and correction is not None:
         policy.set_correction(correction)
-    room = [min(len(trace.tokens), most or len(trace.tokens)) for trace in workload.traces]
+    limits = [min(len(trace.tokens), max_tokens or len(trace.tokens)) for trace in workload.traces]
     options: dict[str, Any] = {"exact": True} if method.exact else {}
 
     def begin() -> Any:
-        return rounds(workload.target, workload.prompts, room, policy=policy, max_batch_size=batch_size, **options)
+        return rounds(workload.target, workload.prompts, limits, policy=policy, max_batch_size=batch_size, **options)
 
     coming, before = timed(begin, device)
     done, after = timed(lambda: list(coming), device)
@@ -137,7 +138,7 @@ def _call(done: Sequence[Round], before: float, after: float, correction: Any, c
 
 
 def _overheads(planned: Sequence[Round], between: float) -> Overheads:
-    """Means over rounds that draft and over those that do not; where there are none of a kind, those of the other."""
+    """Mean overheads of rounds that draft and of plain rounds; where there are none of one kind, those of the other."""
     taken: dict[bool, list[StageSeconds]] = {}
     for each in planned:
         taken.setdefault(each.exit_layer is not None, []).append(each.seconds)
@@ -151,11 +152,11 @@ def _overheads(planned: Sequence[Round], between: float) -> Overheads:
 def interleave(
     workload: Workload, methods: Sequence[Method], batch_size: int, repeats: int, warmup_tokens: int, say: Say
 ) -> dict[str, list[Call]]:
-    """Every method's timed calls, one per repeat, in an order that rotates; a short call of each goes before, untimed.
+    """Every method's timed calls, one per repeat, in rotating order, after a short untimed call of each.
 
-    A policy starts with the cost correction of the one before it, as between calls of the library: that is knowledge of
-    the machine, not of the texts. Before every repeat costs are measured anew, briefly: what a part of a round takes
-    beside another changes by a tenth from one minute to the next where other programs use the memory.
+    A policy starts with the cost correction of the method's last policy, as between calls of the library: it depends on
+    the machine, not on texts. Costs are measured again before every repeat, since ratios between pieces of a round
+    change by a tenth within minutes when other programs use the memory.
     """
     corrections: dict[str, Any] = {}
     for method in methods:
@@ -163,7 +164,7 @@ def interleave(
     calls: dict[str, list[Call]] = {method.name: [] for method in methods}
     for repeat in range(repeats):
         costs = measured_costs(workload.target, (batch_size,), COST_REPEATS, counts=mean)
-        with quiet():
+        with no_garbage_collection():
             for method in rotated(methods, repeat):
                 calls[method.name].append(call(workload, method, batch_size, corrections=corrections, costs=costs))
         say(f"repeat {repeat + 1} of {repeats}")

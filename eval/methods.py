@@ -1,12 +1,12 @@
-"""Names of methods: selfspec's policies, transformers' own decoders, llama.cpp, and any other engine.
+"""Names of methods: selfspec's policies, transformers' own decoders, llama.cpp, and other engines.
 
 plain, adaptive, fs, ...            a policy of selfspec
 fixed:E,D                           exit layer E, D drafted tokens
-adaptive:exit+copies                adaptive, with drafts from these sources alone
+adaptive:exit+copies                adaptive, with these drafters only
 transformers                        `model.generate`
 transformers:early_exit:E           with assistant_early_exit=E
 transformers:prompt_lookup:N        with prompt_lookup_num_tokens=N
-transformers:assistant:MODEL        with a second model that drafts
+transformers:assistant:MODEL        with a second model as the drafter
 llama.cpp, llama.cpp:FILE           llama.cpp on the model's own GGUF file, or on FILE
 external:NAME                       a command, see eval/external.py
 """
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
 
-BESIDE = {"copies", "tree"}  # sources of drafts that only change how others draft
+DRAFTER_OPTIONS = {"copies", "tree"}  # they change how drafters draft and draft nothing alone
 PEERS = ("early_exit", "prompt_lookup", "assistant")
 LLAMA_CPP = "llama.cpp"
-PLAIN_KINDS = ("plain", "transformers")  # methods that draft nothing: a run's speedups are over the fastest of them
+PLAIN_KINDS = ("plain", "transformers")  # methods that draft nothing: the default baselines
 FORMS = (
     *POLICIES,
     "fixed:E,D",
-    *(f"adaptive:{one}" for one in DRAFTS if one not in BESIDE),
+    *(f"adaptive:{one}" for one in DRAFTS if one not in DRAFTER_OPTIONS),
     f"adaptive:{'+'.join(DRAFTS)}",
     "transformers",
     "transformers:early_exit:E",
@@ -40,11 +40,11 @@ FORMS = (
 
 
 class MethodName(NamedTuple):
-    """A method's name and what it says.
+    """A parsed method name.
 
     Attributes:
         kind: a policy, "transformers", one of PEERS, "llama.cpp" or "external".
-        option: what follows the last colon; empty where nothing does.
+        option: the text after the last colon; empty where there is none.
     """
 
     name: str
@@ -57,7 +57,7 @@ class MethodName(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of one of ours: how the library is asked for it (see `eval.models.rounds`)."""
+        """The arguments of `eval.models.rounds` for a policy of selfspec."""
         found: dict[str, Any] = {"policy": self.kind}
         if self.kind == "adaptive" and self.option:
             found["drafts"] = tuple(self.option.split("+"))
@@ -67,10 +67,10 @@ class MethodName(NamedTuple):
 
 
 def parse_method(name: str) -> MethodName:
-    """The parts of a method's name.
+    """Parse a method's name.
 
     Raises:
-        ValueError: no such method; the closest name is told.
+        ValueError: there is no such method; the message names the closest one.
     """
     first, _, rest = name.partition(":")
     second, _, option = rest.partition(":")
@@ -78,7 +78,7 @@ def parse_method(name: str) -> MethodName:
         return MethodName(name, name)
     if first == "fixed" and re.fullmatch(r"[1-9]\d*,[1-9]\d*", rest):
         return MethodName(name, first, rest)
-    if first == "adaptive" and _are_sources(rest.split("+")):
+    if first == "adaptive" and _are_drafters(rest.split("+")):
         return MethodName(name, first, rest)
     if first == "transformers" and second in PEERS and option:
         if second == "assistant" or re.fullmatch(r"[1-9]\d*", option):
@@ -90,8 +90,8 @@ def parse_method(name: str) -> MethodName:
     raise ValueError(f"method {name!r} is unknown; {hint}")
 
 
-def _are_sources(names: list[str]) -> bool:
-    return len(set(names)) == len(names) and {*names} <= {*DRAFTS} and not {*names} <= BESIDE
+def _are_drafters(names: list[str]) -> bool:
+    return len(set(names)) == len(names) and {*names} <= {*DRAFTS} and not {*names} <= DRAFTER_OPTIONS
 
 
 def check_exit_layer(method: MethodName, exit_layer: int | None, num_layers: int) -> None:
@@ -103,5 +103,5 @@ def check_exit_layer(method: MethodName, exit_layer: int | None, num_layers: int
 
 
 def file_name(method: str) -> str:
-    """A name that any file system takes, different for different methods of a run in all but contrived cases."""
+    """The method's name with every character that is unusual in file names replaced by a dash."""
     return re.sub(r"[^\w.,+-]+", "-", method)

@@ -1,11 +1,10 @@
-"""Every figure of a run, defined once.
+"""The definition of every figure of a run.
 
-Spec-Bench's three are computed as its `speed.py` (github.com/hemingkx/Spec-Bench, April 2025) does: rates are averaged
-over questions, steps are pooled. The others add up before they divide. Times of one question are summed over its turns,
-and hold its prefill unless a definition says otherwise. A figure is None where a method does not tell what it needs.
+Spec-Bench's figures are computed as in its `speed.py` (github.com/hemingkx/Spec-Bench, April 2025): rates are averaged
+over questions, steps are pooled. The other figures are ratios of sums. The time of a question is summed over its turns
+and includes prefill unless a definition says otherwise. A figure is None where a method does not report its inputs.
 
-Most figures are the ratio of two sums over questions, `Metric.terms`; some are that over the baseline's. Their 95 %
-intervals come from drawing the questions again: `scipy.stats.bootstrap`, percentile.
+Intervals of 95 % come from a percentile bootstrap over the questions (`scipy.stats.bootstrap`).
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from eval.answers import Item
 from selfspec.decoding.stats import SpecStats
 
 INTERVAL = 0.95
-Terms = Callable[[Item], tuple[float, float]]  # what a question adds to the two sums that a figure is the ratio of
+Terms = Callable[[Item], tuple[float, float]]  # a question's terms of numerator and denominator
 Draws = NDArray[np.int64]  # [..., questions] indices of questions
 
 
 class Metric(NamedTuple):
-    """A figure's unit and definition, and how it is computed where it is a ratio of sums."""
+    """A figure's unit and definition; `terms` where it is a ratio of sums over questions."""
 
     unit: str
     meaning: str
     terms: Terms | None = None
-    base_terms: Terms | None = None  # the figure is over that of the baseline by these, on the questions of both
+    base_terms: Terms | None = None  # terms of the baseline's ratio, by which the figure is divided
     less_is_better: bool = False
 
 
@@ -46,7 +45,7 @@ def _mean_speed(item: Item) -> tuple[float, float]:
 
 
 def _script_speed(item: Item) -> tuple[float, float]:
-    """As Spec-Bench's script counts its baseline's tokens."""
+    """Speed as Spec-Bench's script computes it for the baseline, from the re-encoded text."""
     return (float("nan") if item.retokenised is None else item.retokenised / item.seconds), 1
 
 
@@ -80,19 +79,19 @@ METRICS = {
         "1/s", "Spec-Bench: mean over questions of new tokens / wall time", _mean_speed
     ),
     "spec_bench_speedup": Metric(
-        "x", "Spec-Bench: that mean over the baseline's, both by their own token counts", _mean_speed, _mean_speed
+        "x", "Spec-Bench: that mean over the baseline's, each by its own token counts", _mean_speed, _mean_speed
     ),
     "spec_bench_script_speedup": Metric(
         "x",
-        "what its script prints: the baseline's tokens counted again from its text, less one per turn",
+        "as its script prints it: the baseline's tokens are counted from its text, minus one per turn",
         _mean_speed,
         _script_speed,
     ),
     "tokens_per_second": Metric("1/s", "all new tokens / all seconds; interval over questions", _speed),
     "decode_tokens_per_second": Metric(
-        "1/s", "tokens after each turn's first step / the time after it: prefill apart", _after_first_steps
+        "1/s", "tokens after each turn's first step / the time after it: without prefill", _after_first_steps
     ),
-    "prefill_share": Metric("", "share of the seconds that went into reading prompts"),
+    "prefill_share": Metric("", "share of the seconds spent on prefill"),
     "speedup": Metric(
         "x",
         "tokens_per_second over the baseline's on the questions both answered; interval over questions",
@@ -100,8 +99,7 @@ METRICS = {
         _speed,
     ),
     "paired_ratio": Metric(
-        "x",
-        "geometric mean over questions of speed / the baseline's speed on the same one; median and range beside it",
+        "x", "geometric mean over questions of speed / the baseline's speed on the same one; with median and range"
     ),
     "time_to_first_token_p50": Metric(
         "s", "median over turns of the time to the end of the first step", less_is_better=True
@@ -110,7 +108,7 @@ METRICS = {
     "per_token_latency_p50": Metric(
         "s",
         "median over tokens after a turn's first step; a token's latency is its step's time / the step's tokens; "
-        "of our rounds that come at once, each has its own share of the time",
+        "the time of a program of rounds is divided among its rounds",
         less_is_better=True,
     ),
     "per_token_latency_p95": Metric("s", "95th percentile of the same", less_is_better=True),
@@ -119,18 +117,17 @@ METRICS = {
     ),
     "draft_acceptance_rate": Metric("", "accepted drafted tokens / drafted tokens", _hits),
     "acceptance_by_position": Metric(
-        "",
-        "joint: steps that accepted at least i / that drafted at least i; conditional: / that also accepted i - 1",
+        "", "joint: steps that accepted at least i / that drafted at least i; conditional: / that also accepted i - 1"
     ),
     "layer_passes_per_token": Metric(
         "",
-        "layers run one after another per new token, prefill apart; plain: all layers",
+        "layers run one after another per new token, without prefill; plain: all layers",
         lambda i: (float("nan") if i.layer_passes is None else i.layer_passes, i.num_tokens),
         less_is_better=True,
     ),
-    "stage_shares": Metric("", "share of a round's time by stage, as the engine's own clock has it"),
+    "stage_shares": Metric("", "share of a round's time by stage, by the engine's own clock"),
 }
-TABLE = (  # the usual columns of a report
+TABLE = (  # the default columns of a report
     "tokens_per_second",
     "speedup",
     "paired_ratio",
@@ -144,16 +141,15 @@ WITH_INTERVAL = ("tokens_per_second", "speedup", "paired_ratio")
 PERCENTILES = tuple(name for name in METRICS if name.endswith(("_p50", "_p95")))
 OVER_BASELINE = (*(name for name, metric in METRICS.items() if metric.base_terms), "paired_ratio")
 COMPARED = tuple(n for n, m in METRICS.items() if m.terms or n in OVER_BASELINE or n in PERCENTILES)
-"""Figures that two runs can be compared by."""
+"""Figures that `compare` supports."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A method's questions, and the baseline's of the same category.
+    """A method's answers in one category, and the baseline's (None: there is no baseline).
 
     Args:
-        base: None where no baseline is known.
-        resamples, seed: of the bootstrap. Methods with the same number of questions are resampled alike.
+        resamples, seed: of the bootstrap; methods with the same number of questions have the same resamples.
     """
 
     items: Sequence[Item]
@@ -163,21 +159,21 @@ class Group:
 
     @cached_property
     def pairs(self) -> list[tuple[Item, Item]]:
-        """The questions that both have answered."""
+        """Both answers to every question that method and baseline have answered."""
         theirs = {item.question_id: item for item in self.base or ()}
         return [(item, theirs[item.question_id]) for item in self.items if item.question_id in theirs]
 
     def interval(self, figure: Callable[[Draws], NDArray[np.float64]], num: int) -> dict[str, float]:
-        """The range of a figure over resampled questions.
+        """The 95 % interval of a figure over resampled questions.
 
         Args:
-            figure: `[..., num]` indices of questions to the figure of each resample; it may be nan.
-            num: questions that are drawn from.
+            figure: maps `[..., num]` indices of questions to the figure of each resample, or nan.
+            num: number of questions.
         """
-        if num == 1:  # there is nothing to draw
+        if num == 1:  # all resamples are equal
             value = float(figure(np.zeros(1, dtype=np.int64)))
             return {"low": value, "high": value}
-        from scipy.stats import bootstrap  # slow to import, and not needed by every command
+        from scipy.stats import bootstrap  # slow to import
 
         found = bootstrap(
             (np.arange(num),),
@@ -197,10 +193,7 @@ class Group:
 
 
 def drawn(name: str, group: Group) -> tuple[Callable[[Draws], NDArray[np.float64]], int]:
-    """A figure of COMPARED as a function of drawn questions, and how many questions it is drawn from.
-
-    All questions once give the figure itself. It is nan where they do not tell.
-    """
+    """A figure of COMPARED as a function of drawn questions (nan: unknown), and the number of questions."""
     metric = METRICS[name]
     if name == "paired_ratio":
         pairs = [(a, b) for a, b in group.pairs if a.num_tokens and b.num_tokens]
@@ -232,7 +225,7 @@ def _percentile(name: str, items: Sequence[Item]) -> Callable[[Draws], NDArray[n
 
 
 def _times(name: str, item: Item) -> NDArray[np.float64]:
-    """Of a question: the time of every turn's first step, or the latency of every token after it."""
+    """A question's times to first token, one per turn, or its latencies of every later token."""
     turns = item.steps or []
     if name.startswith("time_to_first_token"):
         return np.array([turn[0][1] for turn in turns])
@@ -241,13 +234,13 @@ def _times(name: str, item: Item) -> NDArray[np.float64]:
 
 
 def value_of(name: str, group: Group) -> float | None:
-    """A figure of COMPARED; None where the questions do not tell."""
+    """A figure of COMPARED; None where it is unknown."""
     figure, num = drawn(name, group)
     if not num:
         return None
     if name in PERCENTILES and any(item.steps is None for item in group.items):
         return None
-    with np.errstate(all="ignore"):  # nothing to divide by is nan or infinite, and no figure
+    with np.errstate(all="ignore"):  # a division by zero is not a figure
         value = float(figure(np.arange(num)))
     return value if np.isfinite(value) else None
 
@@ -279,7 +272,7 @@ def figures(group: Group) -> dict[str, Any]:
 
 
 def _shares(group: Group) -> dict[str, Any]:
-    """What is no single number, or of a part of the time."""
+    """The shares of time, and the acceptance of drafts."""
     items, stats = group.items, group.stats()
     prefills = [item.prefill_seconds for item in items if item.prefill_seconds is not None]
     stages = [item.stage_seconds for item in items if item.stage_seconds is not None]

@@ -1,4 +1,4 @@
-"""Opening models and decoding with them: the one module of eval/ that knows how the library does either."""
+"""Opening models and decoding with them. Other modules of eval/ use the library through this one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Ids = Sequence[Sequence[int]]  # prompts, as token ids
 
 
 def open_target(model: Any, config: Common | None = None, **options: Any) -> Target:
-    """Open a model on the device, in the dtype and with the threads that a configuration asks for.
+    """Open a model with the device, dtype and number of threads of a configuration.
 
     Args:
-        model: a name, or a transformers model, which is used as it is.
+        model: a name, or a transformers model, which is not copied.
         config: None for a transformers model.
-        options: further ones of `selfspec.hub.open_target`.
+        options: other arguments of `selfspec.hub.open_target`.
 
     Raises:
         ValueError, OSError, UnsupportedModelError: see `selfspec.hub.open_target`.
     """
-    logging.set_verbosity_error()  # transformers comments on its own assisted calls
+    logging.set_verbosity_error()  # no warnings about transformers' own assisted generation
     if config is None:
         return hub.open_target(model, **options)
     if config.threads:
@@ -48,13 +48,13 @@ def open_target(model: Any, config: Common | None = None, **options: Any) -> Tar
 
 
 class Endless(Target):
-    """An opened target whose output depends on the call alone: it takes nothing from the model's generation config.
+    """A target whose output depends only on the call: it ignores the model's generation config and decodes no text.
 
-    It writes no text. It is made from a target, shares its model, views and self-check, and learns by itself.
+    It shares the model and views of the target that it is made from, and has acceptance statistics of its own.
 
     Args:
-        eos: tokens that end the output; none: only the length does.
-        costs: of a round's pieces, for batches of any size; None: the user's own table, measured where it is missing.
+        eos: tokens that end the output; empty: only the length does.
+        costs: cost table for all batch sizes; None: the user's own table, measured where it is missing.
     """
 
     def __init__(self, target: Target, eos: frozenset[int] = frozenset(), costs: Costs | None = None) -> None:
@@ -75,18 +75,18 @@ class Endless(Target):
 
 
 def open_model(model: torch.nn.Module) -> Endless:
-    """A transformers model that is there already, as it is."""
+    """A target around a transformers model."""
     return Endless(hub.open_target(model))
 
 
 def measured_costs(
     target: Target, batch_sizes: Sequence[int], repeats: int, within: float | None = None, **options: Any
 ) -> Costs:
-    """Costs of a round's pieces, each timed up to `repeats` times and at least once.
+    """Measure the cost table; every piece of a round is timed up to `repeats` times and at least once.
 
     Args:
-        within: seconds after which no further repeat begins; None: no limit.
-        options: further ones of `selfspec.calibrate.measure.measure`.
+        within: seconds after which no repeat begins; None: no limit.
+        options: other arguments of `selfspec.calibrate.measure.measure`.
     """
     return measure(target.stack, batch_sizes, repeats, within=within, **options)
 
@@ -105,16 +105,16 @@ def rounds(
     max_batch_size: int | None = None,
     **options: Any,
 ) -> Iterator[Round]:
-    """Continue prompts and yield every round; by default they are decoded together, in programs as `generate` has them.
+    """Continue prompts and yield every round. Programs are as long as those of `generate`.
 
     Args:
-        max_new_tokens: of every prompt, or one number per prompt; seeds likewise.
+        max_new_tokens, seeds: one number for all prompts, or one per prompt.
         max_batch_size: rows decoded together; default: all.
-        options: further ones of the library's own call, such as `exact` or `datastore`.
+        options: other arguments of `Target.rounds`, such as `exact` or `datastore`.
     """
-    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seeds}
+    params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seeds}
     return target.rounds(
-        target.requests(prompts, asked),
+        target.requests(prompts, params),
         policy=policy,
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
@@ -125,30 +125,33 @@ def rounds(
 
 
 def decode(target: Endless, prompts: Ids, max_new_tokens: int | Sequence[int], **options: Any) -> list[Completion]:
-    """The completions of `rounds`, in the prompts' order."""
-    done = [row.completion for round_ in rounds(target, prompts, max_new_tokens, **options) for row in round_.rows]
-    return sorted((each for each in done if each is not None), key=lambda each: each.request_id)
+    """The completions of the prompts, in their order; arguments as for `rounds`."""
+    return _completions(rounds(target, prompts, max_new_tokens, **options))
 
 
 def complete(
     target: Target, prompts: Ids, max_new_tokens: int, *, policy: str, max_batch_size: int, **options: Any
 ) -> list[str]:
-    """The texts that the target writes after prompts, up to the first of any stop strings.
+    """The texts that continue the prompts, up to the first stop string.
 
     Args:
-        options: `exit_layer`, `num_draft_tokens` and `drafts` of the policy, and how tokens are picked: `stop`,
+        options: `exit_layer`, `num_draft_tokens` and `drafts` of the policy, and sampling parameters: `stop`,
             `temperature`, `top_k`, `top_p`, `min_p`.
     """
     drafting = {name: options.pop(name, None) for name in ("exit_layer", "num_draft_tokens", "drafts")}
-    asked = {"max_new_tokens": max_new_tokens, "generation_config": False, **options}
-    requests = target.requests(prompts, asked)
-    coming = target.rounds(requests, policy=policy, max_batch_size=max_batch_size, burst=WHOLE_BURST, **drafting)
+    requests = target.requests(prompts, {"max_new_tokens": max_new_tokens, "generation_config": False, **options})
+    batch: dict[str, Any] = {"policy": policy, "max_batch_size": max_batch_size, "burst": WHOLE_BURST}
+    return [completion.text for completion in _completions(target.rounds(requests, **batch, **drafting))]
+
+
+def _completions(coming: Iterator[Round]) -> list[Completion]:
+    """The completions of all rounds, by request id."""
     done = [row.completion for round_ in coming for row in round_.rows if row.completion is not None]
-    return [completion.text for completion in sorted(done, key=lambda each: each.request_id)]
+    return sorted(done, key=lambda each: each.request_id)
 
 
 def all_logits(target: Target, ids: Tensor) -> Tensor:
-    """The split model's logits after every token: ids `[rows, length]` to `[rows, length, vocab]`."""
+    """The split model's logits `[rows, length, vocab]` after ids `[rows, length]`."""
     stack, (num_rows, length) = target.stack, ids.shape
     page = length + -length % page_size_of(stack)
     with torch.inference_mode():
@@ -159,13 +162,13 @@ def all_logits(target: Target, ids: Tensor) -> Tensor:
 
 
 class FirstRoundAlone(Policy):
-    """A policy whose first program of every row is a single round, so that the time of the first token can be taken.
+    """A policy whose first program of every row has one round, so that the time to first token can be measured.
 
-    It may be handed to one call after another: what an adaptive policy has learned goes on, as between calls of the
-    library; others begin anew.
+    It can be used for several calls. An adaptive policy keeps what it has learned, as between calls of the library;
+    other policies are made again.
 
     Args:
-        settings: `policy`, `exit_layer`, `num_draft_tokens` and `drafts`, as `rounds` takes them.
+        settings: `policy`, `exit_layer`, `num_draft_tokens` and `drafts`, as for `rounds`.
     """
 
     def __init__(self, target: Endless, **settings: Any) -> None:
@@ -174,7 +177,7 @@ class FirstRoundAlone(Policy):
         self.lengths: tuple[int, ...] = ()
 
     def begin(self, prompts: Ids) -> FirstRoundAlone:
-        """This policy, ready for a call over these prompts."""
+        """Prepare for a call with these prompts; returns this policy."""
         self.lengths = tuple(len(prompt) for prompt in prompts)
         if isinstance(self.inner, Adaptive):
             self.inner.forget_rows()
@@ -189,7 +192,7 @@ class FirstRoundAlone(Policy):
 
     @property
     def _inner(self) -> Policy:
-        assert self.inner is not None, "begin comes first"
+        assert self.inner is not None, "call begin first"
         return self.inner
 
     def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
@@ -209,12 +212,12 @@ class FirstRoundAlone(Policy):
 
 
 def open_peer(model: str, target: Target) -> tuple[Any, Any]:
-    """A second transformers model and its tokenizer, on the target's device and in its dtype."""
+    """Open a second transformers model and its tokenizer, on the target's device and in its dtype."""
     return hub.open_model(model, dtype=str(target.stack.dtype).removeprefix("torch."), device=target.stack.device)
 
 
 def gguf_file(model: str) -> Path | None:
-    """The GGUF file that a model's name means; None where it means none."""
+    """The GGUF file of a model's name; None where it has none."""
     if model != "smollm2" and not model.endswith(hub.GGUF):
         return None
     try:

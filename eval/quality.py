@@ -1,16 +1,16 @@
-"""Scores of lm-evaluation-harness tasks, decoded by selfspec: quality beside speed.
+"""Scores of lm-evaluation-harness tasks, decoded by selfspec.
 
 Every policy answers every request, and all are compared with the first. A table goes to standard output, with one JSON
-document as its last line; progress goes to standard error. Exit codes: 0 (all policies wrote the same texts), 1 (some
-differ), 2 (something asked for is not possible).
+document as its last line; progress goes to standard error. Exit codes: 0 (all policies gave the same texts), 1 (some
+differ), 2 (invalid input).
 
     python -m eval quality --tasks gsm8k --model smollm2 --limit 50
     python -m eval quality --tasks own --include-path my_tasks --policies plain adaptive fixed:4,4
     HF_ALLOW_CODE_EVAL=1 python -m eval quality --tasks humaneval --run-code --model ./my-model
     python -m eval quality --model selfspec --model_args pretrained=MODEL --tasks gsm8k    # lm_eval's own options
 
-humaneval runs code that the model wrote: the metric code_eval of the package `evaluate`, which asks for
-HF_ALLOW_CODE_EVAL=1. It limits time, and is no sandbox; use a container for models that you distrust.
+humaneval runs the model's code with the metric code_eval of the package `evaluate`, which needs HF_ALLOW_CODE_EVAL=1.
+It limits time but is no sandbox; use a container for models that you do not trust.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from eval.figures import table
 from eval.methods import parse_method
-from eval.table import table
 
 NO_HARNESS = "quality needs the package lm_eval: pip install 'lm_eval[hf]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if find_spec("lm_eval") is None:
         raise ValueError(NO_HARNESS)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not parse_method(name).is_ours:
             raise ValueError(f"--policies takes methods of selfspec, such as adaptive or fixed:4,4, got {name!r}")
     if options.run_code and os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
-        raise ValueError("--run-code runs code that the model wrote: set HF_ALLOW_CODE_EVAL=1 to allow it")
+        raise ValueError("--run-code runs the model's code: set HF_ALLOW_CODE_EVAL=1 to allow it")
     record = evaluate(options)
     print(render(record), end="\n\n")
     print(json.dumps(record))
@@ -53,12 +53,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m eval quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", required=True, help="tasks of lm_eval (lm_eval ls tasks lists them)")
-    parser.add_argument("--model", default="demo", help="what to open; default: %(default)s")
+    parser.add_argument("--model", default="demo", help="model to open; default: %(default)s")
     parser.add_argument("--policies", nargs="+", default=["plain", "adaptive"], help="default: plain adaptive")
     parser.add_argument("--limit", type=int, help="questions of every task, from the first on; default: all")
     parser.add_argument("--num-fewshot", type=int, help="worked examples before a question; default: the task's own")
-    parser.add_argument("--apply-chat-template", action="store_true", help="ask as a user in a chat")
-    parser.add_argument("--include-path", help="a folder of further tasks, as YAML files")
+    parser.add_argument("--apply-chat-template", action="store_true", help="format prompts with the chat template")
+    parser.add_argument("--include-path", help="a folder of other tasks, as YAML files")
     parser.add_argument("--max-gen-toks", type=int, help="tokens per text; default: the task's own, or 256")
     parser.add_argument("--batch-size", type=int, default=8, help="rows decoded together; default: %(default)s")
     parser.add_argument("--device", help="where the model runs; default: a GPU where there is one")
@@ -68,21 +68,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """One record of plain numbers: a row per policy with its scores by task and metric, and how many texts differ.
+    """The record: a row per policy with its scores by task and metric, and the number of texts that differ.
 
     Raises:
-        ValueError: an unknown task, or a model that cannot be used.
+        ValueError: a task is unknown, or the model cannot be used.
     """
-    import lm_eval  # heavy, like all that follows
+    import lm_eval  # slow to import, as the other two
     from lm_eval.tasks import TaskManager
 
     from eval.harness import SelfSpecLM
 
     manager = TaskManager(include_path=options.include_path, include_defaults=not options.include_path)
-    if options.include_path and _unknown(manager, options.tasks):  # reading lm_eval's own takes ten seconds
+    if options.include_path and _unknown(manager, options.tasks):  # loading lm_eval's own tasks takes ten seconds
         manager = TaskManager(include_path=options.include_path)
     if unknown := _unknown(manager, options.tasks):
-        raise ValueError(f"lm_eval has no task {', '.join(unknown)}; name a folder of further ones with --include-path")
+        raise ValueError(f"lm_eval has no task {', '.join(unknown)}; name a folder of other tasks with --include-path")
     wanted: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "batch_size": options.batch_size}
     lm = SelfSpecLM(options.model, **wanted)
     rows: list[dict[str, Any]] = []
@@ -112,23 +112,20 @@ def _unknown(manager: Any, tasks: Sequence[str]) -> list[str]:
 
 
 def _answers(samples: Mapping[str, Any]) -> dict[str, Any]:
-    """What a policy answered to every request: texts, or whether the scored continuation is the likeliest one."""
+    """The answer to every request: texts, or whether the scored continuation is the greedy one."""
     found = {}
     for task, of_task in samples.items():
         for sample in of_task:
-            said = [[each if isinstance(each, str) else each[-1:] for each in some] for some in sample["resps"]]
-            found[f"{task} {sample['doc_id']} {sample.get('filter')}"] = said
+            answer = [[each if isinstance(each, str) else each[-1:] for each in some] for some in sample["resps"]]
+            found[f"{task} {sample['doc_id']} {sample.get('filter')}"] = answer
     return found
 
 
 def _scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    numbers = {
-        task: {n: v for n, v in of_task.items() if isinstance(v, int | float)} for task, of_task in results.items()
-    }
-    return {
-        task: {n: float(v) for n, v in of_task.items() if n != "sample_len" and "stderr" not in n}
-        for task, of_task in numbers.items()
-    }
+    def is_score(name: str, value: Any) -> bool:
+        return isinstance(value, int | float) and name != "sample_len" and "stderr" not in name
+
+    return {task: {n: float(v) for n, v in of_task.items() if is_score(n, v)} for task, of_task in results.items()}
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -141,11 +138,11 @@ def render(record: Mapping[str, Any]) -> str:
         rows.append([row["policy"], *scores, str(row["num_different"])])
     first = record["policies"][0]["policy"]
     about = f"{record['model']}, {record['num_requests']} requests"
-    return f"{about}\n\n{table(['policy', *heads, f'answers other than of {first}'], rows)}"
+    return f"{about}\n\n{table(['policy', *heads, f'answers different from {first}'], rows)}"
 
 
 def _harness_command(arguments: Sequence[str]) -> int:
-    """lm_eval's own command line, to which the model `selfspec` is known."""
+    """Run lm_eval's own command line with the model `selfspec` registered."""
     import lm_eval.__main__ as harness
     import torch
 

@@ -1,6 +1,6 @@
-"""Questions: files and data sets of any column names, and how a question's turns become prompts.
+"""Read questions from files and data sets with any column names, and make prompts from their turns.
 
-A question file has one JSON object per line, in the shape that Spec-Bench and MT-Bench share.
+A question file has one JSON object per line, in the format of Spec-Bench and MT-Bench.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 COLUMNS = ("question_id", "category", "turns")
-NAMED_SETS: dict[str, dict[str, str]] = {  # by name: what their files call the columns
+NAMED_SETS: dict[str, dict[str, str]] = {  # by name: our column names -> those of the file
     "spec_bench": {},
     "humaneval": {"question_id": "task_id", "turns": "prompt"},
     "gsm8k": {"turns": "question"},
 }
-HUB = "hf:"  # marks a data set of the Hugging Face hub: hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT
+HUB = "hf:"  # prefix of a data set of the Hugging Face hub: hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 
 
 class Question(NamedTuple):
-    """One question: what is said in every turn."""
+    """One question; `turns` are the user's texts."""
 
     question_id: int | str
     category: str
@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
 
 def is_named(questions: str) -> bool:
-    """Whether this names a set or a data set of the hub, rather than a file."""
+    """Whether this is the name of a set or of a data set of the hub, not of a file."""
     return questions in NAMED_SETS or questions.startswith(HUB)
 
 
@@ -45,19 +45,18 @@ def read_questions(
     columns: Mapping[str, str] | None = None,
     per_category: int = 0,
 ) -> list[Question]:
-    """The first `limit` questions, or all where that is 0.
+    """Read the first `limit` questions (0: all).
 
     Args:
-        per_category: of them the first so many of each category; 0: all.
         questions: a file of JSON lines; a parquet, CSV or JSON file, or a folder of them; a data set of the hub
             (`hf:OWNER/NAME`, or `hf:OWNER/NAME:CONFIG:SPLIT`); or the name of a set.
         path: the named set's file.
-        columns: what the file calls a question's id, category and turns (a list of texts, or one text); a file without
-            ids has line or row numbers, one without categories has its own name.
+        columns: the file's names of a question's id, category and turns (a list of texts, or one text). Missing ids
+            are line or row numbers, a missing category is the file's name.
+        per_category: keep only so many of each category, the first ones; 0: all.
 
     Raises:
-        ValueError: it cannot be read or holds no question, a line or row is not one (file, line, field), or two have
-            the same id.
+        ValueError: the source cannot be read or has no question, a line or row is invalid, or two have the same id.
     """
     source = str(questions)
     if source in NAMED_SETS and not path:
@@ -78,18 +77,18 @@ def read_questions(
         made.append(question)
     if not made:
         raise ValueError(f"the question file {file!r} is empty; give at least one question")
-    asked, counts = list[Question](), Counter[str]()
+    kept, counts = list[Question](), Counter[str]()
     for question in made[: limit or None]:
         counts[question.category] += 1
         if not per_category or counts[question.category] <= per_category:
-            asked.append(question)
-    return asked
+            kept.append(question)
+    return kept
 
 
 def _lines(file: str) -> Iterator[tuple[int, Any]]:
-    """Line numbers and what they hold."""
+    """Line numbers and their JSON values."""
     try:
-        lines = Path(file).read_text("utf-8-sig").split("\n")  # some editors begin a file with a mark
+        lines = Path(file).read_text("utf-8-sig").split("\n")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as problem:
         raise ValueError(f"cannot read the questions {file!r}: {problem}") from problem
     for number, line in enumerate(lines, 1):
@@ -102,7 +101,7 @@ def _lines(file: str) -> Iterator[tuple[int, Any]]:
 
 
 def _is_data_set(file: str) -> bool:
-    """Whether the `datasets` package reads it; JSON files of many lines, whatever their name, are read here."""
+    """Whether the `datasets` package reads this source. Files of JSON lines with any name are read here."""
     path = Path(file)
     if file.startswith(HUB) or path.is_dir():
         return True
@@ -113,14 +112,14 @@ def _is_data_set(file: str) -> bool:
 
 
 def _rows(source: str, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Row numbers and rows of a data set; an empty cell is left out."""
+    """Row numbers and rows of a data set, without empty cells."""
     try:
-        import datasets  # heavy, and needed for nothing else
+        import datasets  # slow to import
     except ImportError as problem:
-        raise ValueError(f"to read {source!r} takes the package datasets: pip install datasets") from problem
+        raise ValueError(f"reading {source!r} needs the package datasets: pip install datasets") from problem
     try:
         rows = list(islice(_opened(datasets, source, limit), limit or None))
-    except Exception as problem:  # what it raises is in no common class
+    except Exception as problem:  # `datasets` has no common class of errors
         raise ValueError(f"cannot read the questions {source!r}: {str(problem) or type(problem).__name__}") from problem
     for number, row in enumerate(rows, 1):
         yield number, {name: value for name, value in row.items() if value is not None}
@@ -128,7 +127,7 @@ def _rows(source: str, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _opened(datasets: Any, source: str, limit: int) -> Any:
     if not source.startswith(HUB):
-        path = Path(source).resolve()  # a relative name may be that of something else to load_dataset
+        path = Path(source).resolve()  # load_dataset may read a relative name as a hub id
         if path.is_file():
             return datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train", streaming=True)
         return _split(datasets.load_dataset(str(path), streaming=True), "name one of its files")
@@ -136,13 +135,13 @@ def _opened(datasets: Any, source: str, limit: int) -> Any:
     if len(parts) not in (1, 3) or not parts[0]:
         raise ValueError("a data set of the hub is written hf:OWNER/NAME or hf:OWNER/NAME:CONFIG:SPLIT")
     name, config, split = parts if len(parts) == 3 else (parts[0], "", "")
-    is_part = limit > 0 and not datasets.config.HF_HUB_OFFLINE  # what is on disk already can only be had whole
+    is_part = limit > 0 and not datasets.config.HF_HUB_OFFLINE  # a cached data set can only be loaded completely
     found = datasets.load_dataset(name, config or None, split=split or None, streaming=is_part)
     return found if split else _split(found, "name one as hf:OWNER/NAME:CONFIG:SPLIT")
 
 
 def _split(found: Mapping[str, Any], hint: str) -> Any:
-    """The only part of a data set, or the one called test."""
+    """The only split of a data set, or the one called test."""
     name = "test" if "test" in found else next(iter(found))
     if len(found) > 1 and name != "test":
         raise ValueError(f"it has the splits {', '.join(found)}; {hint}")
@@ -166,15 +165,14 @@ def _question(where: str, number: int, content: Any, names: Mapping[str, str], s
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """SHA-256 of what is asked, so that a run cannot go on with other questions under the same name."""
+    """SHA-256 of the questions, so that a run is not resumed with other questions."""
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
 
 
 def prompt_text(tokenizer: Any, turns: Sequence[str], answers: Sequence[str]) -> str:
-    """The text to continue after `answers` to the first turns.
+    """The text of the next turn's prompt, after `answers` to the earlier turns.
 
-    By the tokenizer's chat template where it has one; else the turns as they are, with a blank line between an answer
-    and the next turn, so that a single turn is raw text to be continued.
+    It is made by the tokenizer's chat template. Without one, turns are raw text, with a blank line after an answer.
     """
     if getattr(tokenizer, "chat_template", None):
         messages = []
@@ -183,23 +181,23 @@ def prompt_text(tokenizer: Any, turns: Sequence[str], answers: Sequence[str]) ->
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    told = [f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers, strict=False)]
-    return "".join(told) + turns[len(answers)]
+    earlier = [f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers, strict=False)]
+    return "".join(earlier) + turns[len(answers)]
 
 
 @lru_cache(maxsize=32)
 def encoded(tokenizer: Any, text: str, special: bool = True) -> tuple[int, ...]:
-    """Token ids of a text, kept for the methods that are asked, or answer, the same."""
+    """Token ids of a text; cached, since all methods have the same prompts."""
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt; a chat template writes its own special tokens."""
+    """Token ids of a prompt; a chat template includes its own special tokens."""
     return list(encoded(tokenizer, text, not getattr(tokenizer, "chat_template", None)))
 
 
 def encode(questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:
-    """Token ids of every question's first turn, as raw text to be continued."""
+    """Token ids of every question's first turn, as raw text."""
     if tokenizer is None:
-        raise ValueError("the model has no tokenizer, and questions are text; put one beside the model")
+        raise ValueError("the model has no tokenizer, and questions are text; put one into the model's folder")
     return [[int(i) for i in tokenizer(question.turns[0])["input_ids"]] for question in questions]

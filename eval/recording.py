@@ -1,8 +1,8 @@
-"""Recording a `Trace`: one teacher-forced pass over a finished output, and drafts continued after a wrong token.
+"""Record a `Trace`: a teacher-forced pass over a finished output, and drafts continued after a wrong token.
 
-A drafted token counts only while everything before it is the target's own output. So one teacher-forced pass tells, for
-each position and layer, whether a draft there would be right and how confident the layer would be. What a draft writes
-after its first wrong token only changes its length; those confidences are recorded too, layer by layer.
+A drafted token is accepted only if all tokens before it are the target's own. So one teacher-forced pass gives every
+layer's hit and confidence at every position. After its first wrong token only a draft's length matters, which depends
+on the confidences there; these are recorded layer by layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from selfspec.target import Target
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
-ROWS = 64  # wrong drafts continued together
+ROWS = 64  # drafts decoded together
 
 
 def record(
@@ -44,17 +44,23 @@ def record(
     task: str = "",
     wrong_steps: int = WRONG_STEPS,
 ) -> Trace:
-    """Record the trace of `tokens`, which `stack` wrote after `prompt` with `sampling` (default: greedy)."""
+    """Record the trace of `tokens`, the output of `stack` after `prompt` with `sampling` (default: greedy).
+
+    Args:
+        wrong_steps: number of confidences recorded after a wrong token.
+    """
     with torch.inference_mode():
         return _Recorder(stack, prompt, tokens, sampling or Sampling(), wrong_steps).trace(task)
 
 
-# By layer and position: hits, confidences, divergences, whether second choices hit, and hits and confidences as the
-# shortlist sees them.
+# By layer and position: hits, confidences, divergences, hits of second choices, and hits and confidences over the
+# shortlist.
 _Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
 
 
 class _Recorder:
+    """Records one trace; pages beyond those of the output hold drafts."""
+
     def __init__(
         self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, wrong_steps: int
     ) -> None:
@@ -67,72 +73,70 @@ class _Recorder:
         spare = ROWS * (2 + -(-wrong_steps // PAGE))
         self.cache = PagedCache(-(-len(self.content) // PAGE) + spare, PAGE)
         self.pages = self.cache.reserve(len(self.content)) or []
-        self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # content index of the first position judged
+        self.first = max(0, self.prompt_length - 1 - SEED_POSITIONS)  # index in `content` of the first judged position
         self.picks: list[Tensor] = []  # per chunk [L - 1, positions]
 
     def trace(self, task: str) -> Trace:
         parts = list(self.forward())
-        hits, sure, divergences, seconds, short_hits, short_sure = (
-            np.concatenate([p[i] for p in parts], 1) for i in range(6)
-        )
+        judged = [np.concatenate([part[i] for part in parts], 1) for i in range(6)]
         at = self.prompt_length - 1 - self.first
         own = torch.cat(self.picks, 1)[:, at:]
-        wrong = np.full((*hits[:, at:].shape, self.wrong_steps), np.nan, np.float32)
+        hits, confidences, divergences, seconds, short_hits, short_confidences = (each[:, at:] for each in judged)
+        wrong = np.full((*hits.shape, self.wrong_steps), np.nan, np.float32)
         for e in self.exits:
-            self.continue_wrong(e, hits[e - 1, at:], own[e - 1], wrong[e - 1])
-        copied = [self.by_copies(e) for e in range(1, self.deepest_copy + 1)]
+            self.continue_wrong(e, hits[e - 1], own[e - 1], wrong[e - 1])
+        copied = [self.draft_by_copies(e) for e in range(1, self.deepest_copy + 1)]
         return Trace(
             task,
             self.prompt,
             tuple(self.tokens),
-            hits[:, at:],
-            sure[:, at:],
-            divergences[:, at:],
+            hits,
+            confidences,
+            divergences,
             wrong,
-            seconds[:, at:],
-            short_hits[:, at:],
-            short_sure[:, at:],
-            short_hits[:, :at],
-            short_sure[:, :at],
+            seconds,
+            short_hits,
+            short_confidences,
+            *(each[:, :at] for each in judged[4:]),
             *([np.stack([one[i] for one in copied]) for i in (0, 1)] if copied else ()),
             is_sampled=self.sampling.temperature > 0,
         )
 
     @property
     def deepest_copy(self) -> int:
-        """The deepest exit that copies draft for; 0 where there are none."""
+        """The deepest exit layer with copies; 0 where there are none."""
         stack, deepest = self.stack, deepest_copy(self.stack.num_layers)
         return deepest if stack.has_copies and self.picker.is_compiled else 0
 
-    def by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
-        """How many tokens copies of the layers draft right from each position on, and how sure they are of all."""
+    def draft_by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
+        """Draft by copies of the layers from every position; returns accepted tokens and all confidences."""
         body = self.stack.compiled
         assert isinstance(body, CompiledBody)
         head = body.draft_head(None, rounded=True)
         rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, StopRule(), with_sure=True, rounded=True)
-        right = np.zeros(len(self.tokens), np.int16)
-        sure = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)
-        for start in range(0, len(right), ROWS):
-            members = range(start, min(start + ROWS, len(right)))
-            rows, owned = self.branched([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
-            last, how = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
+        accepted = np.zeros(len(self.tokens), np.int16)
+        confidences = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)
+        for start in range(0, len(accepted), ROWS):
+            members = range(start, min(start + ROWS, len(accepted)))
+            rows, owned = self.branch([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
+            last, sampling = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
             spans = [Span(*row) for row in rows]
-            rooms, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
-            [done] = rounds.run(self.cache, spans, last, how, rooms, drafter, limits)
+            lengths, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
+            [done] = rounds.run(self.cache, spans, last, sampling, lengths, drafter, limits)
             for i, row in zip(members, done.rows, strict=True):
-                right[i] = num_right(row.drafted, self.tokens[i:])
-                sure[i, : len(row.sure)] = row.sure
+                accepted[i] = num_right(row.drafted, self.tokens[i:])
+                confidences[i, : len(row.sure)] = row.sure
             self.cache.release(owned)
-        return right, sure
+        return accepted, confidences
 
-    def branched(self, positions: Sequence[int], steps: int) -> tuple[list[DraftRow], list[int]]:
-        """Rows that go on from these positions of the content by so many tokens, and the pages that are their own."""
+    def branch(self, positions: Sequence[int], steps: int) -> tuple[list[DraftRow], list[int]]:
+        """Rows that continue the content from these positions by `steps` tokens, and the pages to release later."""
         rows, owned = [], list[int]()
         for at in positions:
             length = min(steps, self.stack.context_limit - at - 1)
             shared, inside = at // PAGE, at % PAGE
             own = self.cache.reserve(inside + length + 1)
-            assert own is not None  # there are spare ones for so many rows
+            assert own is not None  # the cache has spare pages for ROWS rows
             if inside:
                 self.cache.copy(self.pages[shared], own[0])
             rows.append(DraftRow([*self.pages[:shared], *own], at, max(0, length)))
@@ -140,7 +144,7 @@ class _Recorder:
         return rows, owned
 
     def forward(self) -> Iterator[_Judged]:
-        """Teacher-forced, chunk by chunk, from `first` on."""
+        """Run the model over the content, chunk by chunk, and judge the positions from `first` on."""
         inputs = self.content[:-1]
         for start in range(0, len(inputs), CHUNK):
             part = inputs[start : start + CHUNK]
@@ -153,6 +157,12 @@ class _Recorder:
                 yield self.judge(last[skip:], {e: h[skip:] for e, h in taps.items() if h is not None}, start + skip)
 
     def judge(self, last: Tensor, taps: dict[int, Tensor], first: int) -> _Judged:
+        """Compare every layer's picks with the output.
+
+        Args:
+            last, taps: hidden states `[positions, hidden]` of the last layer and of every exit layer.
+            first: index in `content` of the first position.
+        """
         positions = range(first + 1, first + 1 + len(last))
         samplings = [self.sampling] * len(last)
         target = self.stack.logits(last)
@@ -165,40 +175,40 @@ class _Recorder:
         for e in self.exits:
             logits = self.stack.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
-            chosen, sure, others = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
-            assert sure is not None and others is not None
-            away = (log_p.exp() * (log_p - log_q)).sum(-1)
-            rows.append([x.numpy(force=True) for x in (chosen == judged, sure, away, others == judged)])
+            chosen, confidences, second = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
+            assert confidences is not None and second is not None
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+            rows.append([x.numpy(force=True) for x in (chosen == judged, confidences, divergence, second == judged)])
             picks.append(chosen)
         self.picks.append(torch.stack(picks))
-        hits, confidences, divergences, seconds = (np.stack([row[i] for row in rows]) for i in range(4))
-        seen_there = torch.stack([taps[e] for e in self.exits])
-        short = shadow_picks(self.stack, self.picker, self.exits, seen_there, samplings, positions, target, judged)
-        seen = np.array(short.hits, bool), np.array(short.confidences, np.float32)
-        return hits, confidences.astype(np.float32), divergences.astype(np.float32), seconds, *seen
+        hits, sure, divergences, seconds = (np.stack([row[i] for row in rows]) for i in range(4))
+        hidden = torch.stack([taps[e] for e in self.exits])
+        short = shadow_picks(self.stack, self.picker, self.exits, hidden, samplings, positions, target, judged)
+        shadow = np.array(short.hits, bool), np.array(short.confidences, np.float32)
+        return hits, sure.astype(np.float32), divergences.astype(np.float32), seconds, *shadow
 
     def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: Floats) -> None:
-        """Fill `into` at i with the confidences of the draft that goes on after the wrong pick at position i."""
+        """Write to `into[i]` the confidences of the draft after the wrong pick at position i."""
         misses = np.flatnonzero(~hits)
         for start in range(0, len(misses), ROWS):
             members = misses[start : start + ROWS]
-            rows, owned = self.branched([self.prompt_length + int(i) for i in members], self.wrong_steps)
+            rows, owned = self.branch([self.prompt_length + int(i) for i in members], self.wrong_steps)
             self.draft(exit_layer, members, rows, picks[torch.from_numpy(members).to(picks.device)], into)
             self.cache.release(owned)
 
     def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: Floats) -> None:
-        def choose(hidden: Tensor, going: list[int], step: int) -> tuple[Tensor, list[int]]:
+        def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
-            positions = [rows[r].position + step + 1 for r in going]
-            picks = self.picker(logits, [self.sampling] * len(going), positions, with_sure=True)
+            positions = [rows[r].position + step + 1 for r in live]
+            picks = self.picker(logits, [self.sampling] * len(live), positions, with_sure=True)
             assert picks.sure is not None
-            into[members[going], step] = picks.sure.numpy(force=True)
-            return picks.tokens, going
+            into[members[live], step] = picks.sure.numpy(force=True)
+            return picks.tokens, live
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)
 
 
 def prior_of(target: Target) -> Any:
-    """The acceptance statistics stored with a model that its policies can start from; None: there are none."""
+    """The acceptance statistics stored with a model; None where there are none that fit it."""
     stored = target.remembered.stored_prior
     return stored if is_prior(stored, target.stack.num_layers) else None

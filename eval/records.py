@@ -1,13 +1,13 @@
-"""The run folder: what is asked is written first, then a whole line per answer. The same command goes on after a kill.
+"""The run folder. Rows are appended as whole lines, so a run that was interrupted can be resumed.
 
-config.yaml             the keys that decide what is measured, and a fingerprint of the questions
-environment.json        where and with what; sessions that resumed the run beside the first
-dirty.diff              how the code differs from its commit, where it does
-answers/METHOD.jsonl    a line per question, in Spec-Bench's format with keys of our own
+config.yaml             the keys that affect the figures, and a hash of the questions
+environment.json        machine, versions and model; also those of the sessions that resumed the run
+dirty.diff              the difference between the code and its commit, if any
+answers/METHOD.jsonl    a line per question, in Spec-Bench's format with additional keys
 errors.jsonl            a line per question that a method could not answer
-rounds.jsonl            on request, a line per question of our own methods; of two for a question the later counts
-studies/NAME.json       what a study has measured, or why it cannot
-summary.json, report.md, report.html, figures/      of all of the above, written anew at the end of every session
+rounds.jsonl            with keep_rounds, a line per question of selfspec's methods; of duplicates the last counts
+studies/NAME.json       a study's figures, or why it failed
+summary.json, report.md, report.html, figures/      written again at the end of every session
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 import yaml
 
 from eval.answers import Row
+from eval.config import as_record
 from eval.methods import file_name
-from eval.run_config import completed
 from selfspec.files import write_whole
 
 try:
     import fcntl
-except ImportError:  # not on Windows: nothing then keeps two runs out of one folder
+except ImportError:  # Windows: the folder is then not locked
     fcntl = None  # type: ignore[assignment]
 
 
 class FullError(OSError):
-    """A file that could not be written, on a full disk for one; what it held before is still there."""
+    """A file could not be written, for example on a full disk; its earlier content is unchanged."""
 
     def __init__(self, path: Path, problem: OSError) -> None:
-        super().__init__(f"cannot write {path}: {problem.strerror or problem}; run the same command again to go on")
+        super().__init__(f"cannot write {path}: {problem.strerror or problem}; run the same command again to resume")
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line of JSON to a file.
+    """Append a line of JSON to a file.
 
     Raises:
-        FullError: it could not be written; what was written of it is taken back.
+        FullError: it could not be written; the file is restored.
     """
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     before = path.stat().st_size if path.exists() else 0
@@ -56,19 +56,19 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
         raise FullError(path, problem) from problem
 
 
-def read_lines(path: Path, mend: bool = False) -> list[Row]:
+def read_lines(path: Path, repair: bool = False) -> list[Row]:
     """The rows of a file; none where there is no file.
 
-    What follows the last line's end is what a kill has left of a row: it is left out, and with `mend` cut off.
+    An incomplete last line is ignored; `repair` also removes it from the file.
 
     Raises:
-        ValueError: a whole line is no JSON object.
+        ValueError: a complete line is no JSON object.
     """
     if not path.exists():
         return []
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if mend and len(whole) < len(content):
+    if repair and len(whole) < len(content):
         os.truncate(path, len(whole))
     rows = []
     for number, line in enumerate(whole.split(b"\n")[:-1], 1):
@@ -83,10 +83,10 @@ def read_lines(path: Path, mend: bool = False) -> list[Row]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a whole file or, at a kill, none of it.
+    """Write a file completely or not at all.
 
     Raises:
-        FullError: it could not be written; the file is what it was before.
+        FullError: it could not be written; the old file is unchanged.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
@@ -100,7 +100,7 @@ def read_object(path: Path) -> Row:
     """The JSON object in a file; empty where there is no file.
 
     Raises:
-        ValueError: it cannot be read, or is none.
+        ValueError: the file cannot be read, or holds no JSON object.
     """
     try:
         content = json.loads(path.read_text("utf-8")) if path.exists() else {}
@@ -112,13 +112,13 @@ def read_object(path: Path) -> Row:
 
 
 class RunFolder:
-    """A folder that a run is written into, new or resumed.
+    """A new or resumed run folder, locked until it is closed.
 
     Args:
-        config: what decides what is measured; a folder of another is refused. Missing keys have their defaults.
+        config: the run's record (see `eval.config.as_record`); missing keys have their defaults.
 
     Raises:
-        ValueError: the folder cannot be written, holds another run, or another process is at it.
+        ValueError: the folder cannot be written, holds a run with another record, or is locked by another process.
     """
 
     def __init__(self, path: Path, config: Row, methods: Sequence[str]) -> None:
@@ -130,14 +130,15 @@ class RunFolder:
             raise ValueError(f"cannot write the run folder {str(path)!r}: {problem.strerror}") from problem
         try:
             self._claim(config)
-            self.answers = {name: by_question(read_lines(answers_path(path, name), mend=True)) for name in methods}
-            self.errors = by_question(read_lines(path / "errors.jsonl", mend=True))
-            read_lines(path / "rounds.jsonl", mend=True)
+            self.answers = {name: by_question(read_lines(answers_path(path, name), repair=True)) for name in methods}
+            self.errors = by_question(read_lines(path / "errors.jsonl", repair=True))
+            read_lines(path / "rounds.jsonl", repair=True)
         except BaseException:
             self._lock.close()
             raise
 
     def _claim(self, config: Row) -> None:
+        """Lock the folder and write its config.yaml, or compare the one that is there."""
         try:
             if fcntl is not None:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,26 +147,26 @@ class RunFolder:
         file = self.path / "config.yaml"
         rows = [self.path / "errors.jsonl", *(self.path / "answers").iterdir()]
         if not any(each.exists() and each.stat().st_size for each in rows):
-            for name in ("environment.json", "dirty.diff"):  # of a start that came to nothing
+            for name in ("environment.json", "dirty.diff"):  # of a session that wrote no row
                 (self.path / name).unlink(missing_ok=True)
             write_file(file, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
             return
         if not file.exists():
             raise ValueError(f"{str(self.path)!r} holds answers but no config.yaml; name another output")
-        there, now = completed(yaml.safe_load(file.read_text("utf-8"))), completed(config)
-        keys = [key for key in {**now, **there} if now.get(key) != there.get(key)]
+        old, new = as_record(yaml.safe_load(file.read_text("utf-8"))), as_record(config)
+        keys = [key for key in {**new, **old} if new.get(key) != old.get(key)]
         if keys:
-            differs = "; ".join(f"{key} {there.get(key)!r}, now {now.get(key)!r}" for key in keys)
+            differs = "; ".join(f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in keys)
             raise ValueError(
                 f"{str(self.path)!r} holds a run of another configuration ({differs}); name another output"
             )
 
     def has(self, method: str, question_id: int | str) -> bool:
-        """Whether a method has answered a question, or failed to."""
+        """Whether there is an answer or error of a method for a question."""
         return question_id in self.answers[method] or (method, question_id) in self.errors
 
     def add_answer(self, method: str, row: Row, rounds: Sequence[Sequence[Row]] = ()) -> None:
-        """Record an answer; its rounds first, so that a kill never leaves it without them."""
+        """Append an answer. Its rounds are written first, so that no answer lacks them after an interruption."""
         if any(rounds):
             about = {"method": method, "question_id": row["question_id"]}
             append_line(self.path / "rounds.jsonl", {**about, "turns": list(rounds)})
@@ -185,5 +186,5 @@ def answers_path(folder: Path, method: str) -> Path:
 
 
 def by_question(rows: Sequence[Row]) -> dict[Any, Row]:
-    """Rows by question id, or by method and id where they are of several; of two the later counts, as in Spec-Bench."""
+    """Answers by question id, errors by method and question id; of duplicates the last counts, as in Spec-Bench."""
     return {(row["method"], row["question_id"]) if "kind" in row else row["question_id"]: row for row in rows}

@@ -1,8 +1,8 @@
-"""Replay: run a policy on recorded traces, at any table of costs, without a model.
+"""Replay: run a policy on recorded traces, at any cost table, without a model.
 
-The simulator admits rows, reads prompts, plans and accepts as the engine does; a test compares the two round by round.
-Where a trace does not tell what copies of the layers draft, they are taken to draft what the layers do. Second choices
-beside the copies' drafts are always taken to be the layers'.
+The simulator admits rows, prefills, plans and accepts as the engine does; a test compares the two round by round.
+Where a trace has no drafts of copied layers, copies are assumed to draft as the layers do. Second choices of copies are
+always assumed to be those of the layers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.drafts import by_lookup, draft, draft_lengths
 from eval.methods import MethodName, parse_method
-from eval.traces import Bools, Floats, Trace
+from eval.traces import Bools, Floats, Trace, draft, draft_lengths, lookup_outcome
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
 from selfspec.control.registry import POLICIES, make_policy
@@ -27,22 +26,22 @@ from selfspec.drafting.row_lookup import RowLookup
 from selfspec.executors.program import RoundDraft, next_draft
 
 PREFILL_CHUNK = 512  # the engine's default
-DEADLINE = 0.25  # seconds after which no further round of a program begins, as of `generate`
+DEADLINE = 0.25  # seconds after which a program begins no further round; that of `generate`
 
 
 class Overhead(NamedTuple):
-    """Seconds per round that the interpreter takes."""
+    """Seconds per round spent in the interpreter."""
 
-    control: float = 0.0  # for deciding
+    control: float = 0.0  # in the policy
     rest: float = 0.0  # around a round's forwards
-    between: float = 0.0  # from one round to the next; no policy is told of these
+    between: float = 0.0  # between rounds; no policy observes these
 
 
-Overheads = Mapping[bool, Overhead]  # of rounds that draft, and of rounds that do not
+Overheads = Mapping[bool, Overhead]  # True: of rounds that draft, False: of plain rounds
 
 
 class ReplayedRow(NamedTuple):
-    """What one row got out of a round."""
+    """The counts of one row in a round."""
 
     request_id: int
     num_drafted: int
@@ -51,19 +50,21 @@ class ReplayedRow(NamedTuple):
 
 
 class ReplayedRound(NamedTuple):
-    plan: Plan  # of this round alone
+    """One round; `plan` is the plan of this round only."""
+
+    plan: Plan
     rows: tuple[ReplayedRow, ...]
     seconds: float
 
 
 @dataclass(slots=True)
 class Replayed:
-    """A policy's rounds over some traces, and the seconds they would take."""
+    """The rounds of a policy over some traces, and their predicted seconds."""
 
     rounds: list[ReplayedRound] = field(default_factory=list)
-    seconds: float = 0.0  # of all rounds and of shadow picks at prompts; reading prompts is left out
-    plain_seconds: float = 0.0  # that plain decoding would take for the same tokens, in the same batches
-    control: float = 0.0  # real seconds that the policy itself took here; they are in no other figure
+    seconds: float = 0.0  # of rounds and shadow picks at prompts, without prefill
+    plain_seconds: float = 0.0  # of plain decoding for the same tokens in the same batches
+    control: float = 0.0  # measured seconds of the policy itself; not part of the other figures
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +72,7 @@ class Replayed:
 
     @property
     def round_seconds(self) -> float:
-        """Seconds of the rounds alone."""
+        """Seconds of the rounds, without shadow picks at prompts."""
         return sum(round_.seconds for round_ in self.rounds)
 
 
@@ -80,7 +81,7 @@ class _Row:
     request_id: int
     trace: Trace
     at: int = 0  # tokens emitted
-    num_cached: int = 0  # prompt tokens read
+    num_cached: int = 0  # prompt tokens in the KV cache
     content: list[int] = field(init=False)
     lookup: RowLookup = field(init=False)
 
@@ -89,7 +90,7 @@ class _Row:
         self.lookup = RowLookup(self.content)
 
     @property
-    def room(self) -> int:
+    def room(self) -> int:  # `next_draft` reads it: the number of tokens left
         return len(self.trace.tokens) - self.at
 
     @property
@@ -107,13 +108,13 @@ def replay(
     overheads: Overheads = MappingProxyType({}),
     deadline: float = DEADLINE,
 ) -> Replayed:
-    """Decode the traces in order, `batch_size` at a time, as the engine would with this policy.
+    """Simulate decoding the traces in order with this policy.
 
     Args:
-        batch_size: rows decoded together; the next trace begins where one ends.
-        prefill_chunk: prompt tokens read between two programs of rounds.
-        overheads: what the interpreter takes; where there is no entry, what the table of costs has around forwards.
-        deadline: seconds after which no further round of a program begins, where its plan names none.
+        batch_size: rows decoded together; when a row ends, the next trace is admitted.
+        prefill_chunk: maximum prompt tokens of the prefill between two programs of rounds.
+        overheads: seconds of the interpreter; where there is no entry, those of the cost table.
+        deadline: seconds after which a program begins no further round, where its plan has no deadline.
     """
     done = Replayed()
     waiting = deque(_Row(i, trace) for i, trace in enumerate(traces))
@@ -131,12 +132,12 @@ def replay(
 
 
 def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) -> float:
-    """Read prompts; the policy is first asked about all of them and then shown what it asked for, as in the engine.
+    """Prefill up to `budget` prompt tokens, and seed the policy with its shadow picks, in the engine's order.
 
     Returns:
         Seconds of the shadow picks.
     """
-    looks: list[tuple[RowState, Shadow]] = []
+    seeds: list[tuple[RowState, Shadow]] = []
     for row in rows:
         end = row.trace.prompt_length - 1
         count = min(end - row.num_cached, budget)
@@ -149,13 +150,13 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
             continue
         layers = tuple(policy.seed_layers(row.state))
         if layers:
-            hits, sure = row.trace.prompt_hits, row.trace.prompt_confidences
+            hits, confidences = row.trace.prompt_hits, row.trace.prompt_confidences
             base = end - hits.shape[1]
-            seen = max(0, first - base), max(0, row.num_cached - base)  # a trace may know fewer positions
-            if seen[0] < seen[1]:
-                looks.append((row.state, _shadow_of(hits, sure, layers, *seen)))
+            start, stop = max(0, first - base), max(0, row.num_cached - base)  # a trace may have fewer positions
+            if start < stop:
+                seeds.append((row.state, _shadow_of(hits, confidences, layers, start, stop)))
     seconds = 0.0
-    for state, shadow in looks:
+    for state, shadow in seeds:
         policy.seed(state, shadow)
         seconds += costs.seed(len(shadow.layers), len(shadow.hits[0]))
     return seconds
@@ -163,19 +164,20 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
 
 def _program(
     ready: Sequence[_Row],
-    others_wait: bool,
+    is_single: bool,
     checked: CheckedPolicy,
     costs: Costs,
     done: Replayed,
     overheads: Overheads,
     deadline: float,
 ) -> None:
+    """Run one program of rounds; `is_single`: of one round, since other rows still need prefill."""
     clock = StageSeconds()
     plan = checked.plan(ready)
     clock.lap("control")
     rounds, begin = list[RoundOutcome](), done.seconds
     deadline = deadline if plan.deadline is None else plan.deadline
-    while len(rounds) < (1 if others_wait else plan.num_rounds):
+    while len(rounds) < (1 if is_single else plan.num_rounds):
         draft = next_draft(ready, plan)
         rounds.append(_round(ready, draft, costs, done, overheads))
         is_over = draft.plan.shadow is not None or any(not row.room for row in ready)
@@ -200,31 +202,28 @@ def _round(
     replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
     done.rounds.append(ReplayedRound(plan, replayed, took.total + between))
     done.seconds += took.total + between
-    most = max(row.num_emitted for row in replayed)
-    emitting = (sum(row.num_emitted > i for row in replayed) for i in range(most))
+    longest = max(row.num_emitted for row in replayed)
+    emitting = (sum(row.num_emitted > i for row in replayed) for i in range(longest))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
     drafted = any(outcome.num_drafted for outcome in outcomes)
     return RoundOutcome(plan.exit_layer if drafted else None, outcomes, took)
 
 
 def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> StageSeconds:
-    """What a round takes whose rows hold `context` tokens each, see `Costs.context_of`."""
-    beside = [o.num_beside for o in outcomes]
-    drafted = [o.num_drafted for o in outcomes]
-    beside, copies = beside if any(beside) else [], plan.draft_bits is not None
-    took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, beside, copies=copies))
+    """Seconds of a round whose rows hold `context` tokens each, see `Costs.context_of`."""
+    drafted, second = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
+    second, copies = second if any(second) else [], plan.draft_bits is not None
+    took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, second, copies=copies))
     if plan.shadow is not None:
-        looked = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
-        took.shadow = costs.shadow(len(plan.shadow.layers), looked, plan.shadow.exact)
+        num_judged = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
+        took.shadow = costs.shadow(len(plan.shadow.layers), num_judged, plan.shadow.exact)
     return took
 
 
 def _outcomes(ready: Sequence[_Row], draft: RoundDraft) -> list[RowOutcome]:
     if draft.given is not None:
-        return [
-            by_lookup(row.request_id, guess, row.trace.tokens[row.at :])
-            for row, guess in zip(ready, draft.given, strict=True)
-        ]
+        pairs = zip(ready, draft.given, strict=True)
+        return [lookup_outcome(row.request_id, guess, row.trace.tokens[row.at :]) for row, guess in pairs]
     lengths = draft_lengths([(row.trace, row.at) for row in ready], draft.plan)
     return [_outcome(row, i, draft.plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
 
@@ -235,8 +234,8 @@ def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
         stop = row.at + min(outcome.num_emitted, plan.shadow.max_columns)
         trace, exact = row.trace, plan.shadow.exact
         hits = trace.hits if exact else trace.short_hits
-        sure = trace.confidences if exact else trace.short_confidences
-        shadow = _shadow_of(hits, sure, plan.shadow.layers, row.at, stop)
+        confidences = trace.confidences if exact else trace.short_confidences
+        shadow = _shadow_of(hits, confidences, plan.shadow.layers, row.at, stop)
     return outcome._replace(request_id=row.request_id, shadow=shadow)
 
 
@@ -253,7 +252,7 @@ def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: i
 
 
 def parse_policy(name: str) -> MethodName:
-    """The parts of a policy's name, such as `del`, `fixed:4,4` or `adaptive:exit+tree`.
+    """Parse a policy's name, such as `del`, `fixed:4,4` or `adaptive:exit+tree`.
 
     Raises:
         ValueError: it is no policy of selfspec.
@@ -265,20 +264,16 @@ def parse_policy(name: str) -> MethodName:
 
 
 def make(
-    name: str,
-    costs: Costs,
-    exit_layer: int | None = None,
-    num_draft_tokens: int | None = None,
-    prior: object = None,
+    name: str, costs: Costs, exit_layer: int | None = None, num_draft_tokens: int | None = None, prior: object = None
 ) -> Policy:
-    """A fresh policy by name, for a machine of these costs.
+    """Make a new policy by name, with these costs.
 
     Args:
-        exit_layer, num_draft_tokens: where the name does not say them and the policy does not choose them.
-        prior: acceptance statistics that it starts from.
+        exit_layer, num_draft_tokens: used where the name has none and the policy does not choose them.
+        prior: initial acceptance statistics.
 
     Raises:
-        ValueError: an unknown name, or an exit layer or a draft length that the model does not have.
+        ValueError: the name is unknown, or the exit layer or draft length is not possible.
     """
     own = parse_policy(name).settings
     exit_layer, num_draft_tokens = own.get("exit_layer", exit_layer), own.get("num_draft_tokens", num_draft_tokens)

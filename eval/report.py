@@ -1,7 +1,7 @@
-"""The report: are outputs equal, how fast, what failed, where and with what; of `summary.json` and the studies.
+"""The report of a run, made from `summary.json` and the studies.
 
-It is made once, as sections of Markdown texts, one table and one figure each; two templates write it as Markdown and as
-one HTML file that opens from disk.
+It is a list of sections with Markdown texts, a table and a figure each; two templates render it as Markdown and as one
+self-contained HTML file.
 """
 
 from __future__ import annotations
@@ -20,31 +20,22 @@ from markupsafe import Markup, escape
 
 from eval import figures, studies
 from eval.config import known
+from eval.figures import table
 from eval.metrics import METRICS, TABLE
 from eval.records import answers_path, by_question, read_lines, read_object, write_file
 from eval.summary import summarise
-from eval.table import table
 
 SPEC_BENCH = ("mean_accepted_tokens", *(name for name in METRICS if name.startswith("spec_bench")))
-ABOUT = [
-    "model",
-    "architecture",
-    "num_layers",
-    "num_parameters",
-    "dtype",
-    "device",
-    "gpu",
-    "cpu",
-    "cpu_cores",
-    "threads",
-]
-VERSIONS = ["selfspec", "torch", "transformers", "python", "commit", "dirty", "command", "time"]
+ENVIRONMENT = (
+    *("model", "architecture", "num_layers", "num_parameters", "dtype", "device", "gpu", "cpu", "cpu_cores", "threads"),
+    *("selfspec", "torch", "transformers", "python", "commit", "dirty", "command", "time"),
+)
 SHOWN_DIFFERENCES = 5
 
 
 @dataclass
 class Section:
-    """Texts, table cells and items are Markdown with `code` and **bold** alone."""
+    """A section of the report; texts, table cells and items are Markdown with only `code` and **bold**."""
 
     title: str
     texts: list[str] = field(default_factory=list)
@@ -56,29 +47,28 @@ class Section:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write a run folder's summary and report again, or show those of anybody's answer files; the exit code."""
+    """Write a run folder's summary and report again, or print a report of answer files."""
     parser = argparse.ArgumentParser(prog="python -m eval report", description=main.__doc__)
     parser.add_argument("paths", nargs="+", help="a run folder, or answer files in Spec-Bench's format")
-    parser.add_argument("--baseline", help="method (of files: a name without .jsonl) that speedups are over")
+    parser.add_argument("--baseline", help="method (for files: a name without .jsonl) that speedups are over")
     options = parser.parse_args(arguments)
     paths = [Path(path) for path in options.paths]
     if len(paths) == 1 and (paths[0] / "summary.json").is_file():
-        print(_again(paths[0], options.baseline), end="")
+        print(_rewrite(paths[0], options.baseline), end="")
         return 0
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{str(path)!r} is neither a finished run's folder nor an answer file")
+            raise ValueError(f"{str(path)!r} is neither a run folder with a summary nor an answer file")
     answers = {path.stem: by_question(read_lines(path)) for path in paths}
     base = options.baseline or paths[0].stem
     known("baseline", base, answers)
-    most = max(len(rows) for rows in answers.values())
-    found = summarise(answers, [], base, num_questions=most)
-    print(render("md", list(sections(found, None)), "", opening_of(found)), end="")
+    summary = summarise(answers, [], base, num_questions=max(len(rows) for rows in answers.values()))
+    print(render("md", list(sections(summary, None)), "", opening_of(summary)), end="")
     return 0
 
 
-def _again(folder: Path, baseline: str | None) -> str:
-    """A run folder's report from its rows, with the comparison of outputs that the run itself has made."""
+def _rewrite(folder: Path, baseline: str | None) -> str:
+    """Write a run folder's report from its rows; the comparison of outputs is taken from the old summary."""
     before = read_object(folder / "summary.json")
     names = [method["method"] for method in before["methods"]]
     if baseline:
@@ -92,17 +82,17 @@ def _again(folder: Path, baseline: str | None) -> str:
 
 
 def publish(folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write `summary.json`, `report.md`, `report.html` and `figures/`; the report's text.
+    """Write `summary.json`, `report.md`, `report.html` and `figures/`; returns the report as Markdown.
 
     Raises:
-        FullError: they cannot be written.
+        FullError: a file cannot be written.
     """
     write_file(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     opening, figure = opening_of(summary), None
     try:
         figure = figures.speedup_by_category(summary)
     except ImportError:
-        opening.append("There is no figure: it needs matplotlib (pip install matplotlib; then report again).")
+        opening.append("There is no figure: it needs matplotlib (pip install matplotlib; then run report).")
     made = [*sections(summary, figure), *studies.sections(folder, Section)]
     about = str((summary.get("environment") or {}).get("model") or "")
     text = render("md", made, about, opening)
@@ -114,7 +104,7 @@ def publish(folder: Path, summary: Mapping[str, Any]) -> str:
 
 
 def render(form: str, made: Sequence[Section], about: str, opening: Sequence[str]) -> str:
-    """The report as "md" or "html"."""
+    """Render the report as "md" or "html"."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=folder, autoescape=form == "html", undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -124,11 +114,11 @@ def render(form: str, made: Sequence[Section], about: str, opening: Sequence[str
     template = environment.get_template(f"report.{form}.jinja")
     shown = [section for section in made if section.texts or section.rows or section.items or section.figure]
     text = template.render(title="Run report", about=about, opening=opening, sections=shown).rstrip() + "\n"
-    return text.encode("utf-8", "replace").decode()  # halves of letters, which JSON can hold, as question marks
+    return text.encode("utf-8", "replace").decode()  # lone surrogates become question marks
 
 
 def _markdown(text: str) -> str:
-    """The text with data that may look like tags made harmless, but for code, where they are shown as they are."""
+    """Escape `<` outside of code, so that data cannot form HTML tags."""
     return re.sub(r"`[^`]+`|<", lambda found: found[0] if found[0] != "<" else "\\<", text)
 
 
@@ -137,13 +127,13 @@ def _base64(text: str) -> str:
 
 
 def _inline(text: str) -> Markup:
-    """Markdown of one line as HTML."""
+    """Convert one line of Markdown to HTML."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", marked))
 
 
 def sections(summary: Mapping[str, Any], figure: figures.Figure | None) -> Iterator[Section]:
-    """What the summary says."""
+    """The sections made from the summary."""
     columns = summary.get("metrics") or TABLE
     methods = summary["methods"]
     groups = list(dict.fromkeys(name for method in methods for name in method["groups"] if name != "overall"))
@@ -156,20 +146,20 @@ def sections(summary: Mapping[str, Any], figure: figures.Figure | None) -> Itera
     stages = list(ours[0]["groups"]["overall"]["stage_shares"]) if ours else []
     shares = [(method["method"], method["groups"]["overall"]["stage_shares"]) for method in ours]
     rows = [[_code(name), *(f"{share.get(stage, 0):.0%}" for stage in stages)] for name, share in shares]
-    told = ["Share of a round's time by stage, by the engine's own clock."] if rows else []
-    yield Section("Where the time goes", told, ["method", *stages], rows)
+    texts = ["Share of a round's time by stage, by the engine's own clock."] if rows else []
+    yield Section("Where the time goes", texts, ["method", *stages], rows)
     failed = [[_code(m["method"]), kind, str(count)] for m in methods for kind, count in m["errors"].items()]
-    told = ["Questions without an answer; each is a row of errors.jsonl."] if failed else []
-    yield Section("Errors", told, ["method", "kind", "questions"], failed)
+    texts = ["Questions without an answer; each is a row of errors.jsonl."] if failed else []
+    yield Section("Errors", texts, ["method", "kind", "questions"], failed)
     about = summary.get("environment") or {}
-    known_of = [key for key in (*ABOUT, *VERSIONS) if about.get(key) is not None]
-    yield Section("Environment", items=[f"{key.replace('_', ' ')}: {_data(about[key])}" for key in known_of])
+    items = [f"{key.replace('_', ' ')}: {_data(about[key])}" for key in ENVIRONMENT if about.get(key) is not None]
+    yield Section("Environment", items=items)
     names = dict.fromkeys([*columns, *SPEC_BENCH])
     yield Section("Definitions", items=[f"`{name}`: {METRICS[name].meaning}." for name in names])
 
 
 def opening_of(summary: Mapping[str, Any]) -> list[str]:
-    """What a reader must know first."""
+    """The report's first paragraphs: size, completeness, baseline, skipped methods."""
     number, base = summary["num_questions"], summary["baseline"]
     missing = max((method["num_missing"] for method in summary["methods"]), default=0)
     said = [f"{number} questions, {len(summary['methods'])} methods, interleaved question by question."]
@@ -181,26 +171,26 @@ def opening_of(summary: Mapping[str, Any]) -> list[str]:
     else:
         said.append("No baseline.")
     if summary.get("harness_share") is not None:
-        said.append(f"The harness itself took {summary['harness_share']:.2%} of the time measured, between calls.")
+        said.append(f"The harness took {summary['harness_share']:.2%} of the measured time, between calls.")
     return [" ".join(said), *(f"Skipped: {_data(reason)}." for reason in (summary.get("skipped") or {}).values())]
 
 
 def _outputs(check: Sequence[Mapping[str, Any]] | None) -> Section:
     if check is None:
         return Section("Outputs", ["Not compared with plain decoding."])
-    told, exact = list[str](), [method for method in check if not method.get("is_other_arithmetic")]
+    texts, exact = list[str](), [method for method in check if not method.get("is_other_arithmetic")]
     if any(method["num_different"] for method in exact):
-        told.append("**Outputs differ from plain decoding's.**")
+        texts.append("**Outputs differ from plain decoding's.**")
     else:
         counts = ", ".join(f"{_code(method['method'])} {method['num_compared']}" for method in exact) or "none"
-        told.append(f"Every output compared is plain decoding's, token for token (questions: {counts}).")
+        texts.append(f"Every output compared is plain decoding's, token for token (questions: {counts}).")
     for method in check:
         if method.get("is_other_arithmetic"):
             other = f"{_code(method['method'])} computes with other arithmetic, so its tokens may differ"
-            told.append(f"{other}: they do in {method['num_different']} of {method['num_compared']} questions.")
+            texts.append(f"{other}: they do in {method['num_different']} of {method['num_compared']} questions.")
     columns = ["method", "questions compared", "different", "of them ties", "first differences"]
     rows = [_difference_row(method) for method in check if method["num_different"]]
-    return Section("Outputs", told, columns, rows)
+    return Section("Outputs", texts, columns, rows)
 
 
 def _difference_row(method: Mapping[str, Any]) -> list[str]:
@@ -225,7 +215,7 @@ def _of(method: Mapping[str, Any], group: str, name: str) -> str:
 
 
 def shown(name: str, value: Any) -> str:
-    """A figure for people: three digits, its interval in brackets; short times in milliseconds."""
+    """Format a figure: three digits, its interval in brackets; short times in milliseconds."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -244,5 +234,5 @@ def _code(name: str) -> str:
 
 
 def _data(value: object) -> str:
-    """Somebody's text in one line."""
+    """Text from outside in one line."""
     return " ".join(str(value).split())

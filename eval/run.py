@@ -1,8 +1,8 @@
 """Decode a question file with several methods, question by question in turn, and write everything into a folder.
 
 The report goes to standard output, progress to standard error. Exit codes: 0; 1 (the disk was full: run the same
-command again to go on); 2 (something asked for is not possible, in one sentence); 130 (Ctrl-C; the report of what was
-answered so far is there, and the same command goes on).
+command again to resume); 2 (invalid input, explained in one sentence); 130 (Ctrl-C: the report covers the answers so
+far, and the same command resumes the run).
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import environment
+from eval import measurement
 from eval.answers import Method, Skipped
 from eval.asking import Progress, Shared, ask_all, warm_up
-from eval.config import add_flags, flags_given
+from eval.config import AUTO, FOLDER, RunConfig, add_flags, as_record, flags_given, read_run_config
+from eval.decoders import LlamaCpp, Ours, Transformers
 from eval.external import External
-from eval.llama_cpp import LlamaCpp
 from eval.methods import LLAMA_CPP, file_name, parse_method
 from eval.models import Endless, measured_costs, open_target
-from eval.ours import Ours
-from eval.peers import Transformers
 from eval.questions import encoded, fingerprint, read_questions
 from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
-from eval.run_config import AUTO, RUN, RunConfig, as_record, read_run_config
 from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
 from selfspec.control.costs import Costs
 from selfspec.control.registry import NEEDS_COSTS
 
-COST_SECONDS = 10.0  # no further repeat of a measurement of costs begins after these
-TEMPLATE_TOKENS = 64  # at most, that a chat template adds to a turn
+COST_SECONDS = 10.0  # no repeat of a cost measurement begins later
+TEMPLATE_TOKENS = 64  # upper bound of the tokens that a chat template adds to a turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run or resume; the exit code."""
+    """Run or resume; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m eval run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    default = str(FOLDER / "run.yaml")
     parser.add_argument(
-        "config", nargs="?", default=str(RUN), help="YAML file with the keys below; default: %(default)s"
+        "config", nargs="?", default=default, help="YAML file with the keys below; default: %(default)s"
     )
     add_flags(parser, RunConfig)
     options = parser.parse_args(arguments)
@@ -56,34 +54,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             code = 130
         print(session.finish(), end="")
-    print(f"{'stopped; go on with the same command: ' if code else ''}{config.output}", file=sys.stderr)
+    print(f"{'stopped; run the same command to resume: ' if code else ''}{config.output}", file=sys.stderr)
     return code
 
 
 class Session:
-    """One session at a run folder: everything that is asked, and everyone who answers.
+    """One session with a run folder: its questions, its model and its methods.
 
     Raises:
-        ValueError: a question file, model or folder that cannot be used, or a method that this model does not allow.
+        ValueError: a question file, model or folder cannot be used, or the model does not support a method.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, path = config, Path(config.output)
-        self.asked = read_questions(
+        self.config = config
+        self.questions = read_questions(
             config.questions,
             config.num_questions,
             path=config.questions_path,
             columns=config.columns,
             per_category=config.per_category,
         )
-        record = {**as_record(config), "questions_sha256": fingerprint(self.asked)}
-        self.folder = RunFolder(path, record, config.methods)
+        record = {**as_record(config), "questions_sha256": fingerprint(self.questions)}
+        self.folder = RunFolder(Path(config.output), record, config.methods)
         self.methods: list[Method] = []
         self.skipped: dict[str, str] = {}  # methods that cannot run here, and why
         errors = [name for name, _ in self.folder.errors]
         done = {name: len(self.folder.answers[name]) + errors.count(name) for name in config.methods}
-        self.progress = Progress(config.methods, len(self.asked), done)
-        self.is_asked = all(number >= len(self.asked) for number in done.values())
+        self.progress = Progress(config.methods, len(self.questions), done)
+        self.is_complete = all(number >= len(self.questions) for number in done.values())
         try:
             self._open()
         except BaseException:
@@ -95,30 +93,30 @@ class Session:
         self.progress.say(f"opening {config.model}")
         self.target = open_target(config.model, config)
         if self.target.tokenizer is None:
-            raise ValueError("the model has no tokenizer, and questions are text; put one beside the model")
+            raise ValueError("the model has no tokenizer, and questions are text; put one into the model's folder")
         limit = self.target.stack.context_limit
         self.shared = Shared(self.target.tokenizer, limit, config.max_new_tokens, config.seed)
-        now = environment.environment(self.target, config.model)
+        now = measurement.environment(self.target, config.model)
         self.environment = read_object(self.folder.path / "environment.json") or now
-        if self.is_asked:
+        if self.is_complete:
             return
         if self.environment is not now:
             self.environment["resumed"] = [*self.environment.get("resumed", []), now]
         elif now["dirty"]:
-            write_file(self.folder.path / "dirty.diff", environment.difference())
+            write_file(self.folder.path / "dirty.diff", measurement.difference())
         costs = self._costs()
         if costs is not None:
-            now["costs"] = costs.as_dict()  # what this session's policies decide by
+            now["costs"] = costs.as_dict()
         write_file(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
         for name in config.methods:
             try:
-                self.methods.append(self._made(name, costs))
+                self.methods.append(self._make_method(name, costs))
             except Skipped as problem:
                 self.skipped[name] = str(problem)
                 self.progress.say(f"skipped: {problem}")
 
     def _costs(self) -> Costs | None:
-        """Measured for this run or taken from the user's cache; None where no method asks for any."""
+        """The cost table, measured now or from the user's cache; None where no method needs it."""
         repeats = self.config.cost_repeats
         if not any(parse_method(name).kind in NEEDS_COSTS for name in self.config.methods):
             return None
@@ -128,8 +126,8 @@ class Session:
         self.progress.say("costs: taken from the user's cache, or measured for a few seconds where it has none")
         return self.target.costs(1)
 
-    def _made(self, name: str, costs: Costs | None) -> Method:
-        """A method of the run, over the model that all share."""
+    def _make_method(self, name: str, costs: Costs | None) -> Method:
+        """A method of the run; all share the model's weights."""
         config, method, tokenizer = self.config, parse_method(name), self.target.tokenizer
         eos = frozenset[int]() if config.ignore_eos else self.target.eos_token_ids
         limits = config.temperature, config.time_limit
@@ -139,47 +137,47 @@ class Session:
         if method.kind == LLAMA_CPP:
             return LlamaCpp(config.model, method, self._longest_context(), eos, *limits)
         own = Endless(self.target, eos, costs)
-        own.prior = None  # a run depends on itself alone
+        own.prior = None  # figures must not depend on earlier runs
         if method.is_ours:
             return Ours(own, method, *limits, keep_rounds=config.keep_rounds)
         return Transformers(own, tokenizer, method, *limits)
 
     def _longest_context(self) -> int:
-        """Most tokens that a question takes with its answers."""
+        """Upper bound of the tokens of a question with its answers."""
         more = self.config.max_new_tokens + TEMPLATE_TOKENS
-        tokens = (sum(len(encoded(self.shared.tokenizer, t)) + more for t in question.turns) for question in self.asked)
+        tokens = (sum(len(encoded(self.shared.tokenizer, t)) + more for t in q.turns) for q in self.questions)
         return min(self.shared.context_limit, max(tokens))
 
     def run(self) -> None:
-        """Ask what is not answered yet, then make the studies that are not there yet."""
-        if not self.is_asked:
+        """Ask the questions and make the studies that the folder does not have yet."""
+        if not self.is_complete:
             self.progress.say("warming up")
-            warm_up(self.methods, self.asked[0], self.shared, self.config.warmups)
+            warm_up(self.methods, self.questions[0], self.shared, self.config.warmups)
             self.progress.begin()
-            ask_all(self.methods, self.asked, self.shared, self.folder, self.progress)
-        make_studies(self.config, self.target, self.asked, self.shared, self.progress.say)
+            ask_all(self.methods, self.questions, self.shared, self.folder, self.progress)
+        make_studies(self.config, self.target, self.questions, self.shared, self.progress.say)
 
     def finish(self) -> str:
-        """Write summary and report of what has been answered so far; the report's text."""
+        """Write summary and report of the answers so far; returns the report's text."""
         config, is_auto, is_greedy = self.config, self.config.baseline == AUTO, self.config.temperature == 0
         names = [name for name in config.methods if name not in self.skipped]
-        order = [question.question_id for question in self.asked]
+        order = [question.question_id for question in self.questions]
         rows = {name: self.folder.answers[name] for name in names}
         answers = {name: {key: of[key] for key in order if key in of} for name, of in rows.items()}
-        found = summarise(
+        summary = summarise(
             answers,
             self.folder.errors.values(),
             fastest_plain(answers) if is_auto else config.baseline,
-            num_questions=len(self.asked),
+            num_questions=len(self.questions),
             resamples=config.resamples,
             seed=config.seed,
         )
-        if config.check:  # sampled output of others has the same distribution, but other numbers
+        if config.check:  # sampled output of other engines has the same distribution, but other tokens
             compared = [name for name in names if is_greedy or parse_method(name).is_ours]
             target = self.target if is_greedy else None
-            found["check"] = compare_outputs(answers, compared, self.asked, self.shared, target)
+            summary["check"] = compare_outputs(answers, compared, self.questions, self.shared, target)
         more: dict[str, Any] = {"is_auto": is_auto, "metrics": list(config.metrics), "skipped": self.skipped}
-        return publish(self.folder.path, {"check": None, **found, **more, "environment": self.environment})
+        return publish(self.folder.path, {"check": None, **summary, **more, "environment": self.environment})
 
     def close(self) -> None:
         for method in self.methods:

@@ -1,9 +1,9 @@
-"""Studies of a run: figures beside its answers, each measured once on some of its questions: `studies/NAME.json`.
+"""Studies of a run: additional measurements on some of its questions, written to `studies/NAME.json`.
 
-acceptance   how often a draft of every exit layer would be right, by position: exact, from each layer's own picks
-grid         speed of every fixed setting (exit layer, draft length) over plain decoding
-batch        speed of `adaptive` and of the grid's best setting over plain decoding, by batch size
-policies     every policy by replay of recorded outputs, at the costs of this machine, beside what could be reached
+acceptance   acceptance of drafts by exit layer and position: exact, from each layer's own picks
+grid         speedup of every fixed setting (exit layer, draft length) over plain decoding
+batch        speedup of `adaptive` and of the grid's best setting over plain decoding, by batch size
+policies     speedup of every policy by replay of recorded outputs, at the costs of this machine, and bounds
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice, zip_longest
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,30 +24,31 @@ import torch
 from eval.answers import Failure, Prompt
 from eval.asking import Shared, prompt_of
 from eval.bounds import runs
-from eval.models import Endless, Target, rounds
-from eval.policies import MEASURED, ReplayConfig, compare
+from eval.config import STUDY_SIZES, RunConfig
+from eval.measurement import Say
+from eval.models import Endless, rounds
+from eval.policies import compare
 from eval.questions import Question
 from eval.records import FullError, read_object, write_file
-from eval.run_config import SIZES, RunConfig
-from eval.tasks import Recorded, trace_of
-from eval.timing import Say
+from eval.tasks import MEASURED, Recorded, ReplayConfig, trace_of
 from eval.traces import Trace
 from selfspec.executors.pick import Sampling
+from selfspec.target import Target
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 REPEATS = 3  # of a batch
-SECONDS = 60.0  # after which a study that decodes begins nothing more, and shows what it has
-MOST = 8  # drafted tokens whose acceptance is shown
+MAX_SECONDS = 60.0  # after this a study begins no further measurement
+MAX_DRAFTED = 8  # positions whose acceptance is shown
 Record = dict[str, Any]
 
 
 @dataclass
 class Material:
-    """What studies share: some questions of a run, and traces of what the model writes after them.
+    """The input of all studies: some questions of a run, and traces of the model's outputs.
 
     Args:
-        prompts: the first turns of these questions.
+        prompts: the first turns of the questions.
     """
 
     config: RunConfig
@@ -57,7 +59,7 @@ class Material:
 
     @cached_property
     def traces(self) -> list[Trace]:
-        """A trace per prompt, of up to max_new_tokens, which ends as the run's answers do."""
+        """A trace per prompt, which ends where the run's answer does."""
         found = []
         for i, prompt in enumerate(self.prompts):
             self.say(f"studies: recording question {i + 1} of {len(self.prompts)}")
@@ -74,32 +76,34 @@ class Material:
         return sorted({max(1, layers * eighths // 8) for eighths in range(1, 5)} - {layers})
 
     def seconds(self, prompts: Sequence[Prompt], batch_size: int, **settings: Any) -> float:
-        """What decoding study_tokens after every prompt took, prefill apart, by the engine's own clock."""
-        room = [min(self.config.study_tokens, prompt.max_new_tokens) for prompt in prompts]
-        sampling = {"temperature": self.config.temperature, "seeds": [prompt.seed for prompt in prompts]}
+        """Seconds to decode study_tokens after every prompt, without prefill, by the engine's own clock."""
+        limits = [min(self.config.study_tokens, prompt.max_new_tokens) for prompt in prompts]
+        sampling: Record = {"temperature": self.config.temperature, "seeds": [prompt.seed for prompt in prompts]}
         ids = [prompt.ids for prompt in prompts]
-        done = list(rounds(self.target, ids, room, max_batch_size=batch_size, **sampling, **settings))
+        done = list(rounds(self.target, ids, limits, max_batch_size=batch_size, **sampling, **settings))
         return sum(round_.seconds.total - round_.seconds.prefill for round_ in done)
 
 
 def acceptance(material: Material) -> Record:
-    """Of the output positions with i tokens left, `joint[i - 1]`: the share from which the next i drafted tokens all
-    are the output's; None where there is no such position."""
+    """`joint[i - 1]` is the share of output positions from which the next i drafted tokens are all accepted.
+
+    Only positions with at least i tokens left count; None where there are none.
+    """
     exits = []
     for layer in range(1, material.target.stack.num_layers):
         lengths = [runs(trace.hits[layer - 1]) for trace in material.traces]
-        right = [np.concatenate([n[: max(0, len(n) - i + 1)] >= i for n in lengths]) for i in range(1, MOST + 1)]
+        right = [np.concatenate([n[: max(0, len(n) - i + 1)] >= i for n in lengths]) for i in range(1, MAX_DRAFTED + 1)]
         exits.append({"exit_layer": layer, "joint": [float(each.mean()) if each.size else None for each in right]})
     num_tokens = sum(len(trace.tokens) for trace in material.traces)
     return {"num_layers": material.target.stack.num_layers, "num_tokens": num_tokens, "exits": exits}
 
 
 def grid(material: Material) -> Record:
-    """Every setting is timed beside plain decoding of its own, question by question; medians of the ratios count."""
+    """Time every setting and plain decoding in turn, question by question; figures are medians of the ratios."""
     ratios: dict[tuple[int, int], list[float]] = {(e, d): [] for e in material.exits for d in DRAFT_LENGTHS}
     speeds, start = list[float](), perf_counter()
     for i, prompt in enumerate(material.prompts):
-        if i and perf_counter() - start > SECONDS:
+        if i and perf_counter() - start > MAX_SECONDS:
             break
         material.say(f"grid: question {i + 1} of {len(material.prompts)}")
         for layer in material.exits:
@@ -121,25 +125,26 @@ def grid(material: Material) -> Record:
 
 
 def batch(material: Material) -> Record:
-    """Batch sizes up to the first that memory does not hold, or that would probably take longer than SECONDS.
+    """Time batch sizes up to the first that exceeds memory, or that would probably take longer than MAX_SECONDS.
 
     Prompts are repeated until the last batch is full.
     """
     found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
     layer = found.get("exit_layer", max(1, material.target.stack.num_layers // 4))
     fixed = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": found.get("draft_length", 4)}
-    ways: dict[str, Record] = {"adaptive": {"policy": "adaptive"}, f"fixed:{layer},{fixed['num_draft_tokens']}": fixed}
-    speedups: dict[str, list[Record]] = {name: [] for name in ways}
+    methods: dict[str, Record] = {"adaptive": {"policy": "adaptive"}}
+    methods[f"fixed:{layer},{fixed['num_draft_tokens']}"] = fixed
+    speedups: dict[str, list[Record]] = {name: [] for name in methods}
     sizes: list[int] = []
-    last, now = 0.0, perf_counter()  # seconds of the last size
+    last, now = 0.0, perf_counter()  # `last`: seconds of the size before
     for size in BATCH_SIZES:
-        if 2 * last > SECONDS:
+        if 2 * last > MAX_SECONDS:
             break
         material.say(f"batch: {size} rows")
         count = -(-len(material.prompts) // size) * size  # whole batches
         prompts = [material.prompts[i % len(material.prompts)] for i in range(count)]
         try:
-            taken = [_in_turn(material, prompts, size, ways) for _ in range(REPEATS + 1)][1:]  # the first warms up
+            taken = [_time_all(material, prompts, size, methods) for _ in range(REPEATS + 1)][1:]  # the first warms up
         except torch.OutOfMemoryError:
             break
         sizes.append(size)
@@ -150,13 +155,13 @@ def batch(material: Material) -> Record:
     return {"batch_sizes": sizes, "methods": [{"method": n, "speedup": found} for n, found in speedups.items()]}
 
 
-def _in_turn(material: Material, prompts: Sequence[Prompt], size: int, ways: dict[str, Record]) -> dict[str, float]:
-    """Seconds of every way to decode the prompts, one right after the other."""
-    return {name: material.seconds(prompts, size, **way) for name, way in {"plain": {}, **ways}.items()}
+def _time_all(material: Material, prompts: Sequence[Prompt], size: int, methods: Record) -> dict[str, float]:
+    """Seconds of plain decoding and of every method, one right after the other."""
+    return {name: material.seconds(prompts, size, **options) for name, options in {"plain": {}, **methods}.items()}
 
 
 def policies(material: Material) -> Record:
-    """Every question from a fresh start; speedups over plain decoding of all of them together."""
+    """Replay every policy, a new one per question; speedups are over plain decoding of all questions together."""
     target, length = material.target, max(len(trace.tokens) for trace in material.traces)
     material.say(f"policies: replaying {len(material.traces)} questions")
     defaults = target.default_exit_layer, target.default_num_draft_tokens
@@ -167,23 +172,18 @@ def policies(material: Material) -> Record:
     return {"length": length, "rows": rows}
 
 
-MAKE: dict[str, Callable[[Material], Record]] = {
-    "acceptance": acceptance,
-    "grid": grid,
-    "batch": batch,
-    "policies": policies,
-}
+MAKE: dict[str, Callable[[Material], Record]] = {f.__name__: f for f in (acceptance, grid, batch, policies)}
 
 
-def make_studies(config: RunConfig, target: Target, asked: Sequence[Question], shared: Shared, say: Say) -> None:
-    """Make the studies that the run folder does not have yet, or has of other sizes.
+def make_studies(config: RunConfig, target: Target, questions: Sequence[Question], shared: Shared, say: Say) -> None:
+    """Make the studies that the run folder lacks, or has with other sizes.
 
-    One that this model cannot do leaves the sentence why in place of its figures.
+    The file of a study that fails has the reason in place of figures.
 
     Raises:
         FullError: a file could not be written; the folder can be resumed.
     """
-    folder, sizes = Path(config.output), {key: getattr(config, key) for key in SIZES}
+    folder, sizes = Path(config.output), {key: getattr(config, key) for key in STUDY_SIZES}
     material: Material | None = None
     for name in config.studies:
         path = study_path(folder, name)
@@ -191,11 +191,11 @@ def make_studies(config: RunConfig, target: Target, asked: Sequence[Question], s
             continue
         say(f"study: {name}")
         try:
-            material = material or _material(config, target, asked, shared, say)
+            material = material or _material(config, target, questions, shared, say)
             made = {**MAKE[name](material), "num_questions": len(material.prompts)}
         except FullError:
             raise
-        except Exception as problem:  # the answers are worth more than a study
+        except Exception as problem:  # a failed study must not cost the answers
             text = f"{problem}" if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
             made = {"error": " ".join(text.split())}
             say(f"study {name}: {made['error']}")
@@ -214,37 +214,32 @@ def _is_of(path: Path, sizes: dict[str, int]) -> bool:
     return all(found.get(key) == size for key, size in sizes.items())
 
 
-def _material(config: RunConfig, target: Target, asked: Sequence[Question], shared: Shared, say: Say) -> Material:
-    """First turns of `config.study_questions` questions, those left out that the context has no room for."""
+def _material(config: RunConfig, target: Target, questions: Sequence[Question], shared: Shared, say: Say) -> Material:
+    """The first turns of `config.study_questions` questions that fit into the context, evenly from all categories."""
     fitting: dict[str, list[Prompt]] = {}
-    for i, question in enumerate(asked):
+    for i, question in enumerate(questions):
         try:
             fitting.setdefault(question.category, []).append(prompt_of(question, 0, [], shared, i))
         except Failure:
             continue
-    chosen = [prompt for turn in _by_place(list(fitting.values())) for prompt in turn][: config.study_questions]
+    interleaved = (prompt for group in zip_longest(*fitting.values()) for prompt in group if prompt is not None)
+    chosen = list(islice(interleaved, config.study_questions))
     if not chosen:
         raise ValueError(f"no question leaves room for a token in the model's context of {shared.context_limit}")
     eos = frozenset[int]() if config.ignore_eos else target.eos_token_ids
     return Material(config, Endless(target), chosen, eos, say)
 
 
-def _by_place(lists: Sequence[list[Prompt]]) -> Iterator[list[Prompt]]:
-    """The first of every list, then the second of every list that has one, and so on."""
-    for i in range(max(map(len, lists), default=0)):
-        yield [each[i] for each in lists if len(each) > i]
-
-
 def sections(folder: Path, section: Callable[..., Any]) -> Iterator[Any]:
-    """What the studies of a folder found, for the report; of broken files why they say nothing."""
-    for name, (title, told, show) in SHOWN.items():
+    """The report's sections of a folder's studies; a broken file gives a section with the reason."""
+    for name, (title, text, show) in SHOWN.items():
         try:
             found = read_object(study_path(folder, name))
             if "error" in found:
                 yield section(title, [f"The study {name} failed: {found['error']}"])
             elif found:
                 count = found.get("num_questions")
-                yield section(title, [f"{told} {count} questions." if count else told], *show(found))
+                yield section(title, [f"{text} {count} questions." if count else text], *show(found))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             yield section(title, [f"studies/{name}.json cannot be shown ({problem})."])
 
@@ -286,10 +281,14 @@ RATIO = "Speedup over plain decoding"
 SHOWN: dict[str, tuple[str, str, Callable[[Record], Cells]]] = {
     "acceptance": (
         "Acceptance",
-        "How often a draft is the model's own output up to and including a position, by the layer that drafts.",
+        "Share of drafts that are accepted up to and including a position, by exit layer.",
         _acceptance_table,
     ),
-    "grid": ("Exit layer and draft length", f"{RATIO} by exit layer and drafted tokens, prefill apart.", _grid_table),
-    "batch": ("Batches", f"{RATIO} of the same batch, prefill apart: median and range of the repeats.", _batch_table),
-    "policies": ("Policies", f"{RATIO} by replay at this machine's costs; bounds know the output.", _policies_table),
+    "grid": ("Exit layer and draft length", f"{RATIO} by exit layer and drafted tokens, without prefill.", _grid_table),
+    "batch": ("Batches", f"{RATIO} of the same batch, without prefill: median and range of the repeats.", _batch_table),
+    "policies": (
+        "Policies",
+        f"{RATIO} by replay at this machine's costs; bounds know the output.",
+        _policies_table,
+    ),
 }

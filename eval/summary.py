@@ -1,4 +1,4 @@
-"""From rows to `summary.json`: every metric of every method, and whether outputs are plain decoding's."""
+"""Compute `summary.json` from the rows of a run: every metric of every method, and the comparison of outputs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval.answers import Row, groups, item_of, worked_seconds
+from eval.answers import Row, groups, harness_clock_seconds, item_of
 from eval.asking import Shared, prompt_of
 from eval.methods import LLAMA_CPP, PLAIN_KINDS, parse_method
 from eval.metrics import Group, figures
-from eval.models import Target
 from eval.questions import Question
+from selfspec.target import Target
 
 FORMAT = 1
-TIE = 8  # a gap of so many units of the number format's last place, at the size of the largest logit, is rounding
+TIE_ULPS = 8  # logits that differ by at most so many units in the last place of the largest are a tie
 Answers = Mapping[str, Mapping[Any, Row]]  # method -> question id -> answer
 
 
@@ -29,14 +29,14 @@ def summarise(
     resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """One record of plain numbers: `methods` hold `groups` (categories and `overall`), and these every metric by name.
+    """The summary as plain values: `methods` have `groups` (categories and `overall`), and these all metrics by name.
 
     A figure with an interval is `{value, low, high, ...}`. A run adds `check`, `environment`, `metrics`, `is_auto` and
     `skipped`.
 
     Args:
-        baseline: the method that speedups are over; None leaves them out.
-        num_questions: what every method was to answer.
+        baseline: the method that speedups are over; None leaves speedups out.
+        num_questions: number of questions of the run.
     """
     errors = list(errors)
     items = {method: [item_of(row) for row in rows.values()] for method, rows in answers.items()}
@@ -45,11 +45,8 @@ def summarise(
     methods = []
     for method, of_method in by_group.items():
         failed = Counter(row["kind"] for row in errors if row["method"] == method)
-        found = {
-            name: figures(Group(members, base.get(name), resamples, seed))
-            for name, members in of_method.items()
-            if members
-        }
+        pairs = ((name, members, base.get(name)) for name, members in of_method.items() if members)
+        found = {name: figures(Group(members, theirs, resamples, seed)) for name, members, theirs in pairs}
         missing = num_questions - len(items[method]) - failed.total()
         methods.append({"method": method, "errors": dict(failed), "num_missing": missing, "groups": found})
     return {
@@ -65,7 +62,7 @@ def summarise(
 
 
 def fastest_plain(answers: Answers) -> str | None:
-    """The plain decoding of most tokens per second, over the questions that all plain ones answered."""
+    """The plain decoding with most tokens per second on the questions that all plain methods answered."""
     items = {
         method: {row["question_id"]: item_of(row) for row in rows.values()}
         for method, rows in answers.items()
@@ -83,60 +80,55 @@ def fastest_plain(answers: Answers) -> str | None:
 
 
 def harness_share(rows: Iterable[Row]) -> float | None:
-    """Seconds outside the methods' own work over the seconds of that work; None where rows do not tell.
+    """Seconds of the harness between calls, over the seconds of the methods; None where rows do not report them.
 
-    Outside are prompts and texts, records on disk, the progress display and the collection of garbage: none of it is
-    inside a measured time.
+    The harness builds prompts, decodes texts, writes rows, prints progress and collects garbage. None of it is part of
+    a measured time.
     """
-    own = worked = 0.0
+    harness = methods = 0.0
     for row in rows:
-        own += row.get("harness_seconds", 0.0)
-        worked += row["seconds"] if "kind" in row else worked_seconds(row)
-    return own / worked if worked and own else None
+        harness += row.get("harness_seconds", 0.0)
+        methods += row["seconds"] if "kind" in row else harness_clock_seconds(row)
+    return harness / methods if methods and harness else None
 
 
 class Difference(NamedTuple):
-    """Where an answer first leaves the reference's."""
+    """The first token of an answer that differs from the reference; a missing or additional token differs too."""
 
     question_id: int | str
     turn: int  # 0 for the first
     position: int  # index among the turn's new tokens
     token: int | None  # None: the answer ends here
     reference: int | None
-    gap: float | None = None  # the model's best logit there less its second best; None: not asked (sampled output)
+    gap: float | None = None  # the model's best logit there minus its second best; None: not computed
     is_tie: bool | None = None
 
 
 def first_difference(answer: Row, reference: Row) -> Difference | None:
-    """The first token that differs; a missing or surplus one differs too.
+    """The first difference between two answers; later turns, which depend on it, are not compared.
 
-    Turns after it are built on it, and not compared. An answer that came as text is equal when its text is, whatever
-    tokens that text is cut into.
+    An answer that was given as text is equal when its text is, however it is tokenized.
     """
     ours, theirs = answer["choices"][0], reference["choices"][0]
     for turn, (tokens, wanted) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
         if tokens == wanted or (ours["is_text"][turn] and ours["turns"][turn] == theirs["turns"][turn]):
             continue
-        same = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
-        at = next(same, min(len(tokens), len(wanted)))
+        unequal = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
+        at = next(unequal, min(len(tokens), len(wanted)))
         a, b = (each[at] if at < len(each) else None for each in (tokens, wanted))
         return Difference(answer["question_id"], turn, at, a, b)
     return None
 
 
 def compare_outputs(
-    answers: Mapping[str, Mapping[Any, Row]],
-    methods: Sequence[str],
-    questions: Sequence[Question],
-    shared: Shared,
-    target: Target | None,
+    answers: Answers, methods: Sequence[str], questions: Sequence[Question], shared: Shared, target: Target | None
 ) -> list[dict[str, Any]]:
-    """Every method's answers beside plain decoding's, a record per method.
+    """Compare every method's answers with those of plain decoding; returns a record per method.
 
     Args:
-        target: to ask for logit gaps; None where outputs are sampled, and the largest logit decides nothing.
+        target: computes logit gaps; None where outputs are sampled and the gap has no meaning.
     """
-    asked = {question.question_id: question for question in questions}
+    by_id = {question.question_id: question for question in questions}
     plain, found = answers["plain"], []
     for method in methods:
         if method == "plain":
@@ -144,7 +136,7 @@ def compare_outputs(
         both = [(row, plain[key]) for key, row in answers[method].items() if key in plain]
         differing = [d for row, reference in both if (d := first_difference(row, reference)) is not None]
         if target is not None:
-            differing = [_with_gap(d, asked[d.question_id], plain[d.question_id], shared, target) for d in differing]
+            differing = [_with_gap(d, by_id[d.question_id], plain[d.question_id], shared, target) for d in differing]
         found.append(
             {
                 "method": method,
@@ -159,16 +151,11 @@ def compare_outputs(
 
 
 def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, target: Target) -> Difference:
+    """Add the gap between the model's two best logits at the difference."""
     choice, turn = reference["choices"][0], difference.turn
     prompt = prompt_of(question, turn, choice["turns"][:turn], shared, 0)
-    ids = [*prompt.ids, *choice["tokens"][turn][: difference.position]]
-    gap, largest = top_gap(target, ids)
-    return difference._replace(gap=gap, is_tie=gap <= TIE * torch.finfo(target.stack.dtype).eps * largest)
-
-
-def top_gap(target: Target, ids: Sequence[int]) -> tuple[float, float]:
-    """The whole model's best logit after `ids` less its second best, and the largest magnitude of the two."""
+    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=target.stack.device)
     with torch.inference_mode():
-        logits = target.stack.model(torch.tensor([ids], device=target.stack.device)).logits[0, -1].double()
-    best, second = logits.topk(2).values.tolist()
-    return best - second, max(abs(best), abs(second))
+        best, second = target.stack.model(ids).logits[0, -1].double().topk(2).values.tolist()
+    gap, largest = best - second, max(abs(best), abs(second))
+    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(target.stack.dtype).eps * largest)

@@ -1,12 +1,13 @@
-"""Synthetic targets: the shape of any model with random weights, whose early exit is right as often as is wanted.
+"""Synthetic targets: any model's shape with random weights and a chosen acceptance of an early exit.
 
-Speed depends on shapes, number format and acceptance, not on the text. So models whose weights are not at hand can be
-measured: a forward takes as long as the real one's. How often an exit agrees with the whole model is set by how much
-the layers above it add to the residual stream. Every table made with such a target says "synthetic".
+Speed depends on shapes, number format and acceptance, not on the text, so a model can be measured without its weights.
+The acceptance is set by scaling what the layers above the exit add to the residual stream. Every table made with such a
+target says "synthetic".
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,44 +16,97 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from eval.models import Endless, open_model
-from eval.shapes import config_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 from selfspec.model.views import base_of, family_of
 
-GAIN = 1.9  # of a random matrix on a vector of unit size: outputs then neither repeat one token nor run in a cycle
-PROMPTS, PROMPT_TOKENS, SKIPPED = 8, 20, 4  # random texts that acceptance is set on, without their first tokens
-LOWEST, HIGHEST = 1e-3, 4.0  # factors among which the one is searched that gives the acceptance wanted
-STEPS, CLOSE = 14, 0.008  # forwards of the later layers at most, and how near is near enough
+GAIN = 1.9  # of a random matrix on a unit vector; with it outputs neither repeat one token nor run in a cycle
+PROMPTS, PROMPT_TOKENS, SKIPPED = 8, 20, 4  # random texts for measuring acceptance; their first tokens are skipped
+LOWEST, HIGHEST = 1e-3, 4.0  # range of the scale that is searched for the wanted acceptance
+STEPS, TOLERANCE = 14, 0.008  # of the search: maximum forwards, and accepted error
 BRANCHES = (("self_attn", "o_proj"), ("mlp", "down_proj"))  # the last projection of a layer's two branches
+
+
+def _rope(theta: float, kind: str = "default", **more: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **_rope(500000.0)}
+SCALED = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+QWEN_3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+
+
+def _sizes(layers: int, hidden: int, inner: int, heads: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
+    return {"num_hidden_layers": layers, **sizes}
+
+
+# Shapes by name: model family and configuration, as in the published `config.json` files.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("llama", {**_sizes(8, 64, 160, 4), "num_key_value_heads": 2, "vocab_size": 1024}),
+    "llama-3.2-1b": (
+        "llama",
+        {**LLAMA_3, **_sizes(16, 2048, 8192, 32)}
+        | {"head_dim": 64, "tie_word_embeddings": True}
+        | {"max_position_embeddings": 131072, **_rope(500000.0, "llama3", **SCALED)},
+    ),
+    "llama-2-7b": (
+        "llama",
+        {**_sizes(32, 4096, 11008, 32), "num_key_value_heads": 32, "vocab_size": 32000}
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "llama-3-8b": ("llama", {**LLAMA_3, **_sizes(32, 4096, 14336, 32), "max_position_embeddings": 8192}),
+    "qwen3-0.6b": ("qwen3", {**QWEN_3, **_sizes(28, 1024, 3072, 16), **_rope(1000000.0), "tie_word_embeddings": True}),
+}
+
+
+def config_of(shape: str | Path, **overrides: Any) -> PretrainedConfig:
+    """The configuration of a named shape, of a `config.json`, or of a folder with one.
+
+    Args:
+        overrides: keys to replace, such as `max_position_embeddings`.
+
+    Raises:
+        ValueError: the shape is neither a known name nor a file.
+    """
+    if str(shape) in SHAPES:
+        family, given = SHAPES[str(shape)]
+        return AutoConfig.for_model(family, **{"tie_word_embeddings": False, **given, **overrides})
+    path = Path(shape)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"shape must be one of {', '.join(SHAPES)} or a config.json, got {str(shape)!r}")
+    given = json.loads(path.read_text("utf-8"))
+    return AutoConfig.for_model(given.pop("model_type"), **{**given, **overrides})
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How a synthetic target was made."""
+    """The parameters of a synthetic target."""
 
     shape: str
     dtype: str
     seed: int
     exit_layer: int
-    wanted: float | None  # acceptance asked for; None: the layers above the exit are left as they are drawn
-    scale: float  # factor on what the layers above the exit add
-    acceptance: float  # of the exit over random tokens
+    wanted: float | None  # requested acceptance; None: not set
+    scale: float  # factor on the output of the layers above the exit
+    acceptance: float  # measured on random tokens
 
 
 class Synthetic(Endless):
-    """A target with random weights; `made` says how, and belongs into whatever is reported of it."""
+    """A target with random weights; `made` has its parameters, which every record of it should include."""
 
     def __init__(self, model: nn.Module, made: Made) -> None:
         super().__init__(open_model(model))
         self.made = made
 
     def about(self) -> dict[str, Any]:
-        """Plain values for a record."""
+        """The parameters as plain values."""
         return {"synthetic": True, **asdict(self.made), "num_layers": self.stack.num_layers}
 
 
@@ -66,21 +120,21 @@ def synthetic_target(
     seed: int = 0,
     **overrides: Any,
 ) -> Synthetic:
-    """A target of a known shape with random weights, drawn on the device; the same one for the same seed and device.
+    """Make a target with random weights, drawn on the device; reproducible for the same seed and device.
 
-    Every weight is a bfloat16 number whatever the dtype, as in most published checkpoints: engines that pack weights
-    read half as much of those.
+    Every weight is a bfloat16 number in any dtype, as in most published checkpoints; engines that pack such weights
+    read half as many bytes.
 
     Args:
-        shape: a name of `eval.shapes.SHAPES`, a `config.json`, or a configuration.
-        exit_layer: where acceptance is set; default: an eighth of the layers.
-        acceptance: how often the exit's pick shall be the whole model's, 0.05..1, to about 0.03; None: as it comes,
-            nearly never.
+        shape: a name of `SHAPES`, a `config.json`, or a configuration.
+        exit_layer: the exit whose acceptance is set; default: an eighth of the layers.
+        acceptance: share of positions where the exit's pick is the whole model's, 0.05..1, to about 0.03; None: not
+            set, near 0.
         overrides: keys of the configuration to replace.
 
     Raises:
-        ValueError: an unknown shape, an exit layer or an acceptance out of range, or a family whose layers do not end
-            in the usual projections.
+        ValueError: the shape is unknown, exit layer or acceptance is out of range, or the family's layers do not end in
+            the projections of Llama.
     """
     config = shape if isinstance(shape, PretrainedConfig) else config_of(shape, **overrides)
     layers = int(config.num_hidden_layers)
@@ -91,75 +145,51 @@ def synthetic_target(
         raise ValueError(f"acceptance must lie in 0.05..1, or be None to leave it as it is, got {acceptance}")
     model = random_model(config, dtype, torch.device(device), seed)
     scale, found = _set_acceptance(model, exit_layer, acceptance, seed)
-    _round_weights(model)  # those that were scaled
+    _round_weights(model)  # again, since some were scaled
     name = config.model_type if isinstance(shape, PretrainedConfig) else str(shape)
     made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found)
     return Synthetic(model, made)
 
 
 def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids, the same on every device."""
+    """Random token ids, `count` lists of `length`; equal on every device."""
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randint(vocab_size, (count, length), generator=generator).tolist()
 
 
 @torch.no_grad()
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A causal LM whose weights are drawn on the device, in its dtype, without the default initialisation before."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    """A causal LM with weights drawn on the device in the dtype: matrices uniform by fan-in, norms 1, biases 0."""
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model.tie_weights()
     generator = torch.Generator(device).manual_seed(seed)
-    known: dict[int, nn.Parameter] = {}  # tied weights stay tied
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in known:
-                real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                known[id(parameter)] = nn.Parameter(_fill(real, config, name, generator), requires_grad=False)
-            module._parameters[name] = known[id(parameter)]
-        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
-            _compute_buffers(module, config, device)
+    adds_one = str(config.model_type).startswith("gemma")  # norms that multiply by 1 + weight
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            bound = GAIN * (3 / weight.shape[-1]) ** 0.5
+            weight.uniform_(-bound, bound, generator=generator)
+        else:
+            weight.fill_(0.0 if name.endswith("bias") or adds_one else 1.0)
     _round_weights(model)
     return model
 
 
-def _fill(weight: Tensor, config: PretrainedConfig, name: str, generator: torch.Generator) -> Tensor:
-    """Uniform of a spread by fan-in, norms 1, biases 0."""
-    if weight.dim() > 1:
-        bound = GAIN * (3 / weight.shape[-1]) ** 0.5
-        return weight.uniform_(-bound, bound, generator=generator)
-    adds_one = str(config.model_type).startswith("gemma")  # its norms multiply by 1 + weight
-    return weight.fill_(0.0 if name.endswith("bias") or adds_one else 1.0)
-
-
-def _compute_buffers(module: nn.Module, config: PretrainedConfig, device: torch.device) -> None:
-    """Buffers are computed, not drawn, by a fresh module of the same kind, as rotary embeddings are made."""
-    try:
-        fresh = type(module)(config=config).to(device)
-    except TypeError as problem:
-        raise ValueError(
-            f"{config.model_type}: cannot compute the buffers of {type(module).__name__} anew; "
-            "choose a Llama-shaped configuration"
-        ) from problem
-    module._buffers.update(fresh._buffers)
-
-
 @torch.no_grad()
 def _round_weights(model: nn.Module) -> None:
-    """Make every weight the bfloat16 number next to it, in place and in its own dtype."""
+    """Round every weight to bfloat16, in place and in its own dtype."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
 
 
 @torch.inference_mode()
 def _set_acceptance(model: Any, exit_layer: int, wanted: float | None, seed: int) -> tuple[float, float]:
-    """Scale what the layers above an exit add, in place, until the exit agrees with the model as often as wanted.
+    """Scale the output of the layers above an exit, in place, until the exit has the wanted acceptance.
 
-    All factors are tried on the same random tokens; the layers below the exit run once.
+    All scales are tried on the same random tokens; the layers below the exit run once.
 
     Returns:
-        The factor, and the acceptance there.
+        The scale and its acceptance.
     """
     family = family_of(model)
     layers = getattr(base_of(model, family), family.layers)
@@ -174,13 +204,13 @@ def _set_acceptance(model: Any, exit_layer: int, wanted: float | None, seed: int
 
 
 def _search(agree: _Agreement, factor: list[float], wanted: float) -> float:
-    """Set the factor at which acceptance is nearest to what is wanted, by halving an interval; the acceptance there."""
+    """Set the factor whose acceptance is nearest to `wanted`, by bisection; returns that acceptance."""
     low, high, tried = math.log(LOWEST), math.log(HIGHEST), []
     for _ in range(STEPS):
         factor[0] = math.exp((low + high) / 2)
         found = agree()
         tried.append((abs(found - wanted), factor[0], found))
-        if tried[-1][0] <= CLOSE:
+        if tried[-1][0] <= TOLERANCE:
             break
         low, high = ((low + high) / 2, high) if found > wanted else (low, (low + high) / 2)
     _, factor[0], found = min(tried)
@@ -199,7 +229,7 @@ def _end(layer: nn.Module, branch: str, name: str) -> nn.Linear:
 
 @contextmanager
 def _scaled(ends: Sequence[nn.Linear], factor: list[float]) -> Iterator[None]:
-    """The projections' outputs are multiplied by `factor[0]` inside."""
+    """Multiply the projections' outputs by `factor[0]` inside the block."""
     hooks = [end.register_forward_hook(lambda module, given, output: output * factor[0]) for end in ends]
     try:
         yield
@@ -209,7 +239,7 @@ def _scaled(ends: Sequence[nn.Linear], factor: list[float]) -> Iterator[None]:
 
 
 class _Agreement:
-    """How often an exit's pick is the whole model's, over random prompts read in one call."""
+    """Measures the share of positions where an exit's pick is the whole model's, over random prompts."""
 
     def __init__(self, stack: Stack, exit_layer: int, seed: int) -> None:
         self.stack, self.exit_layer = stack, exit_layer

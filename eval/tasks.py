@@ -1,21 +1,28 @@
-"""Tasks for replay: prompts, the traces of what a model writes after them, and what its rounds cost on this machine."""
+"""Tasks (a model and its questions) for `replay` and `live`, and the parts that both commands share."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
 
-from eval import environment
-from eval.config import Common, check, check_least, option
+import torch
+
+from eval import measurement
+from eval.config import FOLDER, Common, add_flags, check, check_least, flags_given, option, read_config
+from eval.figures import check_plots
+from eval.measurement import Say
 from eval.models import Endless, Ids, decode, measured_costs, open_target
 from eval.questions import encode, read_questions
 from eval.recording import prior_of, record
 from eval.replay import parse_policy
-from eval.timing import Say
 from eval.traces import Trace, load, save
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
@@ -27,40 +34,41 @@ MEASURED, STORED = "measured", "stored"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kind of text: the model that writes it, and the questions that it continues."""
+    """A model and the questions that it continues."""
 
-    name: str = option("", "What tables call it.")
-    model: str = option("demo", "What selfspec.load opens.")
+    name: str = option("", "Name in tables.")
+    model: str = option("demo", "Model to open.")
     questions: str = option("", "A question file.", is_file=True)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig(Common):
-    """What commands over tasks share."""
+    """The options that `replay` and `live` share."""
 
-    tasks: list[Task] = option([], "Kinds of text, each with a name, a model and a question file.")
+    tasks: list[Task] = option([], "Tasks, each with a name, a model and a question file.")
+
+
+Config = TypeVar("Config", bound=TaskConfig)
 
 
 def check_tasks(config: TaskConfig) -> None:
-    """ValueError unless the tasks have names, each its own."""
+    """ValueError unless the tasks have different names."""
     names = [task.name for task in config.tasks]
     check(len(set(names)) == len(names) and all(names), "tasks", "of different names", names)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig(TaskConfig):
-    """One comparison of policies by replay."""
+    """The configuration of `python -m eval replay`."""
 
-    lengths: tuple[int, ...] = option((128, 512), "Tokens per prompt, as far as a model's context holds them.")
-    temperature: float = option(0.0, "How the outputs are picked: 0 is greedy, else they are sampled.")
+    lengths: tuple[int, ...] = option((128, 512), "Tokens per prompt, limited by the model's context.")
+    temperature: float = option(0.0, "Sampling temperature of the outputs; 0 is greedy.")
     seed: int = option(0, "Seed of the first prompt's sampled output; the next prompt has the next seed.")
     head_layers: tuple[str, ...] = option(
-        (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as it is here."
+        (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as on this machine."
     )
-    policies: tuple[str, ...] = option(
-        (), "Policies to compare, such as adaptive:exit+tree for some sources of drafts; empty: all there are."
-    )
-    prior: str = option(STORED, "Statistics that a policy begins with: 'stored' with its model, or 'none'.")
+    policies: tuple[str, ...] = option((), "Policies to compare, such as adaptive:exit+tree; empty: all.")
+    prior: str = option(STORED, "Acceptance statistics at a policy's start: 'stored' with its model, or 'none'.")
     exit_layer: int = option(0, "Exit layer of policies that do not choose it; 0: stored with the model, or a quarter.")
     num_draft_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
     repeats: int = option(15, "How often every piece of a round is timed.")
@@ -86,26 +94,22 @@ def _is_head(text: str) -> bool:
 
 
 class Recorded(NamedTuple):
-    """A task whose outputs are recorded, ready to be replayed."""
+    """A task with recorded outputs, ready for replay. The last four fields come from the model, where it was opened."""
 
     name: str
     traces: list[Trace]
     costs: Costs
-    exit_layer: int | None = None  # stored with the model, if it was opened
+    exit_layer: int | None = None
     num_draft_tokens: int | None = None
     model: dict[str, Any] | None = None
-    prior: Any = None  # acceptance statistics stored with the model, from which its policies start
-
-    @property
-    def num_layers(self) -> int:
-        return self.costs.num_layers
+    prior: Any = None  # acceptance statistics
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for the record; the traces are left out."""
+        """The task as plain values, without its traces."""
         return {
             "name": self.name,
             "model": self.model,
-            "num_layers": self.num_layers,
+            "num_layers": self.costs.num_layers,
             "num_prompts": len(self.traces),
             "num_tokens": sum(len(trace.tokens) for trace in self.traces),
             "is_sampled": any(trace.is_sampled for trace in self.traces),
@@ -115,7 +119,7 @@ class Recorded(NamedTuple):
 
 
 def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[Target, Ids]:
-    """The task's model and its prompts.
+    """Open the task's model and encode its prompts.
 
     Raises:
         ValueError: the model or the questions cannot be opened, or a prompt fills the model's context.
@@ -130,13 +134,14 @@ def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[Target, Ids]:
 
 
 def trace_of(target: Endless, prompt: Sequence[int], num_tokens: int, sampling: Sampling, task: str = "") -> Trace:
-    """The trace of what plain decoding writes after a prompt, up to `num_tokens` as far as the context lets it."""
-    room = min(num_tokens, target.stack.context_limit - len(prompt))
-    (answer,) = decode(target, [prompt], room, temperature=sampling.temperature, seeds=sampling.seed)
+    """Decode a prompt plainly, up to `num_tokens` or the end of the context, and record the trace."""
+    limit = min(num_tokens, target.stack.context_limit - len(prompt))
+    (answer,) = decode(target, [prompt], limit, temperature=sampling.temperature, seeds=sampling.seed)
     return record(target.stack, prompt, answer.tokens, sampling, task)
 
 
 def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> None:
+    """Write traces and acceptance statistics to FOLDER/TASK.npz."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     save(traces, Path(folder) / f"{task}.npz", prior)
 
@@ -144,17 +149,17 @@ def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> 
 def gather(
     config: ReplayConfig, traces: Sequence[str], costs: str | None, folder: str | None, say: Say
 ) -> list[Recorded]:
-    """Every task of the trace files, or of the configuration where there are none.
+    """The tasks of the trace files, or of the configuration where there are none.
 
     Args:
-        traces: files that `eval.traces.save` wrote; empty: the tasks' prompts are decoded.
+        traces: files of `eval.traces.save`; empty: the tasks' prompts are decoded.
         costs: a JSON file of one model's costs, or of costs by task; None: they are measured.
-        folder: where to save the traces of what is decoded; None: nowhere.
+        folder: a folder to save new traces in; None: they are not saved.
 
     Raises:
         ValueError: a file cannot be read, or a task has no costs or those of another model.
     """
-    known = read_costs(costs) if costs else {}
+    given = read_costs(costs) if costs else {}
     recorded: dict[str, list[Trace]] = {}
     priors: dict[str, Any] = {}
     for path in traces:
@@ -162,16 +167,16 @@ def gather(
         for trace in found:
             recorded.setdefault(trace.task, []).append(trace)
             priors.setdefault(trace.task, prior)
-    models = {task.name: task for task in config.tasks}
+    tasks = {task.name: task for task in config.tasks}
     done = []
-    for name in recorded or models:
-        own = known.get(name, known.get(""))
+    for name in recorded or tasks:
+        own = given.get(name, given.get(""))
         if name in recorded and own is not None:
             done.append(_checked(Recorded(name, recorded[name], own, prior=priors[name])))
             continue
-        if name not in models:
+        if name not in tasks:
             raise ValueError(f"the task {name!r} has no costs: give --costs FILE, or --task {name} MODEL QUESTIONS")
-        done.append(_made(models[name], config, recorded.get(name), own, say))
+        done.append(_record_task(tasks[name], config, recorded.get(name), own, say))
         if folder and name not in recorded:
             save_traces(done[-1].traces, folder, name, done[-1].prior)
     if not done:
@@ -179,8 +184,10 @@ def gather(
     return done
 
 
-def _made(task: Task, config: ReplayConfig, traces: list[Trace] | None, costs: Costs | None, say: Say) -> Recorded:
-    """A task whose missing traces and costs are made with its model."""
+def _record_task(
+    task: Task, config: ReplayConfig, traces: list[Trace] | None, costs: Costs | None, say: Say
+) -> Recorded:
+    """Open a task's model; record its traces and measure its costs where they are None."""
     target, prompts = open_task(task, config, say)
     if traces is None:
         traces, endless = [], Endless(target)
@@ -191,21 +198,23 @@ def _made(task: Task, config: ReplayConfig, traces: list[Trace] | None, costs: C
     if costs is None:
         say(f"{task.name}: measuring costs")
         costs = measured_costs(target, (1,), config.repeats)
-    about = environment.model(target, task.model)
+    about = measurement.model(target, task.model)
     stored = target.default_exit_layer, target.default_num_draft_tokens
     return _checked(Recorded(task.name, traces, costs, *stored, about, prior_of(target)))
 
 
 def _checked(task: Recorded) -> Recorded:
-    for has in {trace.num_layers for trace in task.traces} - {task.num_layers}:
-        raise ValueError(f"the costs of the task {task.name!r} are of {task.num_layers} layers, its traces of {has}")
-    if task.prior is not None and not is_prior(task.prior, task.num_layers):
-        raise ValueError(f"the statistics beside the traces of the task {task.name!r} are of another model or version")
+    """The task; ValueError unless traces, costs and statistics are of one model."""
+    layers = task.costs.num_layers
+    for has in {trace.num_layers for trace in task.traces} - {layers}:
+        raise ValueError(f"the costs of the task {task.name!r} are of {layers} layers, its traces of {has}")
+    if task.prior is not None and not is_prior(task.prior, layers):
+        raise ValueError(f"the statistics in the traces of the task {task.name!r} are of another model or version")
     return task
 
 
 def read_costs(path: str) -> dict[str, Costs]:
-    """Costs by task; the name '' is for every task that has none of its own.
+    """Read costs by task; the name '' stands for every task without costs of its own.
 
     Raises:
         ValueError: the file cannot be read, or holds no costs.
@@ -217,3 +226,71 @@ def read_costs(path: str) -> dict[str, Costs]:
         return {"": Costs.from_dict(content)}
     except (OSError, ValueError) as problem:
         raise ValueError(f"cannot read the costs {path!r}: {problem}") from problem
+
+
+def parser_of(name: str, kind: type[TaskConfig], description: str) -> argparse.ArgumentParser:
+    """The command line of `python -m eval NAME`: a flag for every key of its configuration, and those for files."""
+    parser = argparse.ArgumentParser(prog=f"python -m eval {name}", description=description)
+    file, add = str(FOLDER / f"{name}.yaml"), parser.add_argument
+    add("--config", default=file, help="YAML file with keys of the same names as the flags below")
+    text = "a task in addition to those of the configuration, or in place of the one of the same name"
+    names: Any = ("NAME", "MODEL", "QUESTIONS")
+    add("--task", nargs=3, action="append", default=[], metavar=names, help=text)
+    add("--output", metavar="FOLDER", help=f"also write {name}.json and plots into this folder")
+    add("--record-traces", metavar="FOLDER", help="save traces of plain outputs in this folder")
+    add("-q", "--json-only", action="store_true", help="print only the JSON document, no tables and no progress")
+    add_flags(parser, kind)
+    return parser
+
+
+def configured(kind: type[Config], options: argparse.Namespace) -> Config:
+    """The configuration file's values, replaced by those of the command line; `--task` adds tasks.
+
+    Raises:
+        ValueError: see `read_config`.
+    """
+    config = read_config(kind, options.config, flags_given(options, kind))
+    given = [Task(*each) for each in options.task]
+    names = {task.name for task in given}
+    return dataclasses.replace(config, tasks=[*(task for task in config.tasks if task.name not in names), *given])
+
+
+Record = dict[str, Any]
+
+
+def run_command(
+    options: argparse.Namespace,
+    config: TaskConfig,
+    measure: Callable[[Say, Path | None], Record],
+    render: Callable[[Record], str],
+) -> int:
+    """Measure, write the record and print it: tables, then one JSON document as the last line.
+
+    Args:
+        measure: makes the record, given a printer of progress and the output folder or None.
+        render: makes the tables from the record.
+    """
+    start = perf_counter()
+
+    def say(text: str) -> None:
+        if not options.json_only:
+            print(f"[{perf_counter() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    folder = Path(options.output) if options.output else None
+    if folder is not None:
+        check_plots()
+        folder.mkdir(parents=True, exist_ok=True)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    environment = measurement.machine()
+    found = measure(say, folder)
+    environment["load_average_at_end"] = measurement.load_average()
+    record = {"environment": environment, "config": dataclasses.asdict(config), **found}
+    record["seconds"] = round(perf_counter() - start, 1)
+    document = json.dumps(measurement.rounded(record))
+    if folder is not None:
+        (folder / f"{record['benchmark']}.json").write_text(document + "\n", "utf-8")
+    if not options.json_only:
+        print(render(record), end="\n\n")
+    print(document)
+    return 0

@@ -1,6 +1,7 @@
-"""`Trace`: what every layer would have drafted along a finished output, so that any policy can be replayed on it.
+"""`Trace`: what every layer would have drafted along a finished output, and the outcome of any draft on it.
 
-`eval.recording` makes traces. A file holds several of them, with the acceptance statistics stored with their model.
+`eval.recording` makes traces, `eval.replay` runs policies on them. A file holds several traces and the acceptance
+statistics stored with their model.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from selfspec.control.acceptance import likely_seconds
+from selfspec.control.plan import Plan, confidence_bin
+from selfspec.control.rows import RowOutcome
+from selfspec.drafting.prompt_lookup import Guess, num_right
+
 VERSION = 5  # of the file format
-WRONG_STEPS = 17  # tokens recorded after a wrong one: with it, the longest draft of any policy
+WRONG_STEPS = 17  # tokens recorded after a wrong one; 1 + WRONG_STEPS is the longest draft of any policy
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -31,17 +37,16 @@ class Trace:
 
     Attributes:
         prompt, tokens: token ids, of the prompt and of the output.
-        hits: bool `[L - 1, n]`, whether the layer would have picked the output's token.
-        confidences: `[L - 1, n]`, the probability of the layer's pick under it.
+        hits: bool `[L - 1, n]`, whether the layer's pick is the output's token.
+        confidences: `[L - 1, n]`, the layer's probability of its pick.
         divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
-        wrong: `[L - 1, n, steps]`, the confidences of what the layer would have drafted after a wrong pick; NaN
-            elsewhere.
-        seconds: bool `[L - 1, n]`, whether the output's token would have been the layer's second choice.
-        short_hits, short_confidences: `[L - 1, n]`, hits and confidences as shadow picks over a shortlist see them.
+        wrong: `[L - 1, n, steps]`, confidences of the tokens that the layer drafts after a wrong pick; NaN elsewhere.
+        seconds: bool `[L - 1, n]`, whether the layer's second choice is the output's token.
+        short_hits, short_confidences: `[L - 1, n]`, hits and confidences of shadow picks over a shortlist.
         prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
-        copied_right: int16 `[C, n]`, how many tokens are right of what 4-bit copies of the first 1..C layers draft from
-            each position on; C is 0 where the model has no copies.
-        copied: `[C, n, steps]`, the confidences of what the copies draft; NaN beyond the context.
+        copied_right: int16 `[C, n]`, number of accepted tokens when 4-bit copies of the first 1..C layers draft from
+            each position; C is 0 where the model has no copies.
+        copied: `[C, n, steps]`, confidences of the copies' drafts; NaN beyond the context.
         is_sampled: whether the output was sampled rather than greedy.
     """
 
@@ -70,16 +75,16 @@ class Trace:
         return len(self.hits) + 1
 
     def cut(self, num_tokens: int) -> Trace:
-        """The same output, ended after `num_tokens`."""
+        """The trace of the first `num_tokens` tokens."""
         cut = {name: getattr(self, name)[:, :num_tokens] for name in (*_BY_TOKEN, "copied_right", "copied")}
         return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
 
 
 def save(traces: Sequence[Trace], path: str | Path, prior: Any = None) -> None:
-    """Write traces into one `.npz` file, whole or not at all.
+    """Write traces into one `.npz` file, completely or not at all.
 
     Args:
-        prior: the acceptance statistics stored with their model, plain numbers; None: there are none.
+        prior: the acceptance statistics stored with their model, as plain values; None: there are none.
     """
     arrays: dict[str, Any] = {"version": np.array(VERSION), "count": np.array(len(traces))}
     for i, trace in enumerate(traces):
@@ -94,16 +99,16 @@ def save(traces: Sequence[Trace], path: str | Path, prior: Any = None) -> None:
 
 
 def load(path: str | Path) -> tuple[list[Trace], Any]:
-    """The traces of a file that `save` wrote, and the statistics beside them, or None.
+    """Read the traces of a file of `save`, and its acceptance statistics or None.
 
     Raises:
-        ValueError: the file is missing, damaged, of another format, or its arrays do not fit together.
+        ValueError: the file is missing, damaged or of another format, or its arrays have inconsistent shapes.
     """
     try:
         with Path(path).open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             version = int(arrays["version"]) if "version" in arrays else 1
             if version != VERSION:
-                raise ValueError(f"its format is {version} and this reads {VERSION}; record the outputs again")
+                raise ValueError(f"its format is {version}, this version reads {VERSION}; record the outputs again")
             prior = json.loads(str(arrays["prior"])) if "prior" in arrays else None
             return [_trace(arrays, i) for i in range(int(arrays["count"]))], prior
     except (OSError, KeyError, TypeError, ValueError, EOFError, BadZipFile, zlib.error) as problem:
@@ -127,5 +132,106 @@ def _trace(arrays: Any, i: int) -> Trace:
         or (len(right) and right.shape[1] != shape[1])
         or given["prompt_hits"].shape != given["prompt_confidences"].shape
     ):
-        raise ValueError(f"the arrays of output {i} do not fit together")
+        raise ValueError(f"the arrays of output {i} have inconsistent shapes")
     return Trace(**given)
+
+
+def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
+    """The outcome of a plan's draft of `length` tokens from output position `at`.
+
+    Raises:
+        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
+    """
+    if plan.exit_layer is None or length == 0:
+        return RowOutcome(0, 0, 0)
+    layer = plan.exit_layer - 1
+    accepted = _num_accepted(trace, layer, at, length, _uses_copies(trace, plan))
+    confidences = tuple(_confidences(trace, at, length, plan)) if plan.reads_confidence else ()
+    if plan.reads_confidence and len(confidences) < length:
+        raise ValueError(f"a draft continues for {length - accepted - 1} tokens after a wrong one, beyond the trace")
+    judged = min(accepted + 1, length)
+    divergences = tuple(trace.divergences[layer, at : at + judged].tolist()) if plan.keep_divergence else ()
+    outcome = RowOutcome(0, length, accepted, confidences, divergences)
+    if plan.second_choices is None:
+        return outcome
+    rule, left = plan.second_choices, len(trace.tokens) - at - 1 - length
+    drafted = likely_seconds(rule, confidences, min(rule.most, left))
+    second = bool(trace.seconds[layer, at + accepted]) if accepted in drafted else None
+    return outcome._replace(second=second, num_beside=len(drafted))
+
+
+def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
+    """The number of tokens that each row drafts until the plan's stop rule ends the draft.
+
+    Args:
+        places: each row's trace and output position.
+
+    Raises:
+        ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
+    """
+    if plan.exit_layer is None:
+        return [0] * len(places)
+    lengths = list(plan.draft_lengths)
+    if plan.stop is None and plan.min_confidence <= 0:
+        return lengths
+    confidences = [_confidences(trace, at, n, plan) for (trace, at), n in zip(places, lengths, strict=True)]
+    survival = [1.0] * len(places)
+    live = [i for i, length in enumerate(lengths) if length]
+    step = 0
+    while live:  # all rows draft in lock step: a stop rule may depend on all of them
+        if any(step >= len(confidences[i]) for i in live):
+            raise ValueError(f"a draft continues for {WRONG_STEPS} tokens after a wrong one, beyond the trace")
+        if plan.stop is not None:
+            for i in live:
+                survival[i] *= plan.stop.calibration[confidence_bin(confidences[i][step])]
+            continues = [plan.stop.goes_on([survival[i] for i in live])] * len(live)
+        else:
+            continues = [confidences[i][step] >= plan.min_confidence for i in live]
+        step += 1
+        for i, is_live in zip(live, continues, strict=True):
+            lengths[i] = lengths[i] if is_live else step
+        live = [i for i in live if lengths[i] > step]
+    return lengths
+
+
+def lookup_outcome(request_id: int, guess: Guess, rest: Sequence[int]) -> RowOutcome:
+    """The outcome of a draft by lookup before the output tokens `rest`."""
+    match, is_stored = (guess.match, guess.is_stored) if guess.tokens else (0, False)
+    drafted, right = len(guess.tokens), num_right(guess.tokens, rest)
+    return RowOutcome(request_id, drafted, right, match=match, is_stored=is_stored)
+
+
+def _uses_copies(trace: Trace, plan: Plan) -> bool:
+    """Whether copies draft and the trace has their drafts; otherwise they are assumed to draft as the layers do.
+
+    A plan that keeps divergences drafts with the layers themselves.
+    """
+    if plan.draft_bits is None or not plan.exit_layer or plan.keep_divergence:
+        return False
+    return plan.exit_layer <= len(trace.copied)
+
+
+def _num_accepted(trace: Trace, layer: int, at: int, length: int, copies: bool) -> int:
+    """The number of accepted tokens of a draft by a layer, or its copy, from output position `at`."""
+    if copies:
+        right, recorded = int(trace.copied_right[layer, at]), trace.copied.shape[2]
+        if right == recorded < length:
+            raise ValueError(f"copies draft {length} tokens, beyond the trace, which has {recorded}")
+        return min(length, right)
+    hits = trace.hits[layer, at : at + length]
+    return length if hits.all() else int(hits.argmin())
+
+
+def _confidences(trace: Trace, at: int, length: int, plan: Plan) -> list[float]:
+    """Confidences of the plan's draft of `length` tokens, as far as they are recorded after a wrong token."""
+    assert plan.exit_layer is not None
+    layer, end = plan.exit_layer - 1, at + length
+    if _uses_copies(trace, plan):
+        found: list[float] = trace.copied[layer, at, :length].tolist()
+        return found
+    hits = trace.hits[layer, at:end]
+    wrong_at = end if hits.all() else at + int(hits.argmin())
+    found = trace.confidences[layer, at : min(wrong_at + 1, end)].tolist()
+    if wrong_at + 1 < end:
+        found += trace.wrong[layer, wrong_at, : end - wrong_at - 1].tolist()
+    return found

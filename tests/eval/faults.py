@@ -1,4 +1,4 @@
-"""Work that goes wrong in processes of its own; a module of its own, since those processes import it."""
+"""Functions that fail in another process; a separate module, since those processes import it."""
 
 import os
 import signal

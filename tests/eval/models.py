@@ -1,4 +1,4 @@
-"""A tiny model in a folder, for the commands that open one."""
+"""A tiny model in a folder, for commands that open a model."""
 
 from __future__ import annotations
 

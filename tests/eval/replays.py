@@ -1,4 +1,4 @@
-"""What the tests of replay share: a policy that throws every die there is, costs made up, and how two runs compare."""
+"""Helpers for the tests of replay: a random policy, made-up costs, and a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from selfspec.executors.pick import Sampling
 
 
 def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
-    """Costs of a machine on which a layer takes a millisecond, and a little more for every further token."""
+    """Costs where a layer takes a millisecond, and a little more for every additional token."""
 
     def layer(tokens):
         return 1e-3 * (1 + 0.02 * tokens)
@@ -45,7 +45,7 @@ def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
 
 
 def with_dear_contexts(costs):
-    """A machine on which many rows, and many tokens of a row, take long to read what is cached."""
+    """Costs where reading the KV cache is slow for many rows and for many tokens of a row."""
     return replace(
         costs,
         context=2e-5,
@@ -75,7 +75,7 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
 
 
 class Dice(Policy):
-    """A policy that throws dice for everything a plan has, anew every round, and for what it looks at in prompts."""
+    """A policy with random plans in every round, and random shadow layers at prompts."""
 
     def __init__(self, seed, num_layers, longest=9):
         self.random, self.num_layers, self.longest = random.Random(seed), num_layers, longest
@@ -123,7 +123,7 @@ class Dice(Policy):
 
 
 class Witness(Policy):
-    """Writes down all that a policy is told and what it says, and hides the clock from it."""
+    """Records all calls of a policy and its results, and replaces measured times by constants."""
 
     def __init__(self, inner):
         self.inner, self.calls = inner, []
@@ -149,7 +149,7 @@ class Witness(Policy):
 
 
 class Setting(NamedTuple):
-    """How prompts are decoded, by the engine and in replay alike."""
+    """Settings of decoding, for the engine and for replay."""
 
     max_batch_size: int = 1
     temperature: float = 0.0
@@ -157,7 +157,7 @@ class Setting(NamedTuple):
 
 
 class Scene:
-    """A target with its prompts, and the traces of what it writes after them, which no policy changes."""
+    """A target, its prompts, and the traces of its outputs."""
 
     def __init__(self, target, prompts, lengths):
         self.target, self.prompts, self.lengths = target, prompts, lengths
@@ -174,7 +174,7 @@ class Scene:
         return tasks.trace_of(self.target, self.prompts[i], self.lengths[i], Sampling(temperature, seed=i))
 
     def live(self, policy, setting):
-        """All that passes between the engine and the policy, emitted tokens by round, and the outputs."""
+        """Decode with the engine; returns the policy's calls, emitted tokens by round, and the outputs."""
         witness = Witness(policy)
         batch = {"max_batch_size": setting.max_batch_size, "prefill_chunk": setting.prefill_chunk}
         engine = Engine(self.target, policy=witness, burst=1e9, **batch)
@@ -187,14 +187,14 @@ class Scene:
 
 
 def replayed(traces, policy, costs, setting):
-    """The same of a replay."""
+    """Replay; returns the policy's calls and emitted tokens by round."""
     witness = Witness(policy)
     done = replay(traces, witness, costs, setting.max_batch_size, setting.prefill_chunk, deadline=1e9)
     return witness.calls, [{row.request_id: row.num_emitted for row in r.rows} for r in done.rounds]
 
 
 def assert_same(here, there, where="", near=1e-4):
-    """Equal in all; numbers that models compute may differ by what rounding does to them."""
+    """Assert equality; floats that models compute may differ by rounding."""
     assert type(here) is type(there), f"{where}: {here!r} and {there!r}"
     if hasattr(here, "__dataclass_fields__"):
         parts = [(name, getattr(here, name), getattr(there, name)) for name in here.__dataclass_fields__]

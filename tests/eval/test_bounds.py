@@ -1,4 +1,4 @@
-"""The bounds are what trying everything finds."""
+"""The bounds equal those of an exhaustive search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from eval.bounds import MOST_DRAFTED, CostGrid, clairvoyant, plain_seconds, statics
+from eval.bounds import MAX_DRAFTED, CostGrid, clairvoyant, plain_seconds, statics
 from eval.replay import replay
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
@@ -25,7 +25,7 @@ FEW = (0.0, 0.5, 0.9)
 
 @st.composite
 def traces(draw, most_tokens=30, most_layers=4):
-    """A trace of any hits; confidences lie on both sides of the thresholds, and on them."""
+    """A trace with random hits, and confidences above, below and at the thresholds."""
     shape = draw(st.integers(1, most_layers - 1)), draw(st.integers(1, most_tokens))
     hits = draw(arrays.arrays(np.bool_, shape))
     sure = draw(arrays.arrays(np.float32, shape, elements=st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0])))
@@ -35,15 +35,15 @@ def traces(draw, most_tokens=30, most_layers=4):
     if draw(st.booleans()):
         return made
     shape = (max(1, made.num_layers // 2), shape[1])  # what copies draft is recorded too
-    left = np.minimum(np.arange(shape[1], 0, -1), MOST_DRAFTED)
+    left = np.minimum(np.arange(shape[1], 0, -1), MAX_DRAFTED)
     right = rng.integers(0, 1 + rng.integers(0, 1 + left, shape)).astype(np.int16)
-    sure = rng.choice(np.array([0.1, 0.5, 0.7, 0.9, 1.0], np.float32), (*shape, MOST_DRAFTED))
+    sure = rng.choice(np.array([0.1, 0.5, 0.7, 0.9, 1.0], np.float32), (*shape, MAX_DRAFTED))
     return replace(made, copied_right=right, copied=sure)
 
 
 @st.composite
 def costs_for(draw, num_layers):
-    """Any tables that rise, the plain one dear or cheap beside the others; contexts that begin to cost within reach."""
+    """Random increasing tables, with cheap or expensive plain rounds, and costs of long contexts."""
     seconds = st.floats(0.1, 4.0)
 
     def table(points, size=1.0):
@@ -67,9 +67,9 @@ def test_every_static_setting_takes_the_seconds_of_its_replay(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
     pair = [trace, trace.cut(-(-len(trace.tokens) // 2))]
-    found = list(statics(pair, CostGrid(costs, MOST_DRAFTED), FEW))
+    found = list(statics(pair, CostGrid(costs, MAX_DRAFTED), FEW))
     ways = trace.num_layers - 1 + (max(1, trace.num_layers // 2) if costs.copies else 0)
-    assert len(found) == 1 + ways * len(FEW) * MOST_DRAFTED
+    assert len(found) == 1 + ways * len(FEW) * MAX_DRAFTED
     for static in found:
         policy = Plain() if static.exit_layer is None else Fixed(*static[:3], draft_bits=4 if static.copies else None)
         assert static.seconds == pytest.approx(replay(pair, policy, costs).seconds)
@@ -87,10 +87,10 @@ def test_plain_seconds_are_those_of_plain_decoding(data):
 
 @settings(max_examples=60)
 @given(st.data())
-def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data):
+def test_no_static_setting_or_random_schedule_beats_the_clairvoyant(data):
     trace = data.draw(traces())
     costs = data.draw(costs_for(trace.num_layers))
-    of_rounds = CostGrid(costs, MOST_DRAFTED)
+    of_rounds = CostGrid(costs, MAX_DRAFTED)
     least = clairvoyant(trace, of_rounds, DRAFTS)
     assert least <= min(static.seconds for static in statics([trace], of_rounds, FEW)) * (1 + 1e-9)
     chance = replay([trace], NoEmptyDraft(Dice(data.draw(st.integers(0, 99)), trace.num_layers)), costs)
@@ -98,7 +98,7 @@ def test_no_static_setting_and_no_schedule_of_chance_beats_the_clairvoyant(data)
 
 
 class NoEmptyDraft(Policy):
-    """A round that drafts nothing is plain: tables of early passes are no measure of it."""
+    """A round without drafts is plain; its cost does not come from tables of early passes."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -119,7 +119,7 @@ def test_the_clairvoyant_finds_the_best_of_all_schedules(data):
 
 
 def fastest_schedule(trace, costs):
-    """By trying every exit layer and every length in every round, by the layers and by copies of them."""
+    """Exhaustive search over exit layers, lengths, and copies in every round."""
     half = CostGrid(costs, 1).num_copied
 
     @cache

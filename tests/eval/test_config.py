@@ -1,4 +1,4 @@
-"""One way to configure a command: a file's keys, then flags; what is wrong is one sentence that names the key."""
+"""Configurations: keys of a file, then flags; an error is one sentence that names the key."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_flags_win_over_keys_and_keys_over_defaults(write, tmp_path):
         ("a: [", "cannot read the configuration"),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(text, words, write):
+def test_an_invalid_file_is_refused_with_the_key(text, words, write):
     with pytest.raises(ValueError) as caught:
         read_config(Whole, write(text))
     assert words in str(caught.value) and "\n" not in str(caught.value)

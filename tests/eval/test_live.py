@@ -1,4 +1,4 @@
-"""`python -m eval live` on tiny models: what a record holds, that tokens are plain decoding's, and what is refused."""
+"""`python -m eval live` on tiny models: records, equality with plain decoding, and invalid options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def workload():
     return workload_of(target, prompts, 12, made_up_costs(4), "made up", ignore)
 
 
-def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config, tmp_path, capsys):
+def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
     given = ["--output", str(out), "--record-traces", str(kept), "--exact", "--policies", "fs", "plain", "fs"]
     assert main(["live", "--config", str(config), *given]) == 0
@@ -79,8 +79,8 @@ def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config,
         assert batch["adaptive_over_best_fixed"]["median"] == pytest.approx(sum(ratios) / 2, 1e-4)
         for method in timed:
             assert method["settings"]["exit_layer"] in (1, 2) and method["settings"]["num_draft_tokens"] in (1, 3)
-            assert method["rounds_by_exit_layer"].keys() == {str(method["settings"]["exit_layer"])}
-            assert method["rounds_by_exit_layer"] == method["predicted_rounds_by_exit_layer"]
+            assert method["mean_exit_layer"] == method["settings"]["exit_layer"]
+            assert method["num_rounds"] == method["predicted_rounds"]
         for method in methods.values():
             assert method["differing_prompts"] == 0
             assert method["live"]["num_values"] == method["whole_call"]["num_values"] == 2
@@ -98,7 +98,7 @@ def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config,
     assert "batch size 2" in printed.err
 
 
-def test_batches_are_filled_with_all_prompts_again_and_again(workload):
+def test_prompts_are_repeated_until_batches_are_full(workload):
     counts = {size: len(workload.filled(size).prompts) for size in (1, 2, 3, 4, 5)}
     assert counts == {1: 3, 2: 4, 3: 6, 4: 8, 5: 10}
     filled = workload.filled(4)
@@ -107,7 +107,7 @@ def test_batches_are_filled_with_all_prompts_again_and_again(workload):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(workload, batch_size, monkeypatch):
+def test_every_call_has_a_new_policy_and_gives_the_tokens_of_plain_decoding(workload, batch_size, monkeypatch):
     made, make = [], live.make
     monkeypatch.setattr(live, "make", lambda *given: made.append(make(*given)) or made[-1])
     config = LiveConfig(repeats=2, warmup_tokens=3)
@@ -127,7 +127,7 @@ def test_every_call_has_a_new_policy_and_writes_what_plain_decoding_writes(workl
     assert done["mean_drafted"] == sum(drafted) / len(drafted)
 
 
-def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_else_of_it(workload, monkeypatch):
+def test_a_call_inherits_only_the_cost_correction_of_the_call_before(workload, monkeypatch):
     told, tell = [], Adaptive.set_correction
     monkeypatch.setattr(Adaptive, "set_correction", lambda self, known: told.append((self, known)) or tell(self, known))
     ways = [method_of(workload, "plain"), method_of(workload, "adaptive")]
@@ -137,8 +137,8 @@ def test_a_call_starts_from_what_the_clock_told_the_one_before_and_from_nothing_
     assert all(policy.state()["correction"]["table"] == told[0][1]["table"] for policy, _ in told)
 
 
-def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(workload, monkeypatch):
-    """By the table that policies decide with, drafts never pay; by the others they do, the more the later."""
+def test_predictions_use_the_costs_measured_before_each_call(workload, monkeypatch):
+    """With the first cost table drafts never pay; with every later one they pay more."""
     seen, price, spent = [], made_up_costs(4), {}
     monkeypatch.setattr(live_timing, "_overheads", lambda rounds, between: dict(spent))
     monkeypatch.setattr(
@@ -163,7 +163,7 @@ def test_what_replay_predicts_is_priced_by_what_was_measured_beside_each_call(wo
         assert method["predicted_seconds"] == pytest.approx(alone.seconds + longer, 1e-6)
 
 
-def test_what_the_interpreter_takes_is_told_apart_by_whether_a_round_drafts(workload):
+def test_overheads_are_separate_for_rounds_that_draft(workload):
     way = Method("mixed", "other", lambda: Schedule(1, workload.costs.num_layers), {})
     one = call(workload, way, 2)
     drafts, plain = one.exits.total() - one.exits[None], one.exits[None]
@@ -177,12 +177,12 @@ def test_what_the_interpreter_takes_is_told_apart_by_whether_a_round_drafts(work
 
 
 def faster(costs, times):
-    """Costs of which early passes take so many times less."""
+    """Costs with early passes that are `times` faster."""
     parts = {name: {r: t.scaled(1 / times) for r, t in getattr(costs, name).items()} for name in ("first", "early")}
     return dataclasses.replace(costs, **{name: part for name, part in parts.items() if part})
 
 
-def test_adaptive_starts_from_what_is_stored_with_the_model(workload, monkeypatch):
+def test_adaptive_starts_from_the_statistics_stored_with_the_model(workload, monkeypatch):
     known = dict.fromkeys(("hits", "misses"), [[3.0] * NUM_BINS] * (workload.costs.num_layers - 1))
     monkeypatch.setattr(workload.target.remembered, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
     assert method_of(workload, "adaptive").make().tracker.lasting.sum() > 0
@@ -190,23 +190,23 @@ def test_adaptive_starts_from_what_is_stored_with_the_model(workload, monkeypatc
     assert method_of(workload, "adaptive").make().tracker.lasting.sum() == 0
 
 
-def test_an_output_that_is_not_plain_decodings_is_counted(workload):
+def test_outputs_that_differ_from_plain_decoding_are_counted(workload):
     wrong = dataclasses.replace(workload.traces[1], tokens=(*workload.traces[1].tokens[:-1], 1))
     other = workload._replace(traces=[workload.traces[0], wrong, workload.traces[2]])
     (method,) = compare(other, [method_of(other, "plain")], 2, LiveConfig(repeats=1), ignore)
     assert method["differing_prompts"] == 1
 
 
-def test_the_reading_of_prompts_is_not_decoding(workload):
+def test_prefill_is_not_part_of_decoding_time(workload):
     done = call(workload, method_of(workload, "plain"), 2)
     assert 0 < done.prefill < done.wall
     assert done.before > 0
     assert done.decoding == done.wall - done.before - done.prefill >= sum(done.seconds.values())
     assert [len(tokens) for tokens in done.tokens] == [12, 12, 12]
-    assert [len(tokens) for tokens in call(workload, method_of(workload, "plain"), 2, most=5).tokens] == [5, 5, 5]
+    assert [len(tokens) for tokens in call(workload, method_of(workload, "plain"), 2, max_tokens=5).tokens] == [5, 5, 5]
 
 
-def test_the_fixed_settings_are_those_that_replay_finds_fastest(workload):
+def test_the_fixed_settings_are_the_fastest_in_replay(workload):
     config = LiveConfig(exit_layers=(1, 3), draft_lengths=(1, 2, 5), finalists=4)
     ways = best_in_replay(workload, 2, config)
     seconds = [replay(workload.traces, way.make(), workload.costs, 2).seconds for way in ways]
@@ -226,7 +226,7 @@ def test_acceptance_of_synthetic_targets_falls_from_one_to_nearly_zero():
     assert all(m["differing_prompts"] == 0 for level in record["levels"] for m in level["batches"][0]["methods"])
 
 
-def test_the_synthetic_targets_have_a_table_of_their_own_and_need_no_task(tmp_path, monkeypatch, capsys):
+def test_synthetic_targets_have_their_own_table_and_need_no_task(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(live, "ACCEPTANCES", (1.0, 0.5))
     (tmp_path / "live.yaml").write_text(
         "tokens: 6\nrepeats: 1\ncost_repeats: 1\nsynthetic_batch_sizes: [2]\nsynthetic_hidden_size: 64"
@@ -254,7 +254,7 @@ def test_the_synthetic_targets_have_a_table_of_their_own_and_need_no_task(tmp_pa
         (["--config", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
     ],
 )
-def test_what_is_not_possible_is_one_sentence_and_exit_code_two(config, given, sentence, capsys, monkeypatch):
+def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, sentence, capsys, monkeypatch):
     monkeypatch.setattr(live, "time_batch", lambda *given: {})  # a task before the wrong one is well
     assert main(["live", "--config", str(config), "-q", *given]) == 2
     printed = capsys.readouterr()
@@ -263,7 +263,7 @@ def test_what_is_not_possible_is_one_sentence_and_exit_code_two(config, given, s
     assert len(printed.err.splitlines()) == 1
 
 
-def test_without_synthetic_targets_there_has_to_be_a_task(tmp_path, capsys):
+def test_without_synthetic_targets_a_task_is_needed(tmp_path, capsys):
     (tmp_path / "live.yaml").write_text("synthetic: false")
     assert main(["live", "--config", str(tmp_path / "live.yaml"), "-q"]) == 2
     assert capsys.readouterr().err == "eval: tasks must be at least one where synthetic is off, got []\n"

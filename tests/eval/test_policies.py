@@ -1,4 +1,4 @@
-"""`python -m eval replay` end to end on a tiny model: tables, a JSON document, files, one sentence for an error."""
+"""`python -m eval replay` on a tiny model: tables, JSON document, files, and errors in one sentence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(folder, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """Traces of two tasks, and costs that fit them."""
+    """Traces of two tasks and matching costs."""
     traces = [dataclasses.replace(random_trace(seed, 4, 20), task=task) for seed, task in enumerate(("a", "b", "a"))]
     save(traces, tmp_path / "traces.npz")
     (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
@@ -52,13 +52,13 @@ def files(tmp_path):
 
 
 def rows_of(capsys, *given):
-    """The rows of the only section that the command reports, by name."""
+    """The rows of the only section of the record, by name."""
     assert main(["replay", "-q", *map(str, given)]) == 0
     (section,) = json.loads(capsys.readouterr().out)["sections"]
     return {row["name"]: row for row in section["rows"]}
 
 
-def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config, tmp_path, capsys):
+def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
     assert main(["replay", "--config", str(config), "--output", str(out), "--record-traces", str(kept)]) == 0
     printed = capsys.readouterr()
@@ -82,7 +82,7 @@ def test_a_run_prints_tables_and_then_one_json_document_and_writes_files(config,
     assert "measuring costs" in printed.err
 
 
-def test_what_a_run_wrote_can_be_replayed_without_its_model(config, tmp_path, capsys):
+def test_written_traces_can_be_replayed_without_the_model(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
     shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-draft-tokens", "3"]
     before = rows_of(capsys, "--config", config, "--output", out, "--record-traces", kept, *shown)
@@ -92,7 +92,7 @@ def test_what_a_run_wrote_can_be_replayed_without_its_model(config, tmp_path, ca
         assert row["mean"] == pytest.approx(after[name]["mean"], rel=1e-4)
 
 
-def test_files_alone_give_every_task_a_column(files, capsys):
+def test_every_task_in_the_files_has_a_column(files, capsys):
     assert main(["replay", *files, "--lengths", "8", "--head-layers", "0"]) == 0
     printed = capsys.readouterr()
     *tables, last = printed.out.splitlines()
@@ -135,7 +135,7 @@ def test_policies_are_named_as_methods_are(files, capsys):
     assert [policy.plan(states).lookups is not None for policy in policies] == [True, False, False, True]
 
 
-def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
+def test_exit_layer_applies_only_to_policies_that_do_not_choose_it(files, capsys):
     shown = [*files, "--lengths", "20", "--head-layers", MEASURED, "--policies", "adaptive", "del", "fixed"]
     first = rows_of(capsys, *shown)
     second = rows_of(capsys, *shown, "--exit-layer", "3", "--num-draft-tokens", "1")
@@ -143,7 +143,7 @@ def test_a_policy_that_chooses_its_exit_is_not_told_one(files, capsys):
     assert same == [True, True, False]
 
 
-def test_another_head_is_counted_in_layers_and_changes_nothing_else():
+def test_with_head_changes_only_the_head():
     costs = made_up_costs(8)
     other = with_head(costs, 2.0)
     assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
@@ -156,14 +156,14 @@ def test_another_head_is_counted_in_layers_and_changes_nothing_else():
 
 
 def sure_of(layer, num_layers=4):
-    """Statistics of a model whose layer is always right, and the others never."""
+    """Statistics where one layer always hits and the others never do."""
     tracker = Tracker(num_layers)
     for other in range(1, num_layers):
         tracker.add(other, [other == layer] * 300, [0.9] * 300)
     return tracker.state()
 
 
-def test_adaptive_begins_every_prompt_with_the_statistics_it_is_given():
+def test_adaptive_starts_every_prompt_with_the_given_statistics():
     trace, costs = random_trace(0, 4, 40), made_up_costs(4)
 
     def planned(prior):
@@ -179,9 +179,7 @@ def test_adaptive_begins_every_prompt_with_the_statistics_it_is_given():
     assert one == other  # the second prompt knows nothing of the first
 
 
-def test_traces_bring_the_statistics_stored_with_their_model_and_replay_may_leave_them_out(
-    folder, config, tmp_path, capsys
-):
+def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, config, tmp_path, capsys):
     kept = tmp_path / "kept"
     shown = ["--config", config, "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
     (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
@@ -201,10 +199,10 @@ def test_traces_bring_the_statistics_stored_with_their_model_and_replay_may_leav
     assert mean(*again, "--prior", "none") == before
 
 
-def test_statistics_of_another_model_beside_traces_are_refused(files, tmp_path, capsys):
+def test_statistics_of_another_model_are_refused(files, tmp_path, capsys):
     save([random_trace(0, 4, 20)], tmp_path / "traces.npz", sure_of(1, num_layers=5))
     assert main(["replay", "-q", *files]) == 2
-    assert capsys.readouterr().err.startswith("eval: the statistics beside the traces of the task 'made up' are of")
+    assert capsys.readouterr().err.startswith("eval: the statistics in the traces of the task 'made up' are of")
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -228,7 +226,7 @@ def test_statistics_of_another_model_beside_traces_are_refused(files, tmp_path, 
         (["--exit-layer", "9"], "exit_layer must lie in 1..3 for this model, got 9"),
     ],
 )
-def test_what_is_not_possible_is_one_sentence_and_exit_code_two(config, given, sentence, capsys):
+def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, sentence, capsys):
     assert main(["replay", "--config", str(config), "-q", *given]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -236,7 +234,7 @@ def test_what_is_not_possible_is_one_sentence_and_exit_code_two(config, given, s
     assert len(printed.err.splitlines()) == 1
 
 
-def test_files_that_do_not_fit_are_named(files, tmp_path, capsys):
+def test_inconsistent_files_are_named(files, tmp_path, capsys):
     def refused(*given):
         assert main(["replay", "-q", *given]) == 2
         return capsys.readouterr().err

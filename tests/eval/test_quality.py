@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over selfspec: log-likelihoods and texts are those of its own model, and policies agree."""
+"""lm-evaluation-harness with selfspec: log-likelihoods and texts equal those of its own model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """A folder of two small tasks over a file of ours."""
+    """A folder with two small tasks."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     data = tmp_path / "own.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -66,7 +66,7 @@ def request(*arguments):
 
 @pytest.fixture(scope="module")
 def both(folder):
-    """The harness's own model and ours, over the same weights."""
+    """The harness's model and ours, with the same weights."""
     from lm_eval.models.huggingface import HFLM
 
     from eval.harness import SelfSpecLM
@@ -126,7 +126,7 @@ def test_texts_that_differ_are_counted_and_end_with_code_1(folder, tasks, capsys
 
 
 @pytest.mark.slow  # it looks through all of its tasks
-def test_the_harnesss_own_command_knows_the_model(folder, tasks, capsys):
+def test_the_command_line_of_the_harness_knows_the_model(folder, tasks, capsys):
     arguments = ["--model", "selfspec", "--model_args", f"pretrained={folder},policy=plain", "--tasks", "own_writes"]
     before = sys.argv
     assert main(["quality", *arguments, "--include_path", tasks]) == 0
@@ -143,7 +143,7 @@ def test_the_harnesss_own_command_knows_the_model(folder, tasks, capsys):
         (["--tasks", "own_writes", "--batch-size", "0"], "batch_size must be a whole number of at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(options, words, folder, tasks, capsys, monkeypatch):
+def test_invalid_options_give_one_sentence(options, words, folder, tasks, capsys, monkeypatch):
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
     assert main(["quality", "--include-path", tasks, "--model", folder, *options]) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Question files under any column names; what is wrong with one is told by file, line and field."""
+"""Question files with any column names; errors name the file, line and field."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections import Counter
 
 import pytest
 
-from eval.config import FOLDER
+from eval.config import FOLDER, read_run_config
 from eval.questions import encode, fingerprint, prompt_text
 from eval.questions import read_questions as read
-from eval.run_config import read_run_config
 from tests.target import load
 
 
@@ -37,13 +36,13 @@ def test_the_first_questions_of_each_category(tmp_path):
     assert [q.question_id for q in read(path, 3, per_category=1)] == [1, 3]
 
 
-def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path):
+def test_a_unicode_line_separator_does_not_end_a_line(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"turns": ["a\u2028b"]}\n', "utf-8")
     assert read(str(path))[0].turns == ("a\u2028b",)
 
 
-def test_a_byte_order_mark_and_other_ends_of_line_are_no_part_of_a_question(tmp_path):
+def test_byte_order_marks_and_carriage_returns_are_ignored(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"turns": ["a"]}\r\n{"turns": ["b"]}\r\n')
     assert [q.turns for q in read(str(path))] == [("a",), ("b",)]
@@ -91,7 +90,7 @@ COLUMNS = {"question_id": "n", "turns": "text", "category": "kind"}
 
 
 def table(path, rows=ROWS):
-    """The rows as a file of the kind that its name says."""
+    """Write the rows to a file; its suffix gives the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(path)
@@ -107,7 +106,7 @@ def table(path, rows=ROWS):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """Neither the hub nor the user's cache."""
+    """No access to the hub or the user's cache."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -163,7 +162,7 @@ def test_a_malformed_row_is_named(row, words, offline, tmp_path):
     assert path in str(caught.value)
 
 
-def test_unmapped_columns_are_told_those_that_are_there(offline, tmp_path):
+def test_a_missing_column_is_reported_with_the_existing_ones(offline, tmp_path):
     with pytest.raises(ValueError, match=r"row 1: field 'turns' .* of the fields n, text, kind, extra"):
         read(table(tmp_path / "own.csv"))
 
@@ -177,7 +176,7 @@ def test_of_several_splits_test_is_read_and_others_must_be_named(offline, tmp_pa
         read(str(tmp_path / "other"))
 
 
-def test_what_the_hub_is_asked_for(offline, monkeypatch):
+def test_arguments_of_load_dataset(offline, monkeypatch):
     asked = []
 
     def load(name, config, split, streaming):
@@ -197,7 +196,7 @@ def test_what_the_hub_is_asked_for(offline, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["hf:owner/set", "none.parquet", "broken.parquet", "empty"])
-def test_what_cannot_be_loaded_is_told(source, offline, tmp_path):
+def test_loading_errors_are_reported(source, offline, tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot read the questions"):
@@ -205,13 +204,13 @@ def test_what_cannot_be_loaded_is_told(source, offline, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "hf:owner/set", "hf:owner/set:main:test", "own.parquet"])
-def test_files_lie_beside_the_configuration_and_data_sets_nowhere(name, tmp_path):
+def test_only_file_names_are_relative_to_the_configuration(name, tmp_path):
     (tmp_path / "own.yaml").write_text(f"questions: {name}")
     found = read_run_config(tmp_path / "own.yaml").questions
     assert found == (str(tmp_path / name) if name == "own.parquet" else name)
 
 
-def test_a_chat_template_frames_every_turn():
+def test_a_chat_template_formats_every_turn():
     class Chat:
         chat_template = "there is one"
 
@@ -238,7 +237,7 @@ def test_six_categories_of_eight_different_questions():
     assert {tuple(json.loads(line)) for line in lines} == {("question_id", "category", "turns")}
 
 
-def test_every_question_has_a_usual_length_and_is_gone_on_with(demo):
+def test_every_question_has_a_usual_length_and_can_be_continued(demo):
     prompts = encode(read(FOLDER / "questions.jsonl"), demo.tokenizer)
     assert all(20 <= len(prompt) <= 200 for prompt in prompts)
     outputs = demo.generate(prompts, policy="plain", max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Replay predicts the engine: every plan, every draft, how many tokens a round emits, and all a policy is told."""
+"""Replay predicts the engine: plans, drafts, emitted tokens and all observations of a policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small():
 
 
 def compare(scene, policy, setting):
-    """Decode with a fresh policy, replay with another, and hold the two side by side, call by call."""
+    """Decode with a new policy, replay with another, and compare the two call by call."""
     traces = scene.traces(setting.temperature)
     calls, emitted, outputs = scene.live(policy(), setting)
     again, predicted = replayed(traces, policy(), scene.costs, setting)

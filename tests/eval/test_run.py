@@ -1,4 +1,4 @@
-"""`python -m eval run` on a tiny model: what is asked, what is written down, and what a run survives."""
+"""`python -m eval run` on a tiny model: methods, records, errors and resuming."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import yaml
 
 from eval import figures, records
 from eval.__main__ import main
-from eval.config import FOLDER
+from eval.config import FOLDER, read_run_config
+from eval.decoders import Ours
 from eval.methods import file_name
-from eval.ours import Ours
 from eval.records import RunFolder
-from eval.run_config import read_run_config
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 from tests.target import load
@@ -55,7 +54,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def config(model, tmp_path):
-    """A configuration of two methods; `run(...)` of it takes further options."""
+    """A configuration with two methods."""
     (tmp_path / "three.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     keys = {"questions": "three.jsonl", "max_new_tokens": 6, "resamples": 20, "warmups": 0, "cost_repeats": 1}
     path = tmp_path / "tiny.yaml"
@@ -65,7 +64,7 @@ def config(model, tmp_path):
 
 @pytest.fixture
 def run(config, tmp_path, monkeypatch):
-    """Runs draw no figure here, which would take as long as the rest; see test_run_report."""
+    """Runs without a figure, which would take as long as the rest; see test_run_report."""
     monkeypatch.setattr(figures, "speedup_by_category", lambda summary: None)
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
 
@@ -93,18 +92,18 @@ def method(out, name):
 
 
 def engine(tmp_path, how):
-    """The options that add an external method; its script answers as `how` says."""
+    """Options that add an external method; `how` selects its script's behaviour."""
     return engines(tmp_path, engine=how)
 
 
 def engines(tmp_path, **hows):
-    """The same of several methods, by their names."""
+    """Options that add several external methods by name."""
     (tmp_path / "engine.py").write_text(ENGINE)
     commands = [f"{name}={sys.executable} {tmp_path / 'engine.py'} {how}" for name, how in hows.items()]
     return ["--methods", "plain", *(f"external:{name}" for name in hows), "--externals", *commands]
 
 
-def test_every_method_writes_plain_decodings_tokens_and_spec_benchs_format(run, out, model, capsys):
+def test_every_method_gives_the_tokens_of_plain_decoding_in_spec_bench_format(run, out, model, capsys):
     ours = [*POLICIES, "fixed:2,3", "adaptive:exit", "adaptive:lookup+tree"]
     theirs = ["", ":early_exit:2", ":prompt_lookup:3", f":assistant:{model}"]
     names = [*ours, *("transformers" + rest for rest in theirs)]
@@ -157,7 +156,7 @@ def test_counts_of_layers_and_drafts_add_up(run, out):
     assert plain["acceptance_length"] == 1 and fixed["prefill_share"] > 0
 
 
-def test_seeded_sampling_is_compared_across_our_own_methods_only(run, out):
+def test_sampled_outputs_are_compared_only_across_selfspec_methods(run, out):
     names = ["plain", "fixed:2,3", "del", "transformers", "transformers:early_exit:2"]
     assert run("--methods", *names, "--temperature", "0.9", "--seed", "5") == 0
     check = {each["method"]: each for each in summary(out)["check"]}
@@ -169,7 +168,7 @@ def test_seeded_sampling_is_compared_across_our_own_methods_only(run, out):
     assert lines(other)[1]["choices"][0]["tokens"] != first
 
 
-def test_text_ends_at_the_models_end_unless_that_is_ignored(run, out, model, monkeypatch):
+def test_output_ends_at_the_end_of_text_token_unless_ignored(run, out, model, monkeypatch):
     token = load(model).generate(["x"], policy="plain", max_new_tokens=6)[0].tokens[2]
     monkeypatch.setattr("selfspec.target.Target.eos_token_ids", property(lambda self: frozenset({token})))
     names = ["plain", "fixed:2,3", "transformers", "transformers:early_exit:2"]
@@ -182,7 +181,7 @@ def test_text_ends_at_the_models_end_unless_that_is_ignored(run, out, model, mon
     assert method(out.with_name("out2"), "transformers")["groups"]["overall"]["num_tokens"] == 24
 
 
-def test_an_external_command_that_writes_other_tokens_is_told_apart(run, out, tmp_path, capsys):
+def test_different_tokens_of_an_external_command_are_reported(run, out, tmp_path, capsys):
     assert run(*engine(tmp_path, "echo")) == 0
     (check,) = summary(out)["check"]
     assert check["num_compared"] == 3 and check["num_different"] == 3
@@ -214,7 +213,7 @@ WRONG = {  # what an engine does: the kind of the error, the questions it costs,
 }
 
 
-def test_what_commands_do_wrong_are_rows_and_the_run_goes_on(run, out, tmp_path):
+def test_errors_of_external_commands_become_rows_and_the_run_continues(run, out, tmp_path):
     options = [*engines(tmp_path, **{how: how for how in WRONG}), "gone=/no/such/command", "--time-limit", "3"]
     options.insert(1, "external:gone")
     assert run(*options) == 0
@@ -230,7 +229,7 @@ def test_what_commands_do_wrong_are_rows_and_the_run_goes_on(run, out, tmp_path)
     assert lines(out / "errors.jsonl") == errors
 
 
-def test_a_question_beyond_the_context_is_a_row_of_its_own_for_every_method(run, out, config, tmp_path):
+def test_a_question_longer_than_the_context_is_an_error_row_for_every_method(run, out, config, tmp_path):
     long = {"question_id": "long", "category": "loops", "turns": ["x" * 3000]}
     (tmp_path / "three.jsonl").write_text("".join(json.dumps(q) + "\n" for q in (long, *QUESTIONS)))
     assert run("--warmups", "1") == 0
@@ -238,7 +237,7 @@ def test_a_question_beyond_the_context_is_a_row_of_its_own_for_every_method(run,
     assert summary(out)["complete"] and summary(out)["methods"][0]["errors"] == {"too_long": 1}
 
 
-def test_a_method_beyond_the_time_limit_stops_and_an_exception_is_a_row(run, out, monkeypatch):
+def test_timeouts_and_exceptions_become_error_rows(run, out, monkeypatch):
     names = ["--methods", "plain", "transformers", "transformers:early_exit:2"]
     assert run(*names, "--time-limit", "1e-9", "--warmups", "1") == 0
     assert {row["kind"] for row in lines(out / "errors.jsonl")} == {"timeout"}
@@ -253,7 +252,7 @@ def test_a_method_beyond_the_time_limit_stops_and_an_exception_is_a_row(run, out
     assert (row["kind"], row["method"], row["sentence"]) == ("error", "plain", "RuntimeError: out of memory")
 
 
-def test_ctrl_c_leaves_a_partial_report_and_the_same_command_goes_on(run, out, monkeypatch, capsys):
+def test_ctrl_c_leaves_a_partial_report_and_the_same_command_resumes(run, out, monkeypatch, capsys):
     calls, own = [], Ours.__call__
 
     def interrupted(self, prompt):
@@ -273,7 +272,7 @@ def test_ctrl_c_leaves_a_partial_report_and_the_same_command_goes_on(run, out, m
     assert summary(out)["complete"] and len(json.loads((out / "environment.json").read_text())["resumed"]) == 1
 
 
-def test_a_folder_of_another_configuration_is_refused_and_the_keys_named(run, out, config, tmp_path, capsys):
+def test_a_folder_with_another_configuration_is_refused_and_the_keys_are_named(run, out, config, tmp_path, capsys):
     assert run() == 0
     assert run("--max-new-tokens", "7", "--seed", "1") == 2
     said = capsys.readouterr().err
@@ -320,7 +319,7 @@ def test_a_folder_that_is_in_use_or_cannot_be_written_is_refused(run, out, confi
         (["--time-limit", "nan"], "above 0"),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(options, words, run, capsys):
+def test_invalid_options_give_one_sentence(options, words, run, capsys):
     assert run(*options) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]  # but for progress
     assert len(said) == 1 and said[0].startswith("eval: ") and words in said[0]
@@ -340,7 +339,7 @@ def test_keys_of_a_file_are_checked(config, capsys):
         assert words in capsys.readouterr().err
 
 
-def test_the_report_is_made_again_and_from_anybodys_answer_files(run, out, capsys, tmp_path):
+def test_report_rewrites_a_run_and_reads_other_answer_files(run, out, capsys, tmp_path):
     assert run() == 0
     before = summary(out)
     assert main(["report", str(out)]) == 0
@@ -362,7 +361,7 @@ def test_the_report_is_made_again_and_from_anybodys_answer_files(run, out, capsy
     assert "Spec-Bench's format" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_one_sentence_and_the_folder_can_be_resumed(run, out, monkeypatch, capsys):
+def test_a_full_disk_gives_one_sentence_and_the_folder_can_be_resumed(run, out, monkeypatch, capsys):
     calls, own = [], records.append_line
 
     def full(path, row):
@@ -375,20 +374,20 @@ def test_a_full_disk_is_one_sentence_and_the_folder_can_be_resumed(run, out, mon
         patch.setattr(records, "append_line", full)
         assert run() == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("eval: cannot write") and "No space left on device" in said and "go on" in said
+    assert said.startswith("eval: cannot write") and "No space left on device" in said and "resume" in said
     assert run() == 0 and summary(out)["complete"]
     for name in ("plain", "fixed-2,3"):
         assert [row["question_id"] for row in lines(out / "answers" / f"{name}.jsonl")] == ["a", 7, 8]
 
 
-def test_a_run_that_cannot_begin_leaves_its_folder_free(config, tmp_path, capsys):
+def test_a_run_that_fails_to_start_releases_its_folder(config, tmp_path, capsys):
     assert main(["run", str(config), "--model", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")]) == 2
     assert "nowhere" in capsys.readouterr().err
     RunFolder(tmp_path / "out", {"another": "configuration"}, []).close()
 
 
-def test_the_first_token_is_timed_by_itself_and_not_with_the_rounds_after_it(run, out):
-    """Greedy outputs of 24 tokens come in one program but for the first round, which is handed over alone."""
+def test_time_to_first_token_excludes_later_rounds(run, out):
+    """Greedy outputs of 24 tokens are decoded in two programs, of which the first has one round."""
     names = ["--methods", "plain", "fixed:2,3", "adaptive", "transformers", "--keep-rounds"]
     assert run(*names, "--max-new-tokens", "24") == 0
     for row in lines(out / "rounds.jsonl"):
@@ -401,7 +400,7 @@ def test_the_first_token_is_timed_by_itself_and_not_with_the_rounds_after_it(run
         assert choice["step_seconds"][0][0] <= choice["wall_time"][0] - later + 1e-4
 
 
-def test_costs_are_taken_from_the_users_cache_or_measured_by_the_run(run, out, model, capsys):
+def test_costs_come_from_the_users_cache_or_are_measured(run, out, model, capsys):
     target = load(model)
     kept = target.costs().as_dict()
     assert run("--methods", "plain", "adaptive", "--cost-repeats", "0") == 0
@@ -413,7 +412,7 @@ def test_costs_are_taken_from_the_users_cache_or_measured_by_the_run(run, out, m
     assert about["costs"]["plain"] != json.loads(json.dumps(kept))["plain"]
 
 
-def test_a_method_that_cannot_run_here_is_skipped_with_one_sentence(run, out, capsys):
+def test_a_method_that_cannot_run_is_skipped_with_one_sentence(run, out, capsys):
     assert run("--methods", "plain", "llama.cpp", "llama.cpp:/no/such.gguf") == 0
     said = capsys.readouterr()
     assert said.err.count("skipped: ") == 2 and "needs a GGUF file" in said.err

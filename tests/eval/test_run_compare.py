@@ -1,4 +1,4 @@
-"""Two runs beside each other: paired by question, with ratios that can be checked by hand."""
+"""Comparisons of two runs, paired by question, with ratios that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def row(question, method, seconds, category="math", **more):
 
 
 def rows(slower=1.0, questions=range(6)):
-    """Answers of both methods; adaptive's take `slower` times as long."""
+    """Answers of both methods; those of adaptive take `slower` times as long."""
     return {
         method: [
             row(q, method, pace * (1 + q / 10) * (slower if method == "adaptive" else 1), "math" if q % 2 else "qa")
@@ -47,7 +47,7 @@ def rows(slower=1.0, questions=range(6)):
 
 @pytest.fixture
 def save(tmp_path):
-    """A run folder of given rows, as `python -m eval run` leaves it."""
+    """Write a run folder with given rows, as `python -m eval run` does."""
 
     def saved(name, answers, settings=(), about=(), summary=True):
         folder = tmp_path / name
@@ -68,7 +68,7 @@ def save(tmp_path):
 
 @pytest.fixture
 def go(capsys):
-    """Run the command; its exit code, output and what it complains of."""
+    """Run the command; returns exit code, standard output and standard error."""
 
     def command(*arguments):
         code = main(["compare", *arguments])
@@ -82,7 +82,7 @@ def figure(document, method, metric):
     return next(each for each in document["methods"] if each["method"] == method)["metrics"][metric]
 
 
-def test_a_ratio_is_what_the_times_say_and_a_fall_beyond_its_share_fails(save, go):
+def test_ratios_follow_from_the_times_and_a_loss_above_the_limit_fails(save, go):
     before, after = save("a", rows()), save("b", rows(slower=1.25))
     code, out, _ = go(before, after, "--json", "--fail", "speedup=0.05", "seconds=30%")
     found = json.loads(out)
@@ -136,7 +136,7 @@ def test_without_limits_there_is_a_table_and_nothing_fails(save, go):
     assert "machine, versions and settings are the same" in out and "token for token" in out
 
 
-def test_only_what_both_have_answered_is_compared(save, go):
+def test_only_questions_answered_in_both_runs_are_compared(save, go):
     later = rows(slower=1.25)
     later["adaptive"] = [each for each in later["adaptive"] if each["question_id"] not in (0, 1)]
     later["plain"] = [each for each in later["plain"] if each["question_id"] != 2]
@@ -186,7 +186,7 @@ def test_a_method_that_lost_answers_fails_where_there_are_limits(kept, options, 
         assert go(before, after)[0] == 0
 
 
-def test_a_limit_on_what_was_never_answered_says_so(save, go):
+def test_a_limit_on_unanswered_questions_is_an_error(save, go):
     before, after = save("a", {**rows(), "adaptive": []}), save("b", rows())
     code, out, said = go(before, after, "--fail", "speedup=0.05")
     assert code == 2 and not out and "the runs share no answered question for 'adaptive'" in said
@@ -195,7 +195,7 @@ def test_a_limit_on_what_was_never_answered_says_so(save, go):
     assert "the runs share no answered question for both 'adaptive' and the baseline" in said
 
 
-def test_what_differs_is_told_key_by_key(save, go):
+def test_differences_are_listed_by_key(save, go):
     later = rows()
     later["adaptive"][2]["choices"][0]["tokens"][0][0] = 99
     about = {"cpu": "two", "torch": "3", "threads": 4}
@@ -228,7 +228,7 @@ def test_one_category_and_chosen_methods_and_baseline(save, go):
     assert figure(found, "adaptive", "speedup")["before"] == 1
 
 
-def test_speedups_over_different_baselines_are_pointed_out(save, go):
+def test_different_baselines_give_a_warning(save, go):
     before, after = (
         save(name, rows(), summary=False, settings={"baseline": base})
         for name, base in (("a", "plain"), ("b", "adaptive"))
@@ -252,12 +252,12 @@ def test_speedups_over_different_baselines_are_pointed_out(save, go):
         (["--fail", "draft_acceptance_rate=0.05"], "'plain' has none in either run"),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(options, words, save, go):
+def test_invalid_options_give_one_sentence(options, words, save, go):
     code, out, said = go(save("a", rows()), save("b", rows()), *options)
     assert code == 2 and not out and words in said and said.count("\n") == 1
 
 
-def test_a_limit_on_a_method_that_one_run_lacks_is_refused_unless_it_is_left_out(save, go):
+def test_a_limit_on_a_method_of_one_run_only_is_refused(save, go):
     before, after = save("a", rows()), save("b", {"plain": rows()["plain"]})
     code, _, said = go(before, after, "--fail", "speedup=0.05")
     assert code == 2 and "only one of the runs has adaptive" in said
@@ -266,7 +266,7 @@ def test_a_limit_on_a_method_that_one_run_lacks_is_refused_unless_it_is_left_out
     assert "share no method" in go(after, other)[2]
 
 
-def test_a_method_that_was_skipped_in_a_run_is_no_method_of_it(save, go):
+def test_a_skipped_method_is_not_compared(save, go):
     runs = [Path(save(name, {**rows(), "llama.cpp": []})) for name in "ab"]
     for run in runs:
         told = {"complete": True, "baseline": "plain", "skipped": {"llama.cpp": "no file"}}
@@ -275,7 +275,7 @@ def test_a_method_that_was_skipped_in_a_run_is_no_method_of_it(save, go):
     assert code == 0 and "llama.cpp" not in out
 
 
-def test_what_is_no_run_folder_or_has_nothing_in_common_is_refused(save, go, tmp_path):
+def test_other_folders_and_unrelated_runs_are_refused(save, go, tmp_path):
     before = save("a", rows())
     for path in (tmp_path / "nowhere", tmp_path):
         code, _, said = go(before, str(path))
@@ -286,8 +286,8 @@ def test_what_is_no_run_folder_or_has_nothing_in_common_is_refused(save, go, tmp
     assert code == 2 and "no question of 'overall' has been answered" in said
 
 
-def test_drawn_once_each_the_questions_give_every_figure(save):
-    """Intervals are of the figures that reports show: a resample that holds all questions once has the same values."""
+def test_every_figure_equals_its_resample_of_all_questions(save):
+    """A resample with every question once has the values of the report."""
     answers = rows()
     answers["adaptive"].append(row(9, "adaptive", 0.3, first=1))
     answers["plain"].append(row(9, "plain", 0.05))
@@ -302,7 +302,7 @@ def test_drawn_once_each_the_questions_give_every_figure(save):
         assert drawn(metric, group)[0](once)[0] == pytest.approx(value), metric
 
 
-def test_a_run_beside_itself_has_not_changed(save):
+def test_a_run_compared_with_itself_has_not_changed(save):
     run = open_run(Path(save("a", rows())))
     found = compare(run, run, {"speedup": 0.0, "seconds": 0.0})
     assert not found["has_failed"]
@@ -311,7 +311,7 @@ def test_a_run_beside_itself_has_not_changed(save):
             assert change["ratio"] in (None, 1) and not change["is_clear"], metric
 
 
-def test_a_ratio_of_equals_has_not_fallen_for_its_rounding(save):
+def test_rounding_is_no_loss(save):
     before, after = (open_run(Path(save(name, rows()))) for name in "ab")
     for items in after.items.values():  # a machine of a third of the speed
         items.update({key: item._replace(seconds=item.seconds * 3) for key, item in items.items()})

@@ -1,4 +1,4 @@
-"""External commands: what they may answer, and what is refused."""
+"""External commands: valid and invalid answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompt(number):
 
 @pytest.fixture
 def ask(tmp_path):
-    """What an engine that writes these lines is taken to have answered, question by question: tokens or a sentence."""
+    """Ask an engine that writes these lines; returns the tokens or the error's sentence per question."""
     opened = []
 
     def asked(*answers, questions=None, script=ENGINE):
@@ -69,7 +69,7 @@ def ask(tmp_path):
 
 
 @pytest.mark.parametrize("lengths", [[4], [1, 3], [1, 6], [4, 1], [1, 1, 1, 1]])
-def test_steps_hold_all_tokens_and_the_last_may_have_made_more(lengths, ask):
+def test_the_last_step_may_have_made_more_tokens_than_are_kept(lengths, ask):
     assert ask({"tokens": [1, 2, 3, 4], "accept_lengths": lengths}) == [[1, 2, 3, 4]]
 
 
@@ -79,21 +79,21 @@ def test_steps_that_do_not_add_up_to_the_tokens_are_refused(lengths, ask):
     assert f"accept_lengths add up to {sum(lengths)}, but it has 4 tokens" in sentence
 
 
-def test_no_token_takes_no_step_or_one(ask):
+def test_an_empty_answer_has_no_step_or_one(ask):
     assert ask(*({"tokens": [], "accept_lengths": lengths} for lengths in ([], [1]))) == [[], []]
 
 
-def test_more_tokens_than_were_asked_for_are_refused(ask):
-    assert "5 tokens, where max_new_tokens is 4" in ask({"tokens": [1] * (MOST + 1)})[0]
+def test_more_than_max_new_tokens_are_refused(ask):
+    assert "5 tokens, but max_new_tokens is 4" in ask({"tokens": [1] * (MOST + 1)})[0]
     found = ask({"text": "x" * (MOST + SPARE)}, {"text": "x" * (MOST + SPARE + 1)})
-    assert len(found[0]) == MOST + SPARE and "13 tokens, where max_new_tokens is 4" in found[1]
+    assert len(found[0]) == MOST + SPARE and "13 tokens, but max_new_tokens is 4" in found[1]
 
 
-def test_steps_of_a_text_are_not_held_against_our_tokenizers_count(ask):
+def test_steps_of_a_text_are_not_compared_with_its_tokens(ask):
     assert ask({"text": "abc", "accept_lengths": [2]}) == [[97, 98, 99]]
 
 
-def test_a_second_line_is_never_the_next_questions_answer(ask):
+def test_a_second_line_is_not_read_as_the_next_answer(ask):
     double = json.dumps({"tokens": [1]}) + "\n" + json.dumps({"tokens": [2]})
     found = ask(double, questions=4)  # with a new start after every refusal
     assert [2] not in found
@@ -102,7 +102,10 @@ def test_a_second_line_is_never_the_next_questions_answer(ask):
 
 @pytest.mark.parametrize(
     ("about", "words"),
-    [({"question_id": 9}, "it is of question_id 9, asked was 0"), ({"turn": 1}, "it is of turn 1, asked was 0")],
+    [
+        ({"question_id": 9}, "its question_id is 9, that of the question 0"),
+        ({"turn": 1}, "its turn is 1, that of the question 0"),
+    ],
 )
 def test_an_answer_to_another_question_is_refused(about, words, ask):
     own = {"tokens": [1], "question_id": 0, "turn": 0}
@@ -111,17 +114,17 @@ def test_an_answer_to_another_question_is_refused(about, words, ask):
 
 
 @pytest.mark.parametrize("banner", ["loading the model", "[1]", "[" * 10**5, '{"tokens": [9], "seconds": 1e9}'])
-def test_an_answer_that_comes_after_a_banner_is_never_the_next_questions(banner, ask):
+def test_an_answer_after_a_banner_is_not_read_as_the_next_answer(banner, ask):
     for found in ask(banner, questions=3, script=SLOW):
         assert isinstance(found, str) and ("no valid answer" in found or "it reports" in found)
 
 
-def test_only_what_is_no_valid_answer_ends_the_command(ask):
+def test_only_an_invalid_answer_ends_the_command(ask):
     assert ask({"error": "no\nluck"}, {"tokens": [2]}) == ["no luck", [2]]
-    assert "asked was 1" in ask({"tokens": [1]}, {"error": "late", "question_id": 0})[1]
+    assert "that of the question 1" in ask({"tokens": [1]}, {"error": "late", "question_id": 0})[1]
     again = ask({"tokens": [1, 1, 1, 1, 1]}, {"tokens": [2]})
     assert "5 tokens" in again[0] and "5 tokens" in again[1]
 
 
-def test_a_number_that_no_clock_shows_is_refused(ask):
+def test_an_impossible_time_is_refused(ask):
     assert "no valid answer" in ask('{"tokens": [1], "seconds": 1' + "0" * 400 + "}")[0]

@@ -1,4 +1,4 @@
-"""Figures against hand calculations on small answers."""
+"""Figures compared with calculations by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from eval.answers import Turn, choice_of, groups, item_of
+from eval.decoders import split_by_round
 from eval.metrics import METRICS, Group, figures
-from eval.ours import shared
 from eval.summary import fastest_plain, harness_share
 from selfspec.control.rows import StageSeconds
 from selfspec.decoding.results import Round
@@ -42,7 +42,7 @@ def group(rows=FAST, base=SLOW, **more):
 
 
 def spec_bench_by_hand(rows, base):
-    """Its script's steps, in its own order."""
+    """The steps of Spec-Bench's script, in its order."""
 
     def speeds(answers, again=False):
         found = []
@@ -58,7 +58,7 @@ def spec_bench_by_hand(rows, base):
     return np.mean(lengths), speeds(rows), speeds(rows) / speeds(base), speeds(rows) / speeds(base, again=True)
 
 
-def test_spec_benchs_figures_agree_to_the_last_digit():
+def test_spec_bench_figures_equal_those_of_its_script():
     found = figures(group())
     names = ("mean_accepted_tokens", "spec_bench_tokens_per_second", "spec_bench_speedup", "spec_bench_script_speedup")
     assert tuple(found[name] for name in names) == spec_bench_by_hand(FAST, SLOW)
@@ -79,7 +79,7 @@ def test_totals_and_pairs():
     assert paired["median"] == pytest.approx(sum(ratios) / 2) and paired["num_questions"] == 2
 
 
-def test_times_apart_from_the_first_step():
+def test_latencies_exclude_the_first_step():
     found = figures(group())
     assert found["time_to_first_token_p50"] == pytest.approx(0.21)
     assert found["decode_tokens_per_second"] == pytest.approx((2 + 6 + 3) / (0.1 + 0.23 + 0.17))
@@ -109,7 +109,7 @@ def test_drafts_stages_and_layers():
     assert found["prefill_share"] == pytest.approx(0.2 / 0.82)
 
 
-def test_what_a_method_does_not_tell_is_none_and_no_baseline_no_speedup():
+def test_unreported_values_give_none_and_no_baseline_gives_no_speedup():
     silent = answer(1, [Turn([1, 2], 0.5), Turn([3], 0.5)])
     found = figures(Group([item_of(silent)], None, resamples=5))
     known = {name for name, value in found.items() if value is not None}
@@ -134,7 +134,7 @@ def test_intervals_come_from_the_seed_alone():
     assert figures(group(rows, rows[::-1]))["speedup"]["low"] == pytest.approx(1)  # the same draws on both sides
 
 
-def test_mt_benchs_categories_are_merged_beside_the_others():
+def test_mt_bench_categories_are_also_merged():
     items = [item_of(answer(i, [turn([1], [0.1])], kind)) for i, kind in enumerate(("math", "qa", "writing", "math"))]
     assert {name: len(of_group) for name, of_group in groups(items).items()} == {
         "math": 2,
@@ -153,7 +153,7 @@ def test_the_baseline_is_the_fastest_plain_decoding_on_common_questions():
     assert fastest_plain({"adaptive": {1: FAST[0]}, "plain": {}}) is None
 
 
-def test_the_harnesss_share_is_of_the_methods_own_time():
+def test_the_harness_share_is_relative_to_the_methods_time():
     rows = [
         answer(1, [turn([1], [0.09])], harness_seconds=0.01),
         {"kind": "error", "seconds": 0.1, "harness_seconds": 0},
@@ -161,7 +161,7 @@ def test_the_harnesss_share_is_of_the_methods_own_time():
     assert harness_share(rows) == pytest.approx(0.05) and harness_share(FAST) is None
 
 
-def test_an_answer_that_is_none_is_refused():
+def test_an_invalid_answer_is_refused():
     with pytest.raises(ValueError, match="Spec-Bench's format"):
         item_of({"question_id": 1, "category": "", "choices": []})
     with pytest.raises(ValueError, match="took 0 s"):
@@ -170,10 +170,10 @@ def test_an_answer_that_is_none_is_refused():
         )
 
 
-def test_rounds_that_come_at_once_share_their_time_by_what_each_took():
-    """The first round alone, a program of three, and one of one: together they take what the clock says."""
+def test_a_programs_time_is_divided_among_its_rounds():
+    """Programs of one, three and one rounds."""
     own, places = [9.0, 2.0, 1.0, 1.0, 5.0], [0, 0, 1, 2, 0]
     done = [Round([], None, StageSeconds(verify=taken), None, at) for taken, at in zip(own, places, strict=True)]
     stamped = [10.0, 7.9, 0.05, 0.05, 6.0]
-    assert shared(stamped, done) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
-    assert shared(stamped[:1], done[:1]) == stamped[:1] and shared([], []) == []
+    assert split_by_round(stamped, done) == pytest.approx([10.0, 4.0, 2.0, 2.0, 6.0])
+    assert split_by_round(stamped[:1], done[:1]) == stamped[:1] and split_by_round([], []) == []

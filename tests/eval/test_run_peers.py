@@ -1,4 +1,4 @@
-"""Other decoders as methods: what they leave on the model, and llama.cpp on the very weights that selfspec reads."""
+"""Other decoders as methods: the model is restored, and llama.cpp decodes the same weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from eval import figures
 from eval.__main__ import main
 from eval.answers import Failure, Prompt, Skipped
-from eval.llama_cpp import LlamaCpp
+from eval.decoders import LlamaCpp, Transformers
 from eval.methods import FORMS, parse_method
 from eval.models import Endless, gguf_file, open_target
-from eval.peers import Transformers
 from tests.gguf_files import source_model, write_gguf
 from tests.models import tiny
 
@@ -29,7 +28,7 @@ def gguf(tmp_path_factory):
     return path
 
 
-def test_names_say_what_a_method_is():
+def test_method_names_are_parsed():
     assert parse_method("fixed:4,6").settings == {"policy": "fixed", "exit_layer": 4, "num_draft_tokens": 6}
     assert parse_method("adaptive:exit+tree").settings == {"policy": "adaptive", "drafts": ("exit", "tree")}
     assert parse_method("transformers:assistant:a:b").option == "a:b" and not parse_method("transformers").is_ours
@@ -40,7 +39,7 @@ def test_names_say_what_a_method_is():
 
 
 @pytest.mark.parametrize("name", ["transformers", "transformers:early_exit:2", "transformers:prompt_lookup:3"])
-def test_a_peer_leaves_the_model_as_it_was_also_after_it_was_stopped(name):
+def test_transformers_methods_restore_the_model_even_after_a_timeout(name):
     target = Endless(tiny("llama"))
     model = target.stack.model
     before, layers = model.generation_config, model.config.num_hidden_layers
@@ -53,7 +52,7 @@ def test_a_peer_leaves_the_model_as_it_was_also_after_it_was_stopped(name):
     assert model.generation_config is before and model.config.num_hidden_layers == layers
 
 
-def test_llama_cpp_on_float32_weights_writes_plain_decodings_tokens(gguf, tmp_path, monkeypatch, capsys):
+def test_llama_cpp_on_float32_weights_gives_the_tokens_of_plain_decoding(gguf, tmp_path, monkeypatch, capsys):
     pytest.importorskip("xllamacpp")
     monkeypatch.setattr(figures, "speedup_by_category", lambda summary: None)
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
@@ -80,23 +79,23 @@ def test_llama_cpp_stops_at_its_time_limit(gguf):
     method.close()
 
 
-def test_where_llama_cpp_cannot_run_it_is_skipped(tmp_path, monkeypatch):
+def test_llama_cpp_is_skipped_where_it_cannot_run(tmp_path, monkeypatch):
     def skipped(model, name="llama.cpp", temperature=0.0):
         with pytest.raises(Skipped) as caught:
             LlamaCpp(model, parse_method(name), 64, frozenset(), temperature, 1.0)
         return str(caught.value)
 
     assert "'demo' is none" in skipped("demo") and "'no.gguf' is none" in skipped("demo", "llama.cpp:no.gguf")
-    assert "greedily alone" in skipped("demo", temperature=0.5)
+    assert "only decode greedily" in skipped("demo", temperature=0.5)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     assert "cannot open" in skipped(str(broken))
-    monkeypatch.setattr("eval.llama_cpp.find_spec", lambda name: None)
+    monkeypatch.setattr("eval.decoders.find_spec", lambda name: None)
     assert "pip install xllamacpp" in skipped("smollm2")
     assert gguf_file("demo") is None and gguf_file(str(broken)) == broken
 
 
-def test_a_target_of_a_run_takes_nothing_from_its_models_files():
+def test_a_runs_target_ignores_the_models_generation_config():
     target = open_target("demo")
     own = Endless(target, frozenset({7}))
     assert own.eos_token_ids == {7} and own.stored is None and own.tokenizer is None and target.tokenizer is not None

@@ -1,4 +1,4 @@
-"""The run folder: a kill or a full disk at any moment neither loses nor doubles a question."""
+"""The run folder: after a kill or a full disk no question is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTIONS = [Question(i, "kind", ("ab",)) for i in range(3)]
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer with a token per letter."""
 
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}
@@ -29,7 +29,7 @@ class Letters:
 
 
 class Repeats:
-    """A method that repeats its prompt; it fails at one question, and remembers what it was asked."""
+    """A method that repeats its prompt, fails at one question, and records its calls."""
 
     def __init__(self, name, failing=None, order=None):
         self.name, self.failing, self.asked = name, failing, [] if order is None else order
@@ -45,7 +45,7 @@ class Repeats:
 
 
 def go(path, failing=1, questions=QUESTIONS, context=16):
-    """One session; what it asked, in order: (method, question) pairs."""
+    """Run one session; returns its (method, question) pairs in order."""
     folder, asked = RunFolder(path, {"seed": 0}, METHODS), []
     methods = [Repeats("plain", order=asked), Repeats("fixed:2,3", failing, asked)]
     try:
@@ -56,7 +56,7 @@ def go(path, failing=1, questions=QUESTIONS, context=16):
 
 
 def identity(path):
-    """Everything of a folder's rows that does not depend on the clock, of two for a question the later."""
+    """A folder's rows without times; of duplicates the last."""
     found = {}
     for file in sorted(path.rglob("*.jsonl")):
         rows = {json.dumps([row.get("method"), row["question_id"]]): row for row in read_lines(file)}
@@ -65,7 +65,7 @@ def identity(path):
     return found
 
 
-def test_methods_take_turns_and_what_is_answered_is_not_asked_again(tmp_path):
+def test_methods_rotate_and_answered_questions_are_not_asked_again(tmp_path):
     first, second = METHODS
     assert go(tmp_path) == [(first, 0), (second, 0), (second, 1), (first, 1), (first, 2), (second, 2)]
     before = identity(tmp_path)
@@ -75,7 +75,7 @@ def test_methods_take_turns_and_what_is_answered_is_not_asked_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["answers/plain.jsonl", "answers/fixed-2,3.jsonl", "errors.jsonl"])
-def test_a_file_cut_anywhere_in_its_last_line_is_made_whole_again(name, tmp_path):
+def test_a_file_with_an_incomplete_last_line_is_repaired(name, tmp_path):
     go(tmp_path)
     wanted, file = identity(tmp_path), tmp_path / name
     whole = file.read_bytes()
@@ -87,7 +87,7 @@ def test_a_file_cut_anywhere_in_its_last_line_is_made_whole_again(name, tmp_path
         assert identity(tmp_path) == wanted
 
 
-def test_rounds_without_their_answer_are_written_again_and_the_later_count(tmp_path):
+def test_rounds_without_an_answer_are_written_again(tmp_path):
     go(tmp_path)
     wanted, rounds, answers = identity(tmp_path), tmp_path / "rounds.jsonl", tmp_path / "answers" / "plain.jsonl"
     answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:-1]))
@@ -95,13 +95,13 @@ def test_rounds_without_their_answer_are_written_again_and_the_later_count(tmp_p
     assert go(tmp_path) == [("plain", 2)] and identity(tmp_path) == wanted
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path):
+def test_a_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
     path, limit = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     append_line(path, {"a": "x" * 50})
     before = path.read_bytes()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 30, limit[1]))
     try:
-        with pytest.raises(FullError, match="run the same command again to go on"):
+        with pytest.raises(FullError, match="run the same command again to resume"):
             append_line(path, {"a": "y" * 50})
         with pytest.raises(FullError):
             write_file(path, "z" * 500)
@@ -121,15 +121,15 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path):
             go(tmp_path)
 
 
-def test_answers_without_a_configuration_are_not_built_on(tmp_path):
+def test_a_folder_with_answers_but_no_configuration_is_refused(tmp_path):
     go(tmp_path)
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"answers but no config\.yaml"):
         go(tmp_path)
 
 
-def test_a_folder_of_an_older_version_goes_on(tmp_path):
-    """Keys that it lacks have their defaults; those that no longer decide are passed over."""
+def test_a_folder_of_an_older_version_can_be_resumed(tmp_path):
+    """Missing keys have their defaults; keys that are no longer recorded are ignored."""
     go(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "studies": ["grid"], "study_tokens": 9}))
     assert go(tmp_path) == []
@@ -138,7 +138,7 @@ def test_a_folder_of_an_older_version_goes_on(tmp_path):
         go(tmp_path)
 
 
-def test_a_start_that_came_to_nothing_may_be_followed_by_another(tmp_path):
+def test_a_folder_without_rows_may_be_used_with_another_configuration(tmp_path):
     RunFolder(tmp_path, {"seed": 9}, METHODS).close()
     (tmp_path / "environment.json").write_text("{}")
     go(tmp_path)
@@ -146,7 +146,7 @@ def test_a_start_that_came_to_nothing_may_be_followed_by_another(tmp_path):
     assert not (tmp_path / "environment.json").exists()
 
 
-def test_a_second_turn_that_has_no_room_left_is_a_row(tmp_path):
+def test_a_second_turn_longer_than_the_context_is_an_error_row(tmp_path):
     go(tmp_path, questions=[Question("long", "kind", ("a" * 10, "b" * 10))])
     (row,) = [row for row in read_lines(tmp_path / "errors.jsonl") if row["method"] == "plain"]
     assert (row["kind"], row["turn"]) == ("too_long", 1) and row["seconds"] == 0.25
@@ -158,7 +158,7 @@ def test_a_warm_up_that_times_out_is_not_tried_again():
     assert (len(slow.asked), len(fine.asked)) == (1, 3)
 
 
-def test_of_two_answers_to_a_question_the_later_counts():
+def test_of_duplicate_answers_the_last_counts():
     assert by_question([{"question_id": 1, "a": 1}, {"question_id": 1, "a": 2}]) == {1: {"question_id": 1, "a": 2}}
     error = {"kind": "error", "method": "m", "question_id": 1}
     assert by_question([error]) == {("m", 1): error}

@@ -1,4 +1,4 @@
-"""The report in both forms, its figure, and folders that an earlier version has written."""
+"""The report as Markdown and HTML, its figure, and folders of an earlier version."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 from eval import figures
 from eval.__main__ import main
 from eval.answers import Turn, choice_of
+from eval.figures import table
 from eval.report import opening_of, publish, render, sections, shown
 from eval.summary import summarise
-from eval.table import table
 
 METHODS = {"plain": 0.1, "fixed:2,3": 0.06, "adaptive": 0.04}
 
@@ -45,7 +45,7 @@ def checked(method, num_different=0, **more):
 
 
 class Page(HTMLParser):
-    """Tags that are open, what is text, and what it would load."""
+    """Collects open tags, text, and URLs that would be loaded."""
 
     def __init__(self, text):
         super().__init__()
@@ -65,7 +65,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_equal_outputs_come_first_and_both_forms_say_the_same(tmp_path):
+def test_markdown_and_html_have_the_same_content(tmp_path):
     text = publish(tmp_path, made(check=[checked("fixed:2,3"), checked("adaptive")]))
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles[:3] == ["## Outputs", "## Overall", "## Speedup by category"]
@@ -80,7 +80,7 @@ def test_equal_outputs_come_first_and_both_forms_say_the_same(tmp_path):
     assert page.images == [f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"]
 
 
-def test_differing_outputs_are_told_and_other_arithmetic_is_no_error(tmp_path):
+def test_different_outputs_are_reported_and_other_arithmetic_is_no_error(tmp_path):
     llama = checked("llama.cpp", 3, is_other_arithmetic=True)
     text = publish(tmp_path, made(check=[checked("adaptive"), llama]))
     assert "Every output compared is plain decoding's" in text
@@ -90,7 +90,7 @@ def test_differing_outputs_are_told_and_other_arithmetic_is_no_error(tmp_path):
     assert "Not compared" in publish(tmp_path, {**made(), "check": None})
 
 
-def test_what_is_missing_failed_or_skipped_is_said(tmp_path):
+def test_missing_failed_and_skipped_answers_are_reported(tmp_path):
     few = {method: {i: row for i, row in rows.items() if i < 3} for method, rows in answers().items()}
     errors = [{"kind": "timeout", "method": "adaptive", "question_id": 3, "seconds": 1.0}]
     found = summarise(few, errors, None, num_questions=4, resamples=5)
@@ -112,7 +112,7 @@ def test_chosen_columns_and_how_figures_are_shown(tmp_path):
     assert shown("speedup", {"value": 1.5, "low": 1.25, "high": 2}) == "1.5 (1.25..2)"
 
 
-def test_data_stay_text_and_do_not_end_tables(tmp_path):
+def test_data_are_escaped(tmp_path):
     rows = answers(("<script>alert(1)</script>", "a|b\n`c`"))
     text = publish(tmp_path, made(rows, environment={"model": "<b>\ud800</b>"}))
     assert "\\<script>" in text and "a\\|b `c`" in text and "\\<b>?\\</b>" in text
@@ -121,7 +121,7 @@ def test_data_stay_text_and_do_not_end_tables(tmp_path):
     assert Page(page).open == []
 
 
-def test_the_figure_is_the_same_bytes_for_the_same_figures_and_holds_every_method():
+def test_the_figure_is_reproducible_and_has_every_method():
     first, second = (figures.speedup_by_category(made()) for _ in range(2))
     assert first == second and "adaptive" in first.svg and "plain = 1" in first.svg and "`plain`" in first.caption
     assert figures.speedup_by_category({**made(), "baseline": None, "methods": []}) is None
@@ -135,7 +135,7 @@ def test_without_matplotlib_the_report_says_so(tmp_path, monkeypatch):
     assert "pip install matplotlib" in publish(tmp_path, made())
 
 
-def test_columns_of_figures_are_flush_right():
+def test_numbers_in_tables_are_aligned_to_the_right():
     found = table(["name", "a", "b"], [["x", "1.5 (1..2)", "word"], ["long name", "", "2|3"]])
     assert found.splitlines() == [
         "| name      |          a | b    |",
@@ -147,7 +147,7 @@ def test_columns_of_figures_are_flush_right():
 
 @pytest.fixture
 def old(tmp_path):
-    """A run folder as version 0.1 has left it."""
+    """A run folder of version 0.1."""
     folder = tmp_path / "old"
     (folder / "answers").mkdir(parents=True)
     (folder / "studies").mkdir()
@@ -193,7 +193,7 @@ def test_a_folder_of_the_first_release_is_reported_and_compared(old, capsys):
     assert "machine, versions and settings are the same" in capsys.readouterr().out
 
 
-def test_a_study_that_failed_or_is_broken_costs_its_table_alone(old, capsys):
+def test_a_failed_or_broken_study_leaves_the_other_sections(old, capsys):
     (old / "studies" / "grid.json").write_text(json.dumps({"error": "no early layer"}))
     (old / "studies" / "batch.json").write_text("{")
     (old / "studies" / "policies.json").write_text(json.dumps({"rows": [{}]}))

@@ -1,4 +1,4 @@
-"""Studies of a run on a tiny model: what they measure, and when they are made again."""
+"""Studies of a run on a tiny model: their figures, and when they are made again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import yaml
 
 from eval import figures, studies
 from eval.__main__ import main
+from eval.config import STUDIES
 from eval.models import Endless, decode, open_target
-from eval.run_config import STUDIES
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(model, tmp_path, monkeypatch):
-    """Runs of `plain` alone, which take no time, with the studies asked for."""
+    """Runs of only `plain`, which are fast, with the given studies."""
     monkeypatch.setattr(figures, "speedup_by_category", lambda summary: None)
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2))
@@ -49,7 +49,7 @@ def study(out, name):
     return json.loads((out / "studies" / f"{name}.json").read_text())
 
 
-def test_a_run_makes_all_studies_and_reports_them(run, out, capsys):
+def test_a_run_makes_and_reports_all_studies(run, out, capsys):
     assert run("--studies", *STUDIES, "--study-questions", "2") == 0
     text = capsys.readouterr().out
     for title in ("Acceptance", "Exit layer and draft length", "Batches", "Policies"):
@@ -69,8 +69,8 @@ def test_a_run_makes_all_studies_and_reports_them(run, out, capsys):
     assert all(rows["clairvoyant"]["speedup"] >= row["speedup"] - 1e-9 for row in rows.values())
 
 
-def test_acceptance_is_how_often_an_early_layer_writes_the_models_own_tokens(run, out, model):
-    """By the first draft position: the share of the output's tokens that the layer's own head would pick."""
+def test_acceptance_is_the_share_of_output_tokens_that_a_layer_picks(run, out, model):
+    """Compare with picks computed from transformers' hidden states."""
     assert run("--studies", "acceptance", "--study-questions", "1") == 0
     import torch
 
@@ -99,7 +99,7 @@ def test_a_study_is_made_once_and_again_when_its_sizes_change(run, out):
     assert study(out, "acceptance")["num_questions"] == 1
 
 
-def test_a_study_that_cannot_be_made_says_why_and_the_others_go_on(run, out, monkeypatch, capsys):
+def test_a_failed_study_has_its_reason_and_the_others_continue(run, out, monkeypatch, capsys):
     def fail(material):
         raise RuntimeError("no\nmemory")
 

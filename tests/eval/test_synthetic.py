@@ -1,4 +1,4 @@
-"""Synthetic targets: shapes by name, weights made in place, acceptance as asked for, and text that goes on."""
+"""Synthetic targets: named shapes, random weights, acceptance and varied outputs."""
 
 import json
 
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from eval.models import decode
-from eval.shapes import SHAPES, config_of
-from eval.synthetic import random_model, random_prompts, synthetic_target
+from eval.synthetic import SHAPES, config_of, random_model, random_prompts, synthetic_target
 
 NUM_PARAMETERS = {  # as their model cards have it, in millions
     "llama-3.2-1b": 1236,
@@ -21,7 +20,7 @@ NUM_PARAMETERS = {  # as their model cards have it, in millions
 
 
 @pytest.mark.parametrize("shape", NUM_PARAMETERS)
-def test_a_shape_has_the_parameters_its_model_has(shape):
+def test_a_shape_has_as_many_parameters_as_its_model(shape):
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -30,7 +29,7 @@ def test_a_shape_has_the_parameters_its_model_has(shape):
 
 
 def accepted(target, exit_layer, tokens=64):
-    """Acceptance while decoding: the share of judged drafted tokens that the target itself picks."""
+    """Acceptance while decoding: accepted tokens over judged drafted tokens."""
     prompts = random_prompts(target.stack.vocab_size, 4, 20)
     options = {"policy": "fixed", "exit_layer": exit_layer, "num_draft_tokens": 4}
     done = decode(target, prompts, tokens, **options)
@@ -41,13 +40,13 @@ def accepted(target, exit_layer, tokens=64):
 
 @settings(max_examples=5)
 @given(st.sampled_from([0.95, 0.8, 0.5, 0.2]), st.integers(1, 4), st.sampled_from(["float32", "bfloat16"]))
-def test_acceptance_is_what_was_asked_for(wanted, exit_layer, dtype):
+def test_acceptance_is_the_requested_one(wanted, exit_layer, dtype):
     target = synthetic_target("tiny", dtype=getattr(torch, dtype), exit_layer=exit_layer, acceptance=wanted)
     assert target.made.acceptance == pytest.approx(wanted, abs=0.03)
     assert accepted(target, exit_layer) == pytest.approx(wanted, abs=0.12)
 
 
-def test_an_exit_that_is_always_right_is_one_above_which_layers_add_nothing():
+def test_acceptance_1_is_exact():
     target = synthetic_target("tiny", exit_layer=2, acceptance=1.0)
     assert target.made.acceptance == accepted(target, 2) == 1
 
@@ -60,7 +59,7 @@ def test_later_exits_are_right_at_least_as_often_and_earlier_ones_rarely():
 
 @settings(max_examples=3)
 @given(st.integers(0, 1000))
-def test_text_neither_stands_still_nor_goes_in_circles(seed):
+def test_outputs_do_not_repeat(seed):
     target = synthetic_target("tiny", seed=seed, exit_layer=1)
     prompts = random_prompts(target.stack.vocab_size, 2, 24, seed)
     for done in decode(target, prompts, 80):
@@ -119,12 +118,12 @@ def test_overrides_reach_the_configuration():
         ({"acceptance": 1.2}, r"acceptance must lie in 0\.05\.\.1, or be None to leave it as it is, got 1\.2"),
     ],
 )
-def test_what_is_not_possible_is_said(options, sentence):
+def test_invalid_arguments_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         synthetic_target(**{"shape": "tiny", **options})
 
 
-def test_a_family_of_another_shape_is_refused_by_what_it_lacks():
+def test_a_family_without_the_projections_is_refused():
     from transformers import GPT2Config
 
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, bos_token_id=1, eos_token_id=2)

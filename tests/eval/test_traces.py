@@ -1,4 +1,4 @@
-"""Traces say what drafts would have been, and survive a file."""
+"""Traces predict drafts, and can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eval.drafts import draft, draft_lengths
 from eval.models import Endless, decode
 from eval.recording import record
 from eval.replay import replay
-from eval.traces import Trace, load, save
+from eval.traces import Trace, draft, draft_lengths, load, save
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
@@ -27,8 +26,8 @@ def equal(here, there):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
-def test_hits_are_what_a_draft_of_one_token_accepts_at_every_position(temperature):
-    """Outputs of two tokens, from ever longer prompts: one round, whose draft is the layer's pick for the first."""
+def test_hits_are_the_accepted_drafts_of_one_token_at_every_position(temperature):
+    """Outputs of two tokens from growing prompts: one round, whose draft is the layer's pick of the first token."""
     target, (prompt,) = Endless(tiny("llama")), make_prompts((37,))
     (done,) = decode(target, [prompt], 40, temperature=temperature, seeds=3)
     trace = record(target.stack, prompt, done.tokens, Sampling(temperature, seed=3))
@@ -42,7 +41,7 @@ def test_hits_are_what_a_draft_of_one_token_accepts_at_every_position(temperatur
         assert 0 < sum(accepted) < len(accepted)
 
 
-def test_what_a_draft_writes_after_a_wrong_token_is_recorded_where_there_is_one():
+def test_confidences_after_a_wrong_token_are_recorded():
     target, (prompt,) = Endless(tiny("llama")), make_prompts((9,))
     (done,) = decode(target, [prompt], 30)
     trace = record(target.stack, prompt, done.tokens, wrong_steps=5)
@@ -75,7 +74,7 @@ def test_a_cut_trace_is_the_beginning_of_the_output():
 
 
 @pytest.mark.parametrize("prior", [None, {"hits": [[1.5]], "pace": {"last_plain": -3}}])
-def test_saved_traces_are_read_back_as_they_were_with_the_statistics_beside_them(tmp_path, prior):
+def test_saved_traces_and_statistics_are_read_back_unchanged(tmp_path, prior):
     traces = [random_trace(seed, 3, n, prompt) for seed, n, prompt in ((0, 1, 1), (1, 12, 50))]
     save(traces, tmp_path / "traces.npz", prior)
     again, beside = load(tmp_path / "traces.npz")
@@ -104,7 +103,7 @@ def test_traces_of_an_earlier_format_are_refused_in_one_sentence(tmp_path):
     save([random_trace(0, 3, 50)], tmp_path / "now.npz")
     with np.load(tmp_path / "now.npz") as arrays:
         np.savez(tmp_path / "before.npz", **{name: array for name, array in arrays.items() if name != "version"})
-    with pytest.raises(ValueError, match=r"before.npz': its format is 1 and this reads 5; record the outputs again$"):
+    with pytest.raises(ValueError, match=r"before.npz': its format is 1, .* reads 5; record the outputs again$"):
         load(tmp_path / "before.npz")
 
 
@@ -122,12 +121,12 @@ def played(trace, at, plan):
     return draft(trace, at, plan, draft_lengths([(trace, at)], plan)[0])
 
 
-def test_drafts_longer_than_the_trace_knows_end_where_a_stop_does_and_are_refused_where_none_does():
+def test_drafts_beyond_the_trace_need_a_stop():
     trace = random_trace(1, 3, 60, wrong_steps=2)
     at = int(trace.hits[0].argmin())
     assert played(trace, at, Plan(1, (9,)))[1:3] == (9, 0)  # nobody asks how sure it was
     assert played(trace, at, Plan(1, (9,), min_confidence=1.0))[1:3] == (1, 0)
-    with pytest.raises(ValueError, match="a draft goes on for 8 tokens after a wrong one, beyond the trace"):
+    with pytest.raises(ValueError, match="a draft continues for 8 tokens after a wrong one, beyond the trace"):
         played(trace, at, Plan(1, (9,), keep_confidence=True))
 
 

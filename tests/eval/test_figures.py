@@ -1,4 +1,4 @@
-"""Plots are small, the same every time, and name what they show."""
+"""Plots are small and reproducible, and name their content."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eval import plots
+from eval import figures
 from eval.policies import BOUNDS
 
 
 def rows():
-    """What replay finds of three policies and the bounds."""
+    """Results of replay for three policies and the bounds."""
     names = ("plain", "fixed", "adaptive", *BOUNDS)
     speedups = {name: {"code": 1 + i / 3, "stories": 1 + i / 9} for i, name in enumerate(names)}
     return [
@@ -21,7 +21,7 @@ def rows():
 
 
 def tasks():
-    """What live timing finds of two tasks."""
+    """Results of live timing for two tasks."""
     spread = {"median": 1.5, "ci_low": 1.2, "ci_high": 1.6}
     methods = [{"method": name, "live": spread} for name in ("adaptive", "fixed:1,2")]
     named = {"adaptive": "adaptive", "best_fixed": "fixed:1,2", "methods": methods}
@@ -31,11 +31,11 @@ def tasks():
 @pytest.mark.parametrize(
     ("plot", "given", "shown"),
     [
-        (plots.plot_policies, rows(), {"plain", "fixed", "adaptive", "code", "stories", "mean", "1.67", *BOUNDS[1:]}),
-        (plots.plot_live, tasks(), {"code", "stories", "adaptive", "best fixed", "plain", "8"}),
+        (figures.plot_policies, rows(), {"plain", "fixed", "adaptive", "code", "stories", "mean", "1.67", *BOUNDS[1:]}),
+        (figures.plot_live, tasks(), {"code", "stories", "adaptive", "best fixed", "plain", "8"}),
     ],
 )
-def test_a_plot_is_small_and_the_same_twice_and_names_what_it_shows(plot, given, shown, tmp_path):
+def test_plots_are_small_and_reproducible_and_name_their_content(plot, given, shown, tmp_path):
     for name in ("one.svg", "two.svg"):
         plot(given, tmp_path / name)
     one = (tmp_path / "one.svg").read_bytes()
@@ -44,7 +44,7 @@ def test_a_plot_is_small_and_the_same_twice_and_names_what_it_shows(plot, given,
     assert shown <= texts
 
 
-def test_without_matplotlib_a_run_that_draws_is_refused_before_it_begins(monkeypatch):
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+def test_a_plot_without_matplotlib_is_refused(monkeypatch):
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="plots need matplotlib"):
-        plots.check_plots()
+        figures.check_plots()

@@ -1,4 +1,4 @@
-"""Medians with the interval that holds the true median, and the order in which methods take turns."""
+"""Medians with confidence intervals, and the rotating order of methods."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from math import log
 from statistics import fmean
 
-from eval.timing import rotated, spread
+from eval.measurement import rotated, spread
 
 
 def test_a_spread_is_the_median_the_range_and_an_interval_for_the_median():
