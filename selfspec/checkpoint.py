@@ -87,7 +87,7 @@ def _unknown(name: str, kind: str | None, own_code: bool) -> str:
     if own_code:
         return (
             f"{name}: {kind} needs code from its own repository, which is not run; load it with transformers "
-            "(trust_remote_code=True) and pass the model object to selfspec.load"
+            "(trust_remote_code=True) and pass the model object to selfspec.LLM"
         )
     if kind is None:
         return f"{name}: its config.json names no model_type; give a folder that save_pretrained() wrote"

@@ -47,7 +47,7 @@ class Learner:
     learner saves into its folder at the end.
 
     Args:
-        target: what `selfspec.load` returns.
+        target: an opened model, see `selfspec.target.Target`.
         layers: exit layers that get heads in addition to those of the target's heads; default, where the target has no
             heads: an eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer.
         share: maximum training time as a share of the decoding time; a single step may exceed it.

@@ -52,7 +52,7 @@ class Engine:
     """Decodes requests in a running batch whose rows join and leave between programs.
 
     Args:
-        target: what `selfspec.load` returns.
+        target: an opened model, see `selfspec.target.Target`.
         policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named.
         drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
@@ -156,7 +156,7 @@ class Engine:
         return bool(self.rows or self._scheduler or self._results or self._rounds)
 
     def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
-        """Queue a prompt; returns its request id. Options are those of `Target.generate`.
+        """Queue a prompt; returns its request id. Options are those of `decoding.request.Options`.
 
         Raises:
             ValueError: the prompt is empty or longer than the context, or an option is out of range.

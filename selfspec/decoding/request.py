@@ -139,7 +139,7 @@ def make_request(
     logprobs: int | None = None,
     speculative: bool = True,
 ) -> Request:
-    """A request from a text or token ids and the options of `Target.generate`, checked.
+    """A request from a text or token ids and its `Options`, checked.
 
     Raises:
         ValueError: an empty prompt, an option out of range, or text without a tokenizer.
