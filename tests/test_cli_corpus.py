@@ -99,6 +99,7 @@ def test_quiet_and_json_are_for_programs(run, tmp_path):
     assert done.err == "" and json.loads(done.out)["num_documents"] == 1
 
 
+@pytest.mark.slow
 def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
     file, prompt = tmp_path / "code.store", CODE.read_text("utf-8")[:150]
     assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0

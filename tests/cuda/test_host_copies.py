@@ -20,6 +20,7 @@ from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 from tests.cuda.test_launches import layout
 from tests.models import FAMILIES, GROUPED, SMALL
+from tests.slow import slow
 
 
 class NoHostCopies(TorchDispatchMode):
@@ -51,7 +52,7 @@ def on_meta(family, dtype):
         return Stack(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
 
 
-CASES = [(family, torch.float32) for family in FAMILIES if family not in GROUPED]
+CASES = [slow(family, torch.float32) for family in FAMILIES if family not in GROUPED]
 CASES += [(family, torch.bfloat16) for family in FAMILIES]
 
 

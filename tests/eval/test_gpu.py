@@ -53,6 +53,7 @@ def whys_of(content, shape="tiny"):
     return {one["what"]: one["why"] for one in content["shapes"][shape]["not_measured"]}
 
 
+@pytest.mark.slow
 def test_the_command_runs_on_a_cpu_and_survives_a_killed_process(tmp_path, monkeypatch, capsys):
     apart = gpu.run_in_process
     monkeypatch.setattr(gpu, "measure_shape", faults.kill_or_measure)

@@ -116,7 +116,7 @@ def test_any_programs_of_any_batch_give_the_tokens_of_plain_decoding(kind, has_c
     check_programs(kind, seed, corpus if has_corpus else None)
 
 
-@every_executor
+@most_executors
 def test_programs_draft_in_every_way_and_each_executor_runs_its_own(kind, corpus, monkeypatch):
     calls = {"cpu": 0, "cuda": 0}
     for name, (owner, method) in LATE.items():

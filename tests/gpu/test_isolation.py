@@ -69,6 +69,7 @@ def outcome(tmp_path_factory):
     return run_pytest(tmp_path_factory.mktemp("suite"), processes=2)
 
 
+@pytest.mark.slow
 def test_a_lost_process_costs_one_test(outcome):
     code, printed = outcome
     assert code == 1
@@ -78,6 +79,7 @@ def test_a_lost_process_costs_one_test(outcome):
     assert "poisoned by another test" not in printed and "for a reason" in printed
 
 
+@pytest.mark.slow
 def test_the_first_error_is_named(outcome):
     _, printed = outcome
     summary = printed[printed.index("lost CUDA contexts and processes, the first one first") :]

@@ -15,6 +15,7 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 from tests.models import FAMILIES, build
+from tests.slow import of_each_kind
 from tests.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +28,7 @@ def stacks(family, dtype, rows=8, wide=16):
     return source, ExactStack(source, rows, wide)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 def test_every_family_is_exact(family):
     stacks(family, "bfloat16")  # checks itself when it is made, and is refused where it is not
 

@@ -15,6 +15,7 @@ from selfspec.model.self_check import TOLERANCE, self_check, split_error
 from selfspec.model.stack import Stack
 from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
 from tests.models import FAMILIES, build, tiny
+from tests.slow import KINDS, slow
 from tests.target import Target
 
 LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
@@ -30,7 +31,8 @@ def run_in_parts(stack, prompts, cuts):
     return out
 
 
-BODIES = [*((family, "views") for family in FAMILIES), *((family, "compiled") for family in LLAMAS)]
+BODIES = [(family, "views") if family in KINDS else slow(family, "views") for family in FAMILIES]
+BODIES += [(family, "compiled") for family in LLAMAS]
 
 
 def stack_of(family, engine):

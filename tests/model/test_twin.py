@@ -13,6 +13,7 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.model.stack import Stack
 from tests.helpers import Always, Schedule, decode, generate, make_prompts
 from tests.models import FAMILIES, build
+from tests.slow import of_each_kind
 from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
@@ -68,7 +69,7 @@ def everything(model):
     return target
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 def test_the_model_is_untouched_by_loading_decoding_and_failing(family):
     model = build(family)
     before = photograph(model)
