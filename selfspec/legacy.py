@@ -1,12 +1,12 @@
 """The calls of 0.1, until 0.3: `selfspec.load`, `generate` and `stream` with transformers' keywords, `selfspec.Engine`.
 
-`selfspec.LLM` does the same; CHANGELOG says which word stands for which.
+`selfspec.LLM` does the same; CHANGELOG has the new name of each.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from selfspec.decoding.engine import Engine
@@ -16,7 +16,7 @@ from selfspec.errors import refuse_unknown
 from selfspec.hub import open_target
 from selfspec.target import WHOLE_BURST, Target
 
-__all__ = ["Engine", "LoadedTarget", "load", "opened"]
+__all__ = ["Engine", "LoadedTarget", "load"]
 DRAFTING = (
     "policy",
     "exit_layer",
@@ -48,23 +48,13 @@ class LoadedTarget(Target):
     def stream(self, prompts: Prompts, **options: Any) -> Iterator[Round]:
         """Like `generate`, but yields every round as it ends; a row's `request_id` is its prompt's index."""
         refuse_unknown(options, {*Options.__optional_keys__, *DRAFTING})
-        own, drafting = _split(options)
-        return self.rounds(self.requests(prompts, own), **drafting)
-
-
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    own = {name: value for name, value in options.items() if name not in DRAFTING}
-    return own, {name: value for name, value in options.items() if name in DRAFTING}
-
-
-def opened(model: Any, tokenizer: Any = None, **options: Any) -> LoadedTarget:
-    """What `load` returns."""
-    target = open_target(model, tokenizer, **options, kind=LoadedTarget)
-    assert isinstance(target, LoadedTarget)
-    return target
+        drafting = {name: options.pop(name) for name in DRAFTING if name in options}
+        return self.rounds(self.requests(prompts, options), **drafting)
 
 
 def load(model: Any, tokenizer: Any = None, **options: Any) -> LoadedTarget:
-    """`selfspec.hub.open_target`, and the calls of 0.1 on what it opens."""
+    """Open a model that has the calls of 0.1; arguments are those of `selfspec.hub.open_target`."""
     warnings.warn("selfspec.load goes in 0.3; use selfspec.LLM (CHANGELOG, 0.2.0)", DeprecationWarning, stacklevel=2)
-    return opened(model, tokenizer, **options)
+    target = open_target(model, tokenizer, **options, kind=LoadedTarget)
+    assert isinstance(target, LoadedTarget)
+    return target

@@ -69,13 +69,13 @@ class Asked:
     ended: dict[int, CompletionOutput] = field(default_factory=dict)
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
-        """These of its outputs, or parts of them."""
+        """A `RequestOutput` of the request that holds `outputs`."""
         is_finished = len(self.ended) == self.n
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, is_finished)
 
 
 class Outputs:
-    """Makes outputs of rounds: knows which row is which output of which request.
+    """Turns an engine's rounds into outputs; it maps each row to its request and output index.
 
     Args:
         tokenizer: turns tokens of `logprobs` into text; None: there is none.
@@ -90,7 +90,7 @@ class Outputs:
         self._rows[row] = asked, index
 
     def collect(self, round_: Round) -> None:
-        """Note the outputs that ended in a round at their requests."""
+        """Store the outputs that ended in a round with their requests."""
         for row in round_.rows:
             if row.completion is not None and row.request_id in self._rows:
                 asked, index = self._rows.pop(row.request_id)

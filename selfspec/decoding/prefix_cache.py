@@ -13,7 +13,7 @@ class PrefixCache:
     """Keeps one ended row's pages until another request needs them.
 
     Args:
-        model: whose weights are edited in place at times: what older ones computed is not used.
+        model: keys and values that were computed before its weights were edited in place are not reused.
     """
 
     def __init__(self, cache: PagedCache, model: Any) -> None:
@@ -26,8 +26,8 @@ class PrefixCache:
     def keep(self, row: Row) -> None:
         """Take over the pages of a row that ended, however it ended; those of the row before are given back.
 
-        Of its content, the first `num_cached` tokens have keys and values that no interrupt can have left undone. Where
-        weights were edited since it joined, they are of older ones, and none is used.
+        Its first `num_cached` tokens have complete keys and values, also after an interrupt. None are reused if weights
+        were edited after the row joined.
         """
         self.drop()
         self._pages, self._written = row.pages, row.limit
