@@ -147,7 +147,7 @@ class DraftHead(PartHead):
 
     def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0)) -> Subset:
         """These tokens (int64 `[size]`, ascending), with the head's current weights."""
-        weight, bias = self.linear
+        weight, bias = self.linear[:2]
         tokens = tokens.to(weight.device)
         with torch.inference_mode(False), torch.no_grad():
             rows = Linear(weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
@@ -155,4 +155,4 @@ class DraftHead(PartHead):
 
     def logits(self, hidden: Tensor, subset: Subset) -> Tensor:
         """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` after the final norm."""
-        return self.through(hidden, lambda states: F.linear(states, *subset.linear))
+        return self.through(hidden, lambda states: F.linear(states, *subset.linear[:2]))

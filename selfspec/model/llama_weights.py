@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selfspec.model.gguf_blocks import Blocks
 from selfspec.model.quantized import is_dense
 
 # Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
@@ -20,6 +21,7 @@ KNOWN_MODULES = ("torch.nn.modules.", "transformers.models.", "transformers.acti
 class Linear(NamedTuple):
     weight: Tensor  # [out, in]
     bias: Tensor | None
+    blocks: Blocks | None = None  # the same weight as a GGUF file holds it
 
 
 class Norm(NamedTuple):

@@ -82,7 +82,7 @@ class ShortHead(PartHead):
         Args:
             top: int64 `[N, T]`.
         """
-        weight, bias = self.linear
+        weight, bias = self.linear[:2]
 
         def product(states: Tensor) -> Tensor:
             x = states.view(hidden.shape).to(weight.dtype)

@@ -71,7 +71,7 @@ class CompiledBody:
         norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
         self._norms = [[n and self._copied(n.weight) for n in own] for own in norms]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
-        heads, copied = [w for w in head if w is not None], [own for _, own in self._copies]
+        heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own in self._copies]
         every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
@@ -134,7 +134,8 @@ class CompiledBody:
         """Logits `[N, vocab]` from hidden states; see `Stack.logits`. `normed`: the final norm is applied already."""
         if hidden.requires_grad:  # an exit head is trained; only torch's products have gradients
             hidden = hidden.float()
-            return F.linear(hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm), *self.head)
+            hidden = hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm)
+            return F.linear(hidden, self.head.weight, self.head.bias)
         return self.product(self.packed_head, hidden, norm=not normed)
 
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:

@@ -54,7 +54,8 @@ def compiled_shadow(
         others: int64 `[M]`, a sample of the vocabulary that represents all other tokens.
         penalty: penalties at the N positions.
     """
-    weight, bias, lib = *body.head, c.functions()
+    weight, bias = body.head[:2]
+    lib = c.functions()
     hidden, target, picks = hidden.contiguous(), target.contiguous(), picks.contiguous()
     num_layers, num_positions, size = hidden.shape
     hits = picks.new_empty(num_layers, num_positions, dtype=torch.bool)
