@@ -26,6 +26,7 @@ from selfspec.executors.cuda.runner import install
 from selfspec.learn import Learner
 from selfspec.model.exact import ExactStack
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.stack import Stack
@@ -56,6 +57,8 @@ class Target:
             Llama-shaped models in one function, compiled on this machine when it is first wanted; float32 or bfloat16
             on CPU; its packed copies take as much memory as the weights, and for bfloat16 there are embedding and head
             in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
+        file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
+            then only in memory where something else reads them.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
@@ -74,9 +77,10 @@ class Target:
         engine: str = "auto",
         attention: str = "auto",
         graphs: bool = True,
+        file: FileWeights | None = None,
     ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
-        self._attention, self._graphs = attention, graphs
+        self._attention, self._graphs, self._file = attention, graphs, file
         self._engine = check_engine(engine)
         if not check and engine not in ("auto", "views"):
             raise ValueError(f"engine {engine!r} is used after the self-check alone; leave check=False out")
@@ -104,12 +108,12 @@ class Target:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.learner = None
+        self.learner, self._file = None, None  # copies of the weights are in no file
         self._open()
 
     def _open(self) -> None:
         self._state = copied_state(self.model)
-        self.stack = Stack(self.model, self._attention)
+        self.stack = Stack(self.model, self._attention, self._file)
         refuse_autocast(self.stack.device)
         if not self._check:
             self.stack.leave_out_heads()  # they are only ever used once the self-check has found them equal
@@ -120,6 +124,8 @@ class Target:
             install(self.stack)
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
+        if self._file is not None and self.engine == "compiled":
+            self._file.release()  # nobody else has the model yet
 
     @property
     def exit_heads(self) -> ExitHeads | None:
@@ -273,6 +279,7 @@ class Target:
         """
         whole("max_batch_size", max_batch_size, 1)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
+            self._file = None
             self._open()
         self.stack.refresh(deeply=True)
         learner = self.learner_of(learn, exit_layer)

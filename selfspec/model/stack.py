@@ -15,6 +15,7 @@ from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
 from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.file_weights import FileWeights
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import LlamaWeights
 from selfspec.model.shortlist import ShortHead, sample_of
@@ -47,14 +48,16 @@ class Stack:
     Args:
         attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto": the
             fastest available one by a short measurement on CUDA, `sdpa` on CPU.
+        file: what the model's GGUF file holds of its weights.
 
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
         ValueError: an attention backend that this machine does not have.
     """
 
-    def __init__(self, model: nn.Module, attention: str = "auto") -> None:
+    def __init__(self, model: nn.Module, attention: str = "auto", file: FileWeights | None = None) -> None:
         self.model: Any = unwrap(model)
+        self.file = file
         self.family = family_of(self.model)
         self.ranks = ranks_of(self.model)
         """The processes of a tensor-parallel model; None: there is one process."""
@@ -65,7 +68,7 @@ class Stack:
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
-        self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
+        self.llama = LlamaWeights.of(self._twin, file) if self.ranks is None else None
         """Weights for the compiled engine; None where it does not support the model."""
         self.compiled: Body | None = None
         """The implementation that replaces the views, see `selfspec.executors.cpu.install`; None: the views run."""
@@ -224,7 +227,11 @@ class Stack:
     def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
         """The logits of `draft_logits` for given tokens (int64 `[size]`, ascending); None without such a head."""
         head = self._draft_head
-        return None if head is None else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens))
+        return (
+            None
+            if head is None
+            else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens, file=self.file))
+        )
 
     def _subset_logits(self, head: DraftHead, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
         heads = self.exit_heads
@@ -243,7 +250,7 @@ class Stack:
         """The `size` most frequent tokens with the head's rows for them; None: drafts are over the whole vocabulary."""
         if size is None or self._draft_head is None or size >= self.vocab_size:
             return None
-        return self._draft_head.subset(size, self.frequencies)
+        return self._draft_head.subset(size, self.frequencies, self.file)
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from selfspec.executors.cpu.packed import Packed, pack_layer
@@ -61,7 +61,9 @@ class RoundedLayers:
             made[i].qkv, made[i].o, made[i].gate_up, made[i].down = (one.struct for one in products)
         return made
 
-    def fill(self) -> None:
-        """Copy the current weights of the model into the copies made so far."""
+    def fill(self, edited: Collection[int] = ()) -> None:
+        """Copy the current weights of the model into the copies made so far; `edited` as for `Packed.fill`."""
+        self._weights = [layer.without(edited) for layer in self._weights]
+        self._head_weight = self._head_weight.without(edited)
         for one in [*([] if self._head is None else [self._head]), *(p for layer in self._layers for p in layer)]:
-            one.fill()
+            one.fill(edited)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ class Packed:
 
     Attributes:
         struct: the structure for compiled functions. A `fill` that changes the format replaces it.
+        reads_blocks: whether parts that all have blocks are packed from these, without their weights' numbers.
     """
+
+    reads_blocks = False
 
     def __init__(self, parts: Sequence[Linear], memory: LargePageAllocator, paired: bool = False) -> None:
         self._panel = int(c.functions().selfspec_panel())
@@ -46,12 +49,16 @@ class Packed:
         self._allocate(self._kind())
         self._copy()
 
-    def fill(self) -> None:
+    def fill(self, edited: Collection[int] = ()) -> None:
         """Copy the current weights of the model.
+
+        Args:
+            edited: the `id` of weights that were edited since their blocks were read; these blocks are no longer used.
 
         Raises:
             ValueError: the shape of a weight changed.
         """
+        self._parts = [part.without(edited) for part in self._parts]
         kind = self._kind()
         if kind != self.struct.kind:
             self._allocate(kind)
