@@ -79,6 +79,9 @@ def read(file: Path, model: nn.Module, folder: Path) -> FileWeights:
         data = source.tensor(torch.uint8, place.offset, (place.rows, place.row_bytes))
         blocks = Blocks(place.type, data, place.order())
         made.add(weight, saved[name, tuple(weight.shape)], blocks, place.sample)
+    for weight in parameters.values():
+        if weight.ndim < 2:  # transformers has mapped them, and a page of the file is larger than they are
+            weight.data = weight.data.clone()
     return made
 
 

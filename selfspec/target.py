@@ -23,6 +23,7 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
 from selfspec.executors.cuda.runner import install
+from selfspec.kernels.room import give_back
 from selfspec.learn import Learner
 from selfspec.model.exact import ExactStack
 from selfspec.model.exit_heads import ExitHeads
@@ -126,6 +127,7 @@ class Target:
         self._exact: ExactStack | None = None
         if self._file is not None and self.engine == "compiled":
             self._file.release()  # nobody else has the model yet
+            give_back()
 
     @property
     def exit_heads(self) -> ExitHeads | None:

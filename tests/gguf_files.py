@@ -94,7 +94,7 @@ def _add_tokenizer(writer):
 
 
 def _quantized(values, kind):
-    """Values in blocks. Random blocks, with scales of about 0.002, of kinds that the package reads and does not write."""
+    """Values in blocks; random ones, with scales of about 0.002, of kinds that the package cannot write."""
     import gguf
 
     try:
