@@ -260,8 +260,8 @@ def test_the_shape_of_a_small_models_blocks_need_not_be_a_page(tmp_path):
 
 
 MEMORY = """
-import sys, torch, transformers, selfspec
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import sys, torch, selfspec
+from transformers import AutoTokenizer, LlamaForCausalLM  # transformers imports its parts when they are named
 
 def resident():
     with open("/proc/self/smaps_rollup", encoding="ascii") as lines:

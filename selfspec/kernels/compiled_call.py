@@ -14,13 +14,15 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-FULL, HALF, AMX, INT4, PAIRS = range(5)  # formats of packed weights: see `cpu/product.h`
+FULL, HALF, AMX, PAIRS, INT4, MIXED = range(6)  # formats of packed weights: see `cpu/product.h`
+BLOCKS = {name: MIXED + 1 + i for i, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"))}
+"""The formats of blocks, by their type in GGUF files."""
 
 
 class Product(Structure):
     """A matrix product with packed weights: `cpu/model.h`."""
 
-    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64))
+    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64), *_all("panels", c_void_p))
 
 
 class Layer(Structure):
@@ -155,7 +157,7 @@ def functions() -> ctypes.CDLL:
     types = {
         "selfspec_panel": ([], n),
         "selfspec_smallest": ([n], n),
-        "selfspec_packed_words": ([p, n], n),
+        "selfspec_panel_bytes": ([n, n], n),
         "selfspec_buffer_floats": ([p, n], n),
         "selfspec_scratch_floats": ([p, n], n),
         "selfspec_linear_floats": ([p, n, n], n),
@@ -164,6 +166,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_fits_half": ([p, n], n),
         "selfspec_checksums": ([p, p, n, p, n], None),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
+        "selfspec_pack_blocks": ([p, n, p, n, p, n, n, n, n], None),
         "selfspec_program": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
         "selfspec_index_free": ([p], None),

@@ -19,10 +19,12 @@ from selfspec.model.llama_weights import Layer, Linear
 
 
 class PackedInt4(Packed):
-    """A product's weights in 4 bits. Each group of an output's inputs has one scale; see `kernels/cpu/nibbles.h`."""
+    """A product's weights in 4 bits. Each block of an output's inputs has one scale; see `kernels/cpu/blocks.h`."""
 
-    def _kind(self) -> int:
-        return c.INT4
+    reads_blocks = False
+
+    def _kinds(self) -> list[int]:
+        return [c.INT4]
 
 
 class RoundedLayers:

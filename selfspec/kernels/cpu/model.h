@@ -7,6 +7,7 @@ struct Product {
     const char* packed;
     const float* bias;  // [panels * PANEL], in the packed order; or null
     int64_t in, out, kind;  // out: size of y; for SWIGLU, half the number of packed outputs
+    const int64_t* panels;  // [panels + 1][2], if MIXED: the offset of each panel, and its kind
 };
 
 struct Shape {
