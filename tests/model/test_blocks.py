@@ -96,7 +96,7 @@ def test_the_parts_of_a_product_may_be_of_different_types(kinds):
 
 
 def test_parts_of_different_types_that_do_not_fill_panels_are_packed_as_floats():
-    parts = [linear(kind, 40, 64, seed) for seed, kind in enumerate(("Q4_0", "Q8_0"))]
+    parts = [linear(kind, 36, 64, seed) for seed, kind in enumerate(("Q4_0", "Q8_0"))]
     packed = Packed(parts, LargePageAllocator())
     assert packed.struct.kind == c.FULL
     check(packed, tokens(3, 64), parts)

@@ -81,13 +81,15 @@ static inline Ints nearest(Vec v) {  // the nearest integers
 #endif
 }
 
-// A block of a token. A number is an integer times `scale`. The integer is 65536 high + low: `high` is the first byte,
-// and `low` the other two. As 16-bit numbers, high and low are divided a little differently.
+constexpr int64_t WORDS = BLOCK / 4;  // of four inputs
+
+// A block of a token. A number is an integer times `scale`. The integer is 65536 h + l: with bytes, `h` is the first of
+// three and `l` is 256 times the second plus the third; as 16-bit numbers, `h` and `l` are divided a little differently.
 template <int DIGITS>
 struct TokenBlock {
-    float scale, sum, sums[2];                  // sums of the numbers: of the block and of its halves
-    int8_t bytes[DIGITS][BLOCK];                // the highest first
-    int16_t shorts[DIGITS > 1 ? 2 : 1][BLOCK];  // of each word: numbers 0, 2, 1 and 3
+    float scale, sum, sums[2];  // sums of the numbers: of the block and of its halves
+    int8_t bytes[WORDS][DIGITS > 1 ? 4 : 1][4];      // of each word; a fourth byte is not used
+    int16_t shorts[DIGITS > 1 ? WORDS : 1][2][2][2]; // of each word: h, then l; of each: numbers 0 and 2, then 1 and 3
 };
 
 // Floats of n tokens in the form that a product with blocks reads.
@@ -118,18 +120,39 @@ static void set_scale(float largest, float& scale, float& inverse) {
     inverse = power(276 - (bits >> 23)), scale = power((bits >> 23) - 22);  // integers of 23 bits and a sign
 }
 
+typedef int8_t Bytes __attribute__((vector_size(LANES * 4)));
+struct Order {
+    int8_t of[16];
+};
+constexpr Order BYTES = {{2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15}};  // of four integers
+constexpr Order UPPER_SHORTS = {{2, 3, 10, 11, 6, 7, 14, 15, 2, 3, 10, 11, 6, 7, 14, 15}};
+constexpr Order LOWER_SHORTS = {{0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13}};
+
+// Permute the bytes of every four integers.
+template <int... I>
+static inline Bytes permuted(Ints v, const Order& order, std::integer_sequence<int, I...>) {
+    const Bytes places = {int8_t(I / 16 * 16 + order.of[I % 16])...};
+#if defined(__clang__)
+    Bytes out;
+    for (int i = 0; i < LANES * 4; i++) out[i] = ((Bytes)v)[places[i]];
+    return out;
+#else
+    return __builtin_shuffle((Bytes)v, places);
+#endif
+}
+
+static inline Bytes permuted(Ints v, const Order& order) {
+    return permuted(v, order, std::make_integer_sequence<int, LANES * 4>());
+}
+
 // Round x[in] to digits. shorts: also write 16-bit numbers.
 template <int DIGITS>
 static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
-    typedef int8_t Bytes __attribute__((vector_size(LANES)));
-    typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
     constexpr int64_t VECTORS = BLOCK / LANES;
-    Ints swapped = {};
-    for (int i = 0; i < LANES; i++) swapped[i] = i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4);
     auto* block = reinterpret_cast<TokenBlock<DIGITS>*>(out);
     for (int64_t first = 0; first < in; first += BLOCK, block++) {
         Vec some[VECTORS];
-        Ints most = {};  // bits of absolute values are ordered as these are, and NaN is the largest
+        Ints most = {}, total[2] = {};  // bits of absolute values are ordered as these are, and NaN is the largest
         for (int64_t i = 0; i < VECTORS; i++) {
             int64_t at = first + i * LANES, room = in - at;
             some[i] = room >= LANES ? load(x + at) : load_some(x + at, room > 0 ? int(room) : 0);
@@ -141,26 +164,26 @@ static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
         float largest, inverse;
         std::memcpy(&largest, &bits, sizeof largest);
         set_scale<DIGITS>(largest, block->scale, inverse);
-        for (int half = 0; half < 2; half++) {
-            Ints total = {};
-            for (int64_t i = half * VECTORS / 2; i < (half + 1) * VECTORS / 2; i++) {
-                Ints n = nearest(some[i] * inverse);
-                total += n;
-                for (int digit = 0; digit < DIGITS; digit++) {
-                    // adding 128 to every byte makes the lower ones signed
-                    Ints one = DIGITS == 1 ? n : ((n + 0x808080) >> (8 * (DIGITS - 1 - digit)) & 255) - 128;
-                    Bytes bytes = __builtin_convertvector(one, Bytes);
-                    std::memcpy(block->bytes[digit] + i * LANES, &bytes, sizeof bytes);
-                }
-                Ints high = DIGITS == 1 ? n : (n + 0x8000) >> 16;
-                for (int part = 0; shorts && part < (DIGITS > 1 ? 2 : 1); part++) {
-                    Ints turned = (Ints)choose((Vec)(part ? n - (high << 16) : high), Vec{}, swapped);
-                    Shorts turned_shorts = __builtin_convertvector(turned, Shorts);
-                    std::memcpy(block->shorts[part] + i * LANES, &turned_shorts, sizeof turned_shorts);
+        for (int64_t i = 0; i < VECTORS; i++) {
+            Ints n = nearest(some[i] * inverse);
+            total[i / (VECTORS / 2)] += n;
+            int64_t word = i * LANES / 4;
+            if constexpr (DIGITS == 1) {
+                for (int lane = 0; lane < LANES; lane++) block->bytes[word + lane / 4][0][lane % 4] = int8_t(n[lane]);
+            } else {
+                Bytes bytes = permuted((n + 0x808080) ^ 0x808080, BYTES);  // adding 128 to a byte makes it signed
+                std::memcpy(block->bytes[word], &bytes, sizeof bytes);
+                if (!shorts) continue;
+                Bytes upper = permuted(n + 0x8000, UPPER_SHORTS), lower = permuted(n, LOWER_SHORTS);
+                for (int lane = 0; lane < LANES; lane += 4) {
+                    std::memcpy(block->shorts[word + lane / 4][0], reinterpret_cast<const char*>(&upper) + 4 * lane, 8);
+                    std::memcpy(block->shorts[word + lane / 4][1], reinterpret_cast<const char*>(&lower) + 4 * lane, 8);
                 }
             }
+        }
+        for (int half = 0; half < 2; half++) {
             int32_t whole = 0;  // at most 2^27
-            for (int i = 0; i < LANES; i++) whole += total[i];
+            for (int i = 0; i < LANES; i++) whole += total[half][i];
             block->sums[half] = float(whole) * block->scale;
         }
         block->sum = block->sums[0] + block->sums[1];
@@ -231,7 +254,6 @@ static inline Ints splat_word(const void* at) {
     return word - Ints{};
 }
 
-constexpr int64_t WORDS = BLOCK / 4;
 constexpr int MOST_TOKENS = LANES == 16 ? 8 : 4;  // of a tile
 constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;  // that fit the registers
 
@@ -274,11 +296,11 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
                             for (int i = 0; i < SUMS; i++) {
                                 Ints& sum = some[r][v][i];
                                 if (SHORTS) {
-                                    const int16_t* numbers = x[r]->shorts[i] + 4 * w;
-                                    sum = add_shorts(sum, even, splat_word(numbers));
-                                    sum = add_shorts(sum, odd, splat_word(numbers + 2));
+                                    const auto& numbers = x[r]->shorts[w][i];
+                                    sum = add_shorts(sum, even, splat_word(numbers[0]));
+                                    sum = add_shorts(sum, odd, splat_word(numbers[1]));
                                 } else {
-                                    sum = add_bytes(sum, q, splat_word(x[r]->bytes[i] + 4 * w));
+                                    sum = add_bytes(sum, q, splat_word(x[r]->bytes[w][i]));
                                 }
                             }
                     }
