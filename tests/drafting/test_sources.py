@@ -6,9 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from selfspec.control.plan import CORPUS, OWN_TEXT
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
-from selfspec.drafting.prompt_lookup import MOST_MATCHED
+from selfspec.drafting.ngram_index import MOST_MATCHED
 from selfspec.drafting.row_lookup import OWN_LEAD, RowLookup
 from tests.drafting.test_lookup import naive, naive_tally
 
@@ -25,12 +26,12 @@ class Naive:
         self.content, self.store = content, store
 
     def guess(self, num_tokens):
-        """(tokens, match, whether they come from the corpus)."""
+        """(tokens, match, source)."""
         tokens, match = naive(self.content, MOST_MATCHED, num_tokens)
         found = None if self.store is None else self.store.find(self.content)
         if found is not None and found.length > (match + OWN_LEAD if match else 0):
-            return self.store.draft(self.content, num_tokens).tokens, found.length, True
-        return tokens, match, False
+            return self.store.draft(self.content, num_tokens).tokens, found.length, CORPUS
+        return tokens, match, OWN_TEXT
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +59,12 @@ CORPORA = [None, ((0, 1, 2, 3, 0, 1), (3, 3, 3, 2, 2)), ((1, 0, 1, 4, 4, 0),), (
 def test_guesses_and_how_often_they_would_have_been_right_are_those_of_a_naive_reading(stores, text, rounds, corpus):
     store = None if corpus is None else stores(corpus)
     content = list(text)
-    guesser, expected = RowLookup(content, store), Naive(content, store)
+    guesser, expected = RowLookup(content, [] if store is None else [store]), Naive(content, store)
     for block in rounds:
         for num_tokens in (0, 1, 7):
-            tokens, match, is_stored = expected.guess(num_tokens)
+            tokens, match, source = expected.guess(num_tokens)
             guess = guesser.guess(num_tokens)
-            assert guess == (tokens, match, is_stored) if num_tokens else guess.tokens == []
+            assert guess == (tokens, match, source) if num_tokens else guess.tokens == []
             assert guesser.match == match
         start = len(content)
         guesser.take_tally()
@@ -74,14 +75,14 @@ def test_guesses_and_how_often_they_would_have_been_right_are_those_of_a_naive_r
 def test_the_text_itself_has_the_word_unless_the_corpus_knows_a_far_longer_match(stores):
     store = stores(((4, 3, 0, 1, 2, 4),))
     assert OWN_LEAD == 3
-    for content, chain, match, is_stored in (
-        ([3, 2, 1, 3, 2], [1, 3, 2], 2, False),  # the corpus knows only the last token
-        ([0, 0, 1, 2], [4], 3, True),  # and all of what the text itself has not had
-        ([2, 1, 0, 3, 0, 1, 2], [1, 0, 3], 1, False),  # a match of 4 beside one of 1
-        ([2, 1, 4, 3, 0, 1, 2], [4], 5, True),
+    for content, chain, match, source in (
+        ([3, 2, 1, 3, 2], [1, 3, 2], 2, OWN_TEXT),  # the corpus knows only the last token
+        ([0, 0, 1, 2], [4], 3, CORPUS),  # and all of what the text itself has not had
+        ([2, 1, 0, 3, 0, 1, 2], [1, 0, 3], 1, OWN_TEXT),  # a match of 4 beside one of 1
+        ([2, 1, 4, 3, 0, 1, 2], [4], 5, CORPUS),
     ):
-        guesser = RowLookup(content, store)
-        assert guesser.guess(3) == (chain, match, is_stored) and guesser.match == match
+        guesser = RowLookup(content, [] if store is None else [store])
+        assert guesser.guess(3) == (chain, match, source) and guesser.match == match
 
 
 def test_a_corpus_is_asked_once_for_every_content(stores, monkeypatch):
@@ -89,11 +90,11 @@ def test_a_corpus_is_asked_once_for_every_content(stores, monkeypatch):
     find = store.find
     monkeypatch.setattr(store, "find", lambda content: asked.append(list(content)) or find(content))
     content = [4, 0]
-    guesser = RowLookup(content, store)
+    guesser = RowLookup(content, [] if store is None else [store])
     assert [guesser.match, guesser.match] == [1, 1] and asked == [[4, 0]]
     content += [1]
     assert guesser.match == 2 and asked == [[4, 0], [4, 0, 1]]
-    assert guesser.guess(2) == ([2, 3], 2, True)
+    assert guesser.guess(2) == ([2, 3], 2, CORPUS)
 
 
 def test_nothing_is_known_of_a_row_of_one_token():

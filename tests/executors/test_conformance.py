@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import LOOKUP
+from selfspec.control.plan import CORPUS, LOOKUP
 from selfspec.decoding.row import Row
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.cuda.runner import Runner
@@ -142,7 +142,7 @@ def test_a_corpus_is_drafted_from_where_a_row_has_nothing_of_its_own(kind, corpu
     engine = engine_of(kind, policy=policy, datastore=corpus)
     engine.submit(request)
     assert drain(engine).completions[0].tokens == wanted.tokens
-    stored = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows if one.is_stored]
+    stored = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows if one.source == CORPUS]
     assert sum(one.num_accepted for one in stored) > 3
 
 
