@@ -76,12 +76,14 @@ class Responses:
         if not response or len(text) + 1 > self.most_tokens // 2:
             return
         with self._lock:
-            if not self._generations or len(self._generations[0].index) + len(text) + 1 > self.most_tokens // 2:
-                self._generations = (_Generation(), *self._generations[:1])
-            young = self._generations[0]
-            if hash(text) not in young.hashes:
-                young.index.add_text(text, len(context) - 1)
-                young.hashes.add(hash(text))
+            young = self._generations[0] if self._generations else None
+            if young is not None and hash(text) in young.hashes:
+                return
+            if young is None or len(young.index) + len(text) + 1 > self.most_tokens // 2:
+                young = _Generation()
+                self._generations = (young, *self._generations[:1])
+            young.index.add_text(text, len(context) - 1)
+            young.hashes.add(hash(text))
 
     def find(self, context: Sequence[int]) -> Match | None:
         """The longest suffix of a context that a response continues; among equals, the latest."""
