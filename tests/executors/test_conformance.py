@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import CORPUS, LOOKUP, RESPONSES
+from selfspec.control.plan import CORPUS, LOOKUP, RESPONSES, SOURCES
 from selfspec.decoding.row import Row
 from selfspec.drafting.responses import Responses
 from selfspec.executors.cpu.rounds import CompiledRounds
@@ -177,6 +177,20 @@ def test_the_same_request_again_takes_few_rounds_and_one_program(kind, monkeypat
     assert num_rounds[1] == -(-len(wanted.tokens) // 9) < num_rounds[0] / 2
     assert {one.source for one in drafted if one.num_drafted} == {RESPONSES}
     assert len(calls) == (kind == "cpu")
+
+
+def test_compiled_programs_choose_among_all_texts_as_python_does(corpus):
+    outcomes = {}
+    for kind in ("eager", "cpu"):
+        responses, policy = some_responses(kind), Noted(LOOKUP, 4, num_rounds=50)
+        for at in (2, 3, 5, 6, 7, 0):
+            engine = engine_of(kind, policy=policy, responses=responses, datastore=corpus)
+            engine.submit(plain(kind, at)[0])
+            drain(engine)
+        rows = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows]
+        outcomes[kind] = [(one.source, one.match, one.num_drafted, one.num_accepted) for one in rows]
+    assert outcomes["eager"] == outcomes["cpu"]
+    assert {source for source, match, *_ in outcomes["cpu"] if match} == set(SOURCES)
 
 
 @every_executor
