@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import CORPUS, OWN_TEXT
+from selfspec.control.plan import CORPUS, OWN_TEXT, lookup_bin
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.ngram_index import MOST_MATCHED
+from selfspec.drafting.responses import Responses
 from selfspec.drafting.row_lookup import OWN_LEAD, RowLookup
+from selfspec.kernels.compiled_call import functions
 from tests.drafting.test_lookup import naive, naive_tally
 
 VOCAB = 5
@@ -70,6 +74,45 @@ def test_guesses_and_how_often_they_would_have_been_right_are_those_of_a_naive_r
         guesser.take_tally()
         content += block
         assert guesser.take_tally() == naive_tally(content, MOST_MATCHED, start)
+
+
+class Choice(ctypes.Structure):
+    """`Choice` of `kernels/cpu/lookup.h`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("match", "place", "source", "bin")] + [("texts", ctypes.c_void_p)]
+
+
+def chosen(texts, num_tokens):
+    """The draft that a compiled round makes: (tokens, match, source), and its bin."""
+    lib, count, choice = functions(), len(texts.others), Choice()
+    addresses = (ctypes.c_void_p * count)(*[one.address for _, one in texts.others])
+    sources = (ctypes.c_int64 * count)(*[source for source, _ in texts.others])
+    own = ctypes.c_void_p(texts.own.address)
+    lib.selfspec_lookup(own, addresses, sources, ctypes.c_int64(count), ctypes.byref(choice))
+    if not choice.match:
+        return ([], 0, OWN_TEXT), None
+    tokens = (ctypes.c_int64 * num_tokens)()
+    drafted = lib.selfspec_texts_draft(choice.texts, ctypes.byref(choice), num_tokens, tokens)
+    return (tokens[:drafted], choice.match, choice.source), choice.bin
+
+
+@settings(max_examples=150)
+@example([3, 2, 0, 4, 1, 3, 0, 4, 1], [([2, 0], [4, 1, 3, 2])], [[3, 2]], CORPORA[3])
+@example([3, 4, 0, 0, 1, 3], [([4, 0, 0], [1, 3, 2])], [], None)  # 1 in its own text, 5 in the response
+@example([3, 4, 0, 0, 2, 3], [([4, 0, 0], [2, 1]), ([0, 0], [2, 3, 3])], [], None)  # 1 and 4
+@given(texts, st.lists(st.tuples(texts, texts), max_size=5), blocks, st.sampled_from(CORPORA))
+def test_compiled_rounds_draft_what_python_does(stores, text, finished, rounds, corpus):
+    functions()
+    responses = Responses(100)
+    for prompt, response in finished:
+        responses.add(prompt, response)
+    content, others = list(text), [responses, *([] if corpus is None else [stores(corpus)])]
+    lookup = RowLookup(content, others)
+    for block in [[], *rounds]:
+        content += block
+        drafted, at = chosen(lookup.compiled(), 6)
+        assert drafted == lookup.guess(6)
+        assert at is None or at == lookup_bin(lookup.match, lookup.source)
 
 
 def test_the_text_itself_has_the_word_unless_the_corpus_knows_a_far_longer_match(stores):
