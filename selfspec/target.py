@@ -20,6 +20,7 @@ from selfspec.decoding.generation_config import Stored
 from selfspec.decoding.request import Options, Prompts, Request, make_requests
 from selfspec.decoding.results import Round
 from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.responses import Responses
 from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
 from selfspec.executors.cuda.runner import install
@@ -93,14 +94,16 @@ class Target:
             raise ValueError(f"exit_heads must be selfspec.ExitHeads or None, got {exit_heads!r}")
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
+        self.responses = Responses()
+        """Finished responses of the calls that reuse them."""
         self._exit_heads = exit_heads
         self._open()
 
     def __copy__(self) -> Self:
-        """The same opened model; statistics of its calls are its own from now on."""
+        """The same opened model; statistics and responses of its calls are its own from now on."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
-        made.remembered, made.learner = self.remembered.copy(), None
+        made.remembered, made.learner, made.responses = self.remembered.copy(), None, Responses()
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +112,8 @@ class Target:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.learner, self._file = None, None  # copies of the weights are in no file
+        self.learner, self.responses = None, Responses()
+        self._file = None  # copies of the weights are in no file
         self._open()
 
     def _open(self) -> None:
@@ -248,6 +252,7 @@ class Target:
         num_draft_tokens: int | None = None,
         drafts: Sequence[str] | None = None,
         datastore: str | Path | Datastore | None = None,
+        reuse_responses: bool = False,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
         exact: bool = False,
@@ -267,6 +272,7 @@ class Target:
             drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
             datastore: a file that `selfspec corpus build` wrote with this tokenizer, opened at every call, or an open
                 `selfspec.Datastore`: `adaptive` looks drafts up in this corpus, too.
+            reuse_responses: look drafts up in the finished responses of earlier calls with this option, too.
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: train the exit heads on refused drafts meanwhile, see `selfspec.learn.Learner`; True: with one that
                 is made at the first such call and kept.
@@ -301,6 +307,7 @@ class Target:
                 num_draft_tokens=num_draft_tokens,
                 drafts=drafts,
                 datastore=Datastore.of(datastore, self.tokenizer),
+                responses=self.responses if reuse_responses else None,
                 max_batch_size=batch,
                 max_cached_tokens=batch * longest,
                 learn=learner,

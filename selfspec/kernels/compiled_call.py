@@ -128,11 +128,19 @@ class Program(Structure):
     _fields_ = (
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices lengths gains needs", c_void_p),
+        *_all("rooms ends stops indices others sources", c_void_p),
+        *_all("num_others", c_int64),
+        *_all("lengths gains needs", c_void_p),
         *_all("num_needs", c_int64),
-        *_all("given matches texts text_ends num_prompts", c_void_p),
+        *_all("given matches drafted_from texts text_ends num_prompts", c_void_p),
         *_all("done", c_int64),
     )
+
+
+class Found(Structure):
+    """An occurrence of a context's last tokens: `cpu/lookup.h`."""
+
+    _fields_ = (*_all("match place", c_int64),)
 
 
 class Looking(Structure):
@@ -169,11 +177,15 @@ def functions() -> ctypes.CDLL:
         "selfspec_pack_blocks": ([p, n, p, n, p, n, n, n, n], None),
         "selfspec_program": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
-        "selfspec_index_free": ([p], None),
         "selfspec_index_bytes": ([p], n),
         "selfspec_index_add": ([p, p, n], ctypes.c_bool),
+        "selfspec_index_add_text": ([p, p, n, n], ctypes.c_bool),
         "selfspec_index_state": ([p, p], n),
-        "selfspec_index_tally": ([p, p], None),
+        "selfspec_index_counts": ([p, p], None),
+        "selfspec_corpus_new": ([p, p, p, p], p),
+        "selfspec_texts_find": ([p, p, n, p], None),
+        "selfspec_texts_draft": ([p, p, n, p], n),
+        "selfspec_texts_free": ([p], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_shadow_words": ([p], n),
         "selfspec_shadow": ([p, p, n], None),
