@@ -21,11 +21,11 @@ from tests.target import Target, load
 PROMPTS = make_prompts([9, 4, 12], seed=3)
 
 
-def some_heads(layers=(1, 3), width=32, rank=5, seed=0):
-    heads = ExitHeads(layers, width, rank).requires_grad_(False)
+def some_heads(layers=(1, 3), width=32, inner=5, seed=0):
+    heads = ExitHeads(layers, width, inner).requires_grad_(False)
     torch.manual_seed(seed)
     for head in heads.heads.values():
-        head.up.normal_(0, 0.5)
+        head.down.normal_(0, 0.5)
     return heads
 
 
@@ -85,7 +85,7 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     assert heads.save(tmp_path / "new" / "folder") == tmp_path / "new" / "folder" / FILE
     for path in (tmp_path / "new" / "folder", tmp_path / "new" / "folder" / FILE):
         again = ExitHeads.load(path)
-        assert (again.layers, again.hidden_size, again.rank, again.weights) == ((1, 3), 32, 5, "0123456789abcdef")
+        assert (again.layers, again.hidden_size, again.inner_size, again.weights) == ((1, 3), 32, 5, "0123456789abcdef")
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), heads.parameters(), strict=True))
         assert not any(parameter.requires_grad for parameter in again.parameters())
 
@@ -149,11 +149,11 @@ def test_heads_beside_the_weights_are_found_and_can_be_left_out(tmp_path):
 def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_again():
     model = build("llama").to(torch.bfloat16)
     target = Target(model, exit_heads=some_heads())
-    assert target.exit_heads.heads["1"].up.dtype == torch.bfloat16
+    assert target.exit_heads.heads["1"].down.dtype == torch.bfloat16
     model.to(torch.float64)
     plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
     assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
-    assert target.exit_heads.heads["1"].up.dtype == torch.float64
+    assert target.exit_heads.heads["1"].down.dtype == torch.float64
 
 
 @pytest.mark.parametrize("engine", ["views", "compiled"])
@@ -178,12 +178,12 @@ def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_chang
 @pytest.mark.parametrize(
     "about",
     [
-        {"layers": [1, 3], "hidden_size": 10**9, "rank": 10**9},
-        {"layers": [True, 3], "hidden_size": 32, "rank": 5},
-        {"layers": [-1, 3], "hidden_size": 32, "rank": 5},
-        {"layers": list(range(1, 20_000)), "hidden_size": 32, "rank": 5},
-        {"layers": [1], "hidden_size": 32, "rank": 5},
-        {"layers": None, "hidden_size": 32, "rank": 5},
+        {"layers": [1, 3], "hidden_size": 10**9, "inner_size": 10**9},
+        {"layers": [True, 3], "hidden_size": 32, "inner_size": 5},
+        {"layers": [-1, 3], "hidden_size": 32, "inner_size": 5},
+        {"layers": list(range(1, 20_000)), "hidden_size": 32, "inner_size": 5},
+        {"layers": [1], "hidden_size": 32, "inner_size": 5},
+        {"layers": None, "hidden_size": 32, "inner_size": 5},
         [],
     ],
     ids=["huge", "a truth value", "negative", "many", "fewer", "none", "a list"],
