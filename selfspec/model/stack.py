@@ -13,7 +13,7 @@ from selfspec.hushed import hushed
 from selfspec.model import attention_backends as backends
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
-from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset
+from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset, default_size
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import LlamaWeights
@@ -97,6 +97,17 @@ class Stack:
     def has_draft_heads(self) -> bool:
         """Whether drafts may be over a part of the vocabulary; rounds in CUDA graphs are over all of it."""
         return self._draft_head is not None and self.runner is None
+
+    @property
+    def default_draft_vocab(self) -> int | None:
+        """Tokens that drafts are over unless a policy names another number; None: the whole vocabulary.
+
+        An eighth of the vocabulary where the head weighs more than two layers, see `draft_vocabulary.default_size`.
+        """
+        if not self.has_draft_heads:
+            return None
+        layers, head = getattr(self._base, self.family.layers), self._twin.get_output_embeddings().weight.numel()
+        return default_size(self.vocab_size, head, sum(weight.numel() for weight in layers[0].parameters()))
 
     @property
     def has_copies(self) -> bool:
@@ -216,21 +227,22 @@ class Stack:
         Args:
             hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
         """
-        subset, head = self.draft_subset(size), self._draft_head
-        if subset is None or head is None:
+        subset = self.draft_subset(size)
+        if subset is None:
             return self.logits(hidden, exit_layer), None
-        return self._subset_logits(head, hidden, exit_layer, subset), subset.tokens
+        return self.subset_logits(hidden, exit_layer, subset), subset.tokens
 
-    def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
-        """The logits of `draft_logits` for given tokens (int64 `[size]`, ascending); None without such a head."""
-        head = self._draft_head
-        return None if head is None else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens))
+    def subset_of(self, tokens: Tensor) -> Subset | None:
+        """A part of the vocabulary, int64 `[size]`, ascending, for `subset_logits`; None without such a head."""
+        return None if self._draft_head is None else self._draft_head.of_tokens(tokens)
 
-    def _subset_logits(self, head: DraftHead, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
-        heads = self.exit_heads
+    def subset_logits(self, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
+        """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some."""
+        heads, head = self.exit_heads, self._draft_head
+        assert head is not None, "subsets are made by the head"
         if heads is not None:
             hidden = heads(hidden, exit_layer)
-        if self.compiled is not None:
+        if self.compiled is not None and not hidden.requires_grad:
             return self.compiled.subset_logits(hidden, subset)
         return head.logits(self._normed(hidden), subset)
 

@@ -71,7 +71,7 @@ def test_drafts_are_tokens_of_the_subset_and_those_of_the_whole_head_where_it_ha
 def test_exit_heads_come_before_a_small_head_too():
     target = Target(build("llama"))
     target.exit_heads = ExitHeads([2], 32, 4)
-    torch.nn.init.normal_(target.stack.exit_heads.heads["2"].up)
+    torch.nn.init.normal_(target.stack.exit_heads.heads["2"].down)
     hidden = torch.randn(5, 32)
     with torch.inference_mode():
         logits, tokens = target.stack.draft_logits(hidden, 2, 20)
