@@ -116,9 +116,8 @@ class ExitHeads(nn.Module):
             if metadata.get("format") != FORMAT:
                 raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
             about = json.loads(metadata["about"])
-            if len(saved) != NUM_WEIGHTS * len(about["layers"]) or not all(
-                t.is_floating_point() for t in saved.values()
-            ):
+            is_whole = len(saved) == NUM_WEIGHTS * len(about["layers"])
+            if not is_whole or not all(t.is_floating_point() for t in saved.values()):
                 raise ValueError("its tensors do not match its metadata")
             with torch.device("meta"):  # sizes in the metadata allocate no memory
                 heads = cls(**about, weights=metadata.get("weights", ""))

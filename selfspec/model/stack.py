@@ -38,6 +38,7 @@ class Body(Protocol):
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
+    def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor: ...
     def refresh(self, deeply: bool = False) -> None: ...
 
 
@@ -100,9 +101,9 @@ class Stack:
 
     @property
     def default_draft_vocab(self) -> int | None:
-        """Tokens that drafts are over unless a policy names another number; None: the whole vocabulary.
+        """The size of the part of the vocabulary that a fixed exit layer drafts over by default; None: all of it.
 
-        An eighth of the vocabulary where the head weighs more than two layers, see `draft_vocabulary.default_size`.
+        An eighth where the head weighs more than two layers, see `draft_vocabulary.default_size`.
         """
         if not self.has_draft_heads:
             return None
@@ -212,11 +213,9 @@ class Stack:
         Args:
             exit_layer: number of layers before these hidden states, if the final norm is not applied yet.
         """
-        early = exit_layer is not None and exit_layer < self.num_layers
-        heads = self.exit_heads  # read once: another thread may set it
-        if heads is not None and exit_layer is not None and early:
-            hidden = heads(hidden, exit_layer)
-        return self.head_logits(hidden, early)
+        if exit_layer is None or exit_layer >= self.num_layers:
+            return self.head_logits(hidden, False)
+        return self.head_logits(self.through_heads(hidden[None], (exit_layer,))[0], True)
 
     def draft_logits(self, hidden: Tensor, exit_layer: int, size: int) -> tuple[Tensor, Tensor | None]:
         """Logits in fp32 over the `size` most frequent tokens, `[N, size]`, and these tokens, int64 `[size]`.
@@ -238,10 +237,8 @@ class Stack:
 
     def subset_logits(self, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
         """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some."""
-        heads, head = self.exit_heads, self._draft_head
+        head, hidden = self._draft_head, self.through_heads(hidden[None], (exit_layer,))[0]
         assert head is not None, "subsets are made by the head"
-        if heads is not None:
-            hidden = heads(hidden, exit_layer)
         if self.compiled is not None and not hidden.requires_grad:
             return self.compiled.subset_logits(hidden, subset)
         return head.logits(self._normed(hidden), subset)
@@ -259,10 +256,17 @@ class Stack:
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads.of_layers(hidden, layers)
+        hidden = self.through_heads(hidden, layers)
         return self.head_logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
+
+    def through_heads(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """Hidden states `[K, N, hidden_size]` after K early layers, through the exit heads of those that have one."""
+        heads = self.exit_heads  # read once: another thread may set it
+        if heads is None or not set(layers) & set(heads.layers):
+            return hidden
+        if self.compiled is None or hidden.requires_grad:
+            return heads.of_layers(hidden, layers)
+        return self.compiled.through_heads(hidden, heads, layers)
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         """Logits `[N, vocab]` in fp32 through the model's own head; `lacks_norm`: apply the final norm first."""
@@ -285,10 +289,7 @@ class Stack:
         """
         if self._short is None:
             return None
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads.of_layers(hidden, layers)
-        return self._short.logits(self._normed(hidden), top)
+        return self._short.logits(self._normed(self.through_heads(hidden, layers)), top)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         norm = getattr(self._base, self.family.norm, None)

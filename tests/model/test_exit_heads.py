@@ -15,18 +15,10 @@ from selfspec.executors.shadow import shadow_picks
 from selfspec.model import exit_heads as module
 from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
 from tests.helpers import make_prompts
-from tests.models import build, tiny
+from tests.models import build, some_heads, tiny
 from tests.target import Target, load
 
 PROMPTS = make_prompts([9, 4, 12], seed=3)
-
-
-def some_heads(layers=(1, 3), width=32, inner=5, seed=0):
-    heads = ExitHeads(layers, width, inner).requires_grad_(False)
-    torch.manual_seed(seed)
-    for head in heads.heads.values():
-        head.down.normal_(0, 0.5)
-    return heads
 
 
 def test_a_new_head_changes_nothing():
