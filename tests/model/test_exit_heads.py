@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 
@@ -109,6 +110,34 @@ def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(OSError, match="truncated or damaged"):
         ExitHeads.load(tmp_path)
+
+
+def test_heads_of_an_earlier_version_are_to_be_trained_again(tmp_path):
+    heads, metadata = some_heads(), {"format": "selfspec exit heads 1", "about": json.dumps({"layers": [1], "rank": 5})}
+    save_file(heads.state_dict(), tmp_path / FILE, metadata)
+    with pytest.raises(OSError, match="heads of an earlier version, which are no longer read; train them again"):
+        ExitHeads.load(tmp_path)
+
+
+@pytest.mark.parametrize("inner", [1, 37, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_compiled_heads_are_the_blocks_of_torch(inner, dtype):
+    heads = some_heads(inner=inner)
+    target = Target(build("llama").to(dtype), exit_heads=heads, engine="compiled")
+    stack, hidden = target.stack, torch.randn(3, 7, 32)
+    before = hidden.clone()
+    for _ in range(2):
+        for count in (0, 1, 7):
+            given = hidden[:, :count]
+            wanted = copy.deepcopy(target.exit_heads).float().of_layers(given, (1, 2, 3))
+            found = stack.through_heads(given, (1, 2, 3))
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+        for head in target.exit_heads.heads.values():  # as online learning does
+            head.down.mul_(-1)
+            head.norm.mul_(2)
+    assert torch.equal(hidden, before)
 
 
 def test_heads_of_another_model_are_refused_and_of_other_weights_noticed(caplog):
