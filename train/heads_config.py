@@ -1,4 +1,4 @@
-"""The configuration of a run that trains exit heads: sections `heads`, `text` and `training`."""
+"""The configuration of a run that trains exit heads: sections `heads`, `data`, `text` and `training`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.config_file import build
-from train.sections import check, check_least, check_positive
+from train.sections import DataConfig, check, check_least, check_positive
 
 MAY_DIFFER = ("heads.output", "text.batch_size", "training.save_steps", "training.log_steps", "training.lr")
 """Keys that may differ when a run is resumed; after a loss of NaN, for example, with a lower lr."""
@@ -31,14 +31,11 @@ class HeadsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """What the heads learn from: text that the model writes after prompts, which are its own unless files are named."""
+    """What the heads learn from: text that the model writes after prompts, its own or those of section `data`."""
 
-    prompts: tuple[str, ...] = ()
-    field: str = "text"
     prompt_tokens: int = 64
     num_texts: int = 512
     num_held_out: int = 64
-    held_out_percent: float = 3.0
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     batch_size: int = 64
@@ -46,13 +43,10 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_least("text", self, 1, "num_texts", "num_held_out", "max_new_tokens", "batch_size")
-        check_least("text", self, 0, "prompt_tokens", "seed")
-        percent, warm = self.held_out_percent, self.temperatures
-        check(0 < percent < 100, "text.held_out_percent", "between 0 and 100", percent)
+        check_least("text", self, 1, "prompt_tokens")
+        check_least("text", self, 0, "seed")
+        warm = self.temperatures
         check(bool(warm) and min(warm) >= 0, "text.temperatures", "a list of temperatures from 0", list(warm))
-        # Greedy texts after the same prompt are the same.
-        varied = bool(self.prompts) or self.prompt_tokens > 0 or min(warm) > 0
-        check(varied, "text.prompt_tokens", "above 0 where greedy texts have no text.prompts", self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +81,7 @@ class HeadsRun:
     """One run that trains exit heads."""
 
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 

@@ -99,7 +99,7 @@ class _Run:
         if saved is not None and saved["weights"] != self.weights:
             raise ValueError(f"heads.model has other weights than the run in {self.folder / CHECKPOINT} began with")
         written = Written(self.folder / TEXTS, self.weights)
-        texts, held_out = gather_texts(self.target, self.config.text, written)
+        texts, held_out = gather_texts(self.target, self.config, written)
         if saved is not None:
             self.heads.load_state_dict(saved["heads"])
             self.optimizer.load_state_dict(saved["optimizer"])

@@ -1,4 +1,4 @@
-"""The texts that exit heads are trained on: a model's continuations of prompts, its own unless files are named.
+"""The texts that exit heads are trained on: a model's continuations of prompts, its own unless `data.path` is named.
 
 A chat model's own prompts are user turns that it samples after the beginning of one in its chat template.
 """
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from selfspec.target import Target
-from train import heads_prompts
-from train.heads_config import TextConfig
+from train.heads_config import HeadsRun, TextConfig
 from train.heads_files import Task, Written
-from train.sections import check
+from train.sections import DataConfig, check
+from train.texts import content_of, read_records, split_held_out
 
 MARK = "USER-TURN"  # stands for the user's text in the chat template
 REPORT_SECONDS = 10  # between lines about the texts written so far
@@ -36,32 +36,29 @@ def count_positions(texts: Sequence[Text]) -> int:
     return sum(len(text.positions) for text in texts)
 
 
-def gather_texts(target: Target, config: TextConfig, written: Written) -> tuple[list[Text], list[Text]]:
+def gather_texts(target: Target, config: HeadsRun, written: Written) -> tuple[list[Text], list[Text]]:
     """Texts to train on and held-out texts, from different records or different sampled prompts.
 
     Args:
         written: what the model wrote before, which is not written again; outputs are added.
 
     Raises:
-        ValueError: prompts cannot be read or are too short, the model has no tokenizer for them, or its chat template
-            does not show a user's text.
+        ValueError: prompts cannot be read, the model has no tokenizer for them, or its chat template does not show a
+            user's text.
     """
-    limit = target.stack.context_limit
-    room = limit - config.max_new_tokens
-    fits = room > config.prompt_tokens
-    check(fits, "text.max_new_tokens", f"short enough for the model's {limit} positions", config.max_new_tokens)
-    records = heads_prompts.read(config) if config.prompts else ([], [])
+    wanted, limit = config.text, target.stack.context_limit
+    room = limit - wanted.max_new_tokens
+    fits = room > wanted.prompt_tokens
+    check(fits, "text.max_new_tokens", f"short enough for the model's {limit} positions", wanted.max_new_tokens)
+    records = _read(target, config.data) if config.data.path else (None, None)
     parts = []
-    for part, (own, count) in enumerate(zip(records, (config.num_texts, config.num_held_out), strict=True)):
-        seed = _seed(config, part, 0)
-        if config.prompts:
-            prompts = heads_prompts.cut(target.tokenizer, own, count, config, room, seed)
-        elif getattr(target.tokenizer, "chat_template", None):
-            prompts = _user_turns(target, count, config, part, written)
+    for part, (own, count) in enumerate(zip(records, (wanted.num_texts, wanted.num_held_out), strict=True)):
+        if own is not None:
+            tokens = [_encode(target, own[i % len(own)])[: wanted.prompt_tokens] for i in range(count)]
         else:
-            prompts = _openings(target, count, config, part, written)
-        prompts = [prompt for prompt in prompts if len(prompt) <= room]
-        parts.append(_texts(target, prompts, config, part, written))
+            tokens = _sampled(target, count, wanted, part, written)
+        prompts = _prompts(target, tokens)
+        parts.append(_texts(target, [each for each in prompts if 0 < len(each) <= room], wanted, part, written))
     train = list({tuple(text.tokens): text for text in parts[0]}.values())  # a prompt may have been drawn twice
     known = {tuple(text.tokens) for text in train}
     held_out = [text for text in parts[1] if tuple(text.tokens) not in known]
@@ -73,8 +70,9 @@ def gather_texts(target: Target, config: TextConfig, written: Written) -> tuple[
     return train, held_out
 
 
-def _seed(config: TextConfig, part: int, index: int) -> int:
-    return 2 * (config.seed * 1_000_003 + index) + part
+def _seed(config: TextConfig, part: int, index: int, of_prompt: bool = False) -> int:
+    """Seeds that do not depend on the number of texts, so that more texts can be added to those of a stopped run."""
+    return 4 * (config.seed * 1_000_003 + index) + 2 * of_prompt + part
 
 
 def _texts(target: Target, prompts: list[list[int]], config: TextConfig, part: int, written: Written) -> list[Text]:
@@ -89,41 +87,50 @@ def _texts(target: Target, prompts: list[list[int]], config: TextConfig, part: i
     return [Text(prompt + output, len(prompt)) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
-def _sampled(
-    target: Target, begin: list[list[int]], config: TextConfig, part: int, written: Written
-) -> list[list[int]]:
-    """Up to `prompt_tokens` tokens at temperature 1 after each beginning, without end-of-text tokens."""
-    first = config.num_texts + config.num_held_out  # seeds of texts come before it
-    tasks = [Task(tuple(own), config.prompt_tokens, 1.0, _seed(config, part, first + i)) for i, own in enumerate(begin)]
-    _write(target, tasks, config, written, ("prompts", "held-out prompts")[part])
-    return [[token for token in written.get(task) or [] if token not in target.eos_token_ids] for task in tasks]
+def _read(target: Target, data: DataConfig) -> tuple[list[str], list[str]]:
+    """The texts of section `data` to train with, and held-out ones."""
+    if target.tokenizer is None:
+        raise ValueError("data.path needs a tokenizer, and the model has none; add one to its folder")
+    train, held_out = split_held_out([content_of(record, data) for record in read_records(data)], data.held_out_percent)
+    return train, held_out
 
 
-def _user_turns(target: Target, count: int, config: TextConfig, part: int, written: Written) -> list[list[int]]:
-    """Prompts of a chat model: user turns of its own, in its chat template. Empty turns are left out."""
-    tokenizer = target.tokenizer
-    messages = [{"role": "user", "content": MARK}]
-    around = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(MARK)
-    if len(around) != 2:
-        raise ValueError("the model's chat template does not show a user's text once; name files in text.prompts")
-
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-    turns = _sampled(target, [encode(around[0])] * count, config, part, written)
-    texts = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in turns]
-    return [encode(text.join(around)) for text in texts if text]
-
-
-def _openings(target: Target, count: int, config: TextConfig, part: int, written: Written) -> list[list[int]]:
-    """Prompts of a model without a chat template: the beginning-of-text token, and a few tokens sampled after it."""
-    numbers = random.Random(_seed(config, part, 0))
+def _sampled(target: Target, count: int, config: TextConfig, part: int, written: Written) -> list[list[int]]:
+    """Beginnings of prompts that the model samples at temperature 1: user turns of a chat model, or texts."""
+    numbers, around = random.Random(_seed(config, part, 0)), _around_user(target)
     vocabulary, begin = target.stack.vocab_size, getattr(target.stack.config, "bos_token_id", None)
     starts = [[numbers.randrange(vocabulary) if begin is None else int(begin)] for _ in range(count)]
-    if not config.prompt_tokens:
-        return starts
-    turns = _sampled(target, starts, config, part, written)
-    return [start + turn for start, turn in zip(starts, turns, strict=True)]
+    starts = starts if around is None else [_encode(target, around[0])] * count
+    limit = config.prompt_tokens
+    tasks = [Task(tuple(own), limit, 1.0, _seed(config, part, i, True)) for i, own in enumerate(starts)]
+    _write(target, tasks, config, written, ("prompts", "held-out prompts")[part])
+    turns = [[token for token in written.get(task) or [] if token not in target.eos_token_ids] for task in tasks]
+    return turns if around is not None else [start + turn for start, turn in zip(starts, turns, strict=True)]
+
+
+def _prompts(target: Target, texts: list[list[int]]) -> list[list[int]]:
+    """Prompts of texts, as user turns in the chat template if there is one. Empty turns are left out."""
+    around = _around_user(target)
+    if around is None:
+        return texts
+    turns = [target.tokenizer.decode(text, skip_special_tokens=True).strip() for text in texts]
+    return [_encode(target, turn.join(around)) for turn in turns if turn]
+
+
+def _around_user(target: Target) -> list[str] | None:
+    """What a chat template writes before and after a user's text; None without a template."""
+    if not getattr(target.tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": MARK}]
+    around = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(MARK)
+    if len(around) != 2:
+        raise ValueError("the model's chat template does not show a user's text once, so it cannot be asked anything")
+    return list(around)
+
+
+def _encode(target: Target, text: str) -> list[int]:
+    special = not getattr(target.tokenizer, "chat_template", None)  # a template writes special tokens itself
+    return [int(token) for token in target.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
 
 def _write(target: Target, tasks: Sequence[Task], config: TextConfig, written: Written, what: str) -> None:

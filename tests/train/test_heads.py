@@ -197,48 +197,46 @@ def test_a_full_disk_leaves_the_file_before_intact(settings, tmp_path, monkeypat
         ("training", {"max_cached_tokens": 8}, "training.max_cached_tokens must be at least 64"),
         ("training", {"tokens_per_batch": 4096}, "text gives "),
         ("text", {"max_new_tokens": 500}, "text.max_new_tokens must be short enough for the model's 128 positions"),
-        ("text", {"prompt_tokens": 0}, "text.prompt_tokens must be above 0 where greedy texts have no text.prompts"),
-        ("text", {"prompts": ["/nowhere.txt"]}, "text.prompts must be files of UTF-8 text"),
+        ("text", {"prompt_tokens": 0}, "text.prompt_tokens must be at least 1"),
+        ("data", {"path": "/nowhere.txt"}, "data.path must be a file or the id of a data set"),
         ("text", {"temperatures": []}, "text.temperatures must be a list of temperatures from 0"),
         ("heads", {"model": "demo", "output": ""}, "heads.output must name a folder"),
         ("heads", {"output": "/proc/nowhere"}, "heads.output must be a folder that can be written"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(settings, tmp_path, capsys, section, values, message):
-    settings[section] |= values
+    settings[section] = settings.get(section, {}) | values
     assert run(tmp_path, settings) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and "Traceback" not in said
 
 
-def test_short_or_empty_prompts_are_refused(tmp_path, capsys):
-    def says(prompts, **text):
+def test_prompts_of_a_file_are_refused_in_a_sentence_where_they_cannot_be_read(tmp_path, capsys):
+    def says(path, **data):
         settings = {
             "heads": {"exits": [2], "output": str(tmp_path / "out")},
-            "text": {"prompts": [str(prompts)], "num_texts": 4, "num_held_out": 2, "max_new_tokens": 8, **text},
+            "data": {"path": str(path), **data},
+            "text": {"num_texts": 4, "num_held_out": 2, "max_new_tokens": 8},
         }
         assert run(tmp_path, settings) == 2
         return capsys.readouterr().err
 
-    empty, short, lines = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "lines.jsonl"
+    empty, lines = tmp_path / "empty.txt", tmp_path / "lines.jsonl"
     empty.write_text("")
-    short.write_text("def f(x)")
-    lines.write_text('{"turns": ["def f(x):", "more"]}\n{"other": 1}\n')
-    assert "are empty or too short" in says(empty)
-    assert "hold too little text for prompts of 64 tokens" in says(short)
-    assert "text.field must name a field with a text, got 'turns' in record 2" in says(lines, field="turns")
+    lines.write_text('{"text": "def f(x):"}\n{"other": 1}\n')
+    assert "at least two different texts" in says(empty)
+    assert "data.text_field must be a field of the data, got 'text'" in says(lines)
     lines.write_text("def\n")
     assert "must be JSON, got 'def'" in says(lines)
 
 
 def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(f'{{"turns": ["Tom has {n} red balls. He"]}}\n' for n in range(20)))
-    given = {"prompts": [str(file)], "field": "turns", "prompt_tokens": 0, "num_texts": 24, "num_held_out": 2}
-    given |= {"held_out_percent": 10.0, "max_new_tokens": 6, "temperatures": [0.0, 1.0]}
-    config = parse_heads({"text": given}).text
-    written = Written(tmp_path / TEXTS, "weights")
-    train, held_out = gather_texts(stories, config, written)
+    file.write_text("".join(f'{{"question": "Tom has {n} red balls. He"}}\n' for n in range(20)))
+    given = {"num_texts": 24, "num_held_out": 2, "max_new_tokens": 6, "temperatures": [0.0, 1.0]}
+    data = {"path": str(file), "text_field": "question", "held_out_percent": 10.0}
+    config = parse_heads({"text": given, "data": data})
+    train, held_out = gather_texts(stories, config, Written(tmp_path / TEXTS, "weights"))
     assert len(train) == 21 and len(held_out) == 2, "of 18 prompts 6 came twice, 3 of them greedily"
     heads = [{tuple(text.tokens[: text.num_prompt]) for text in part} for part in (train, held_out)]
     assert len(heads[0]) == 18 and len(heads[1]) == 2 and not heads[0] & heads[1]
@@ -379,7 +377,7 @@ def test_a_chat_model_trains_from_nothing_and_a_killed_run_goes_on(
 
 def test_prompts_of_a_chat_model_are_its_own_user_turns(chat_folder, tmp_path):
     target = load(chat_folder)
-    config = parse_heads({"text": {"num_texts": 6, "num_held_out": 2, "prompt_tokens": 5, "max_new_tokens": 8}}).text
+    config = parse_heads({"text": {"num_texts": 6, "num_held_out": 2, "prompt_tokens": 5, "max_new_tokens": 8}})
     train, held_out = gather_texts(target, config, Written(tmp_path / TEXTS, ""))
     prompts = [target.tokenizer.decode(text.tokens[: text.num_prompt]) for text in (*train, *held_out)]
     assert all(prompt.startswith("w1 ") and prompt.endswith(" w2 w3") for prompt in prompts)
