@@ -89,10 +89,10 @@ def _texts(target: Target, prompts: list[list[int]], config: TextConfig, part: i
 
 def _read(target: Target, data: DataConfig) -> tuple[list[str], list[str]]:
     """The texts of section `data` to train with, and held-out ones."""
+    texts = [content_of(record, data) for record in read_records(data)]
     if target.tokenizer is None:
         raise ValueError("data.path needs a tokenizer, and the model has none; add one to its folder")
-    train, held_out = split_held_out([content_of(record, data) for record in read_records(data)], data.held_out_percent)
-    return train, held_out
+    return split_held_out(texts, data.held_out_percent)
 
 
 def _sampled(target: Target, count: int, config: TextConfig, part: int, written: Written) -> list[list[int]]:
