@@ -10,17 +10,21 @@ import yaml
 
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
+from tests.gguf_files import source_model, write_gguf
 from tests.models import build
 from tests.target import load
 from tests.tokenizers import word_tokenizer
 from train import heads_run
 from train.__main__ import main
+from train.config import parse_config
 from train.config_file import read_file
 from train.heads_config import HeadsRun, parse_heads
 from train.heads_files import CHECKPOINT, TEXTS, Task, Written
 from train.heads_loss import draft_subset, exit_losses, measure
 from train.heads_states import Batch, Stream, collect, run_texts, with_rest
 from train.heads_text import Text, gather_texts
+from train.material import load_tokenizer
+from train.models import load_base
 
 
 @pytest.fixture(scope="session")
@@ -408,3 +412,17 @@ def test_heads_are_trained_over_the_default_draft_vocabulary(monkeypatch):
     loss.backward()
     found = measure(target.stack, None, texts, (2,), subset)[2]
     assert loss.isfinite() and 0 <= found.top1 <= 1 and 0 < found.accepted < 1
+
+
+def test_a_gguf_file_is_a_model_to_train_for(settings, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "tiny.gguf", source_model(), "Q8_0")
+    settings["heads"] |= {"model": str(file), "exits": [1]}
+    settings["text"]["max_new_tokens"] = 12
+    assert run(tmp_path, settings) == 0
+    assert load(file, exit_heads=tmp_path / "out").exit_heads.layers == (1,)
+    short = {"exits": {"period": 2}, "run": {"windows": [64]}, "eval": {"window": 64, "prompt_tokens": 16}}
+    base = parse_config({"model": {"base": str(file)}, **short})
+    assert torch.equal(load_base(base).lm_head.weight, load(file).model.lm_head.weight)
+    assert load_tokenizer(file).eos_token_id is not None
