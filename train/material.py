@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from selfspec import hub
 from train.config import TrainConfig
 from train.corpus import Corpus, SourceFile, read_corpus
 from train.data import StreamedWindows, Windows, encode_files, pack, shuffled
@@ -51,9 +52,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
         ValueError: there is none, or it has no end-of-text token.
     """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        tokenizer: Any = hub.open_tokenizer(name)
     except Exception as error:  # the hub and every tokenizer family have errors of their own
         raise ValueError(f"model.base {str(name)!r} has no tokenizer that can be loaded ({error})") from error
+    if tokenizer is None:
+        raise ValueError(f"model.base {str(name)!r} has no tokenizer; add one to its folder")
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of model.base {str(name)!r} must have an end-of-text token to put between texts"

@@ -35,6 +35,12 @@ class Layer(Structure):
     )
 
 
+class ExitHead(Structure):
+    """A trained head of an exit layer: `cpu/model.h`."""
+
+    _fields_ = (*_all("gate_up down", Product), *_all("norm", c_void_p), *_all("eps", c_float))
+
+
 class Model(Structure):
     """A model's sizes and constants: `cpu/model.h`."""
 
@@ -85,6 +91,7 @@ class Drafting(Structure):
         *_all("row_pages", c_int64),
         *_all("how names cos sin embedding norm", c_void_p),
         *_all("eps", c_float),
+        *_all("exit_head", c_void_p),
         *_all("stop", Stop),
         *_all("counts tokens seconds sure hidden taken waits", c_void_p),
         *_all("num_kept", c_int64),
@@ -171,6 +178,8 @@ def functions() -> ctypes.CDLL:
         "selfspec_linear_floats": ([p, n, n], n),
         "selfspec_run": ([p, p, n, p, p, p, p, p, p, p, p, n, n], None),
         "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
+        "selfspec_exit_head_floats": ([p, n, n], n),
+        "selfspec_exit_head": ([p, p, n, p, p, n], None),
         "selfspec_fits_half": ([p, n], n),
         "selfspec_checksums": ([p, p, n, p, n], None),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),

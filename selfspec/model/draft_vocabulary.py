@@ -27,6 +27,15 @@ MAX_UNCOUNTED = 16384  # tokens that are kept before they are counted
 HALF_LIFE = 64.0  # of coverage, in output tokens
 PRIOR_COVERAGE, PRIOR_WEIGHT = 0.8, 4.0  # coverage without output tokens, and the number of tokens it counts as
 
+DIVISOR, LEAST_SIZE = 8, 4096  # of the default draft vocabulary
+DEAR_HEAD = 2  # layers: a head that weighs more drafts over a part of the vocabulary by default
+
+
+def default_size(vocab_size: int, head_weights: int, layer_weights: int) -> int | None:
+    """The default size of a draft vocabulary, from the number of weights of the head and of a layer; None: all."""
+    size = vocab_size // DIVISOR
+    return size if size >= LEAST_SIZE and head_weights > DEAR_HEAD * layer_weights else None
+
 
 class Part:
     """The most frequent tokens at the last ranking, and their coverage of the output since.

@@ -34,6 +34,12 @@ def hidden_size_of(stack: Stack) -> int:
     return int(stack.config.get_text_config().hidden_size)
 
 
+def intermediate_size_of(stack: Stack) -> int:
+    """The inner width of the model's MLPs; where its config names none, four times the hidden size."""
+    size = getattr(stack.config.get_text_config(), "intermediate_size", None)
+    return size if isinstance(size, int) and size > 0 else 4 * hidden_size_of(stack)
+
+
 def heads_of(stack: Stack) -> str:
     """A hash over a few numbers of every weight of the exit heads; empty without them."""
     if stack.exit_heads is None:

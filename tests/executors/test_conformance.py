@@ -17,6 +17,7 @@ from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.eager import EagerExecutor
 from selfspec.model.draft_vocabulary import Frequencies
+from tests.cuda.standin import with_runner
 from tests.executors.engines import (
     EXECUTORS,
     LENGTHS,
@@ -30,10 +31,11 @@ from tests.executors.engines import (
     only_eager,
     plain,
     programs,
+    target,
 )
 from tests.executors.engines import corpus as corpus
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
-from tests.models import build
+from tests.models import build, some_heads
 from tests.slow import slow
 from tests.target import Target
 
@@ -151,6 +153,13 @@ def test_programs_draft_in_every_way_and_each_executor_runs_its_own(kind, corpus
 
 
 @most_executors
+def test_exit_heads_change_no_token(kind):
+    engine = "views" if kind in ("views", "cuda") else "compiled"
+    made = Target(target(kind).model, target(kind).tokenizer, engine=engine, exit_heads=some_heads((1, 2, 3)))
+    check_policy(kind, Programs(3), with_runner(made) if kind == "cuda" else made)
+
+
+@most_executors
 def test_a_corpus_is_drafted_from_where_a_row_has_nothing_of_its_own(kind, corpus):
     policy, (request, wanted) = Noted(LOOKUP, 4, num_rounds=9), plain(kind, 7)
     engine = engine_of(kind, policy=policy, datastore=corpus)
@@ -218,10 +227,10 @@ def seen_in(outcome):
     return outcome._replace(shadow=looks)
 
 
-def decoded(family, num_rows, policy, new, sampled, penalties=(), **shape):
+def decoded(family, num_rows, policy, new, sampled, penalties=(), heads=None, **shape):
     """What every row came to, round by round, and the keys and values that its rows wrote."""
     model = build("llama", **shape).bfloat16() if family == "bfloat16" else build(family, **shape)
-    made = Target(model, engine="compiled")  # which has not seen yet which tokens are frequent
+    made = Target(model, engine="compiled", exit_heads=heads)  # which has not seen yet which tokens are frequent
     engine = engine_of("cpu", made, policy=policy, max_batch_size=num_rows, max_cached_tokens=1024)
     ways = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1})
     for i, prompt in enumerate(make_prompts(LENGTHS[:num_rows], seed=num_rows)):
@@ -264,6 +273,23 @@ def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed, num_rows, 
         check_same_rounds(family, num_rows, 24, sampled, penalties, make=lambda: Programs(seed, bits=(None,)))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", ["llama", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_compiled_executor_drafts_through_exit_heads_as_the_eager_one(family, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = check_same_rounds(
+            family, 3, 24, [True, False, True], make=lambda: Programs(8, bits=(None,)), heads=some_heads((1, 2))
+        )
+    finally:
+        torch.set_num_threads(before)
+    plans = [plan for plan, *_ in found[2] if plan.exit_layer in (1, 2)]
+    assert len(plans) > 4 and any(plan.shadow for plan in plans)
+    _, _, without, _ = decoded(family, 3, Programs(8, bits=(None,)), 24, [True, False, True])
+    assert without != found[2], "the heads change what is drafted"
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.executors.cpu.exit_head import PackedExitHeads
 from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
+from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
 
@@ -83,6 +85,8 @@ class CompiledBody:
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
+        self.exit_heads = PackedExitHeads()
+        """Trained heads of exit layers, packed."""
 
     @staticmethod
     def bytes_of(weights: LlamaWeights) -> int:
@@ -145,6 +149,19 @@ class CompiledBody:
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:
         """Logits over a part of the vocabulary; see `Stack.draft_logits`. `hidden`: before the final norm."""
         return self.product(self.draft_head(subset)[0], hidden, norm=True)
+
+    def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor:
+        """Hidden states `[K, N, hidden_size]` through exit heads; see `Stack.through_heads`."""
+        hidden, count = hidden.float().contiguous(), hidden.shape[1]
+        out, threads = hidden.clone(), self.threads(count)
+        for given, changed, layer in zip(hidden, out, layers, strict=True):
+            packed = self.exit_heads.of(heads, layer)
+            if packed is not None and count:
+                head = ctypes.byref(packed.struct)
+                memory = out.new_empty(self._lib.selfspec_exit_head_floats(head, count, threads))
+                places = changed.data_ptr(), memory.data_ptr()
+                self._lib.selfspec_exit_head(head, given.data_ptr(), count, *places, threads)
+        return out
 
     def draft_head(self, subset: Subset | None, rounded: bool = False) -> tuple[Packed, Tensor | None]:
         """The head for drafts: its packed weights, and the token ids of its outputs (None: the whole vocabulary).

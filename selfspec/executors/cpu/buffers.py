@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
+from selfspec.executors.cpu.exit_head import PackedExitHead
 from selfspec.executors.cpu.packed import Packed
 from selfspec.executors.cpu.pick_data import LogprobBuffers, PickData
 from selfspec.executors.logprobs import TokenLogprobs
@@ -48,6 +49,7 @@ class Drafter(NamedTuple):
     with_sure: bool  # report confidences
     rounded: bool  # draft by 4-bit copies of the layers
     second_choices: SecondChoiceRule | None = None
+    exit_head: PackedExitHead | None = None  # the trained head of the exit layer
 
 
 # The fields of a `selfspec.control.plan.LookupTable`: draft lengths, gains and needs.
@@ -139,6 +141,7 @@ class Buffers:
         self._second_choices: tuple[SecondChoiceRule | None, Any, Any] = None, None, None
         self._table: tuple[Table | None, Sequence[Any]] = None, ()
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
+        self._exit_head: PackedExitHead | None = None
         self._indices = (ctypes.c_void_p * count)()
         self._texts: tuple[Any, Any] = (ctypes.c_void_p * 0)(), _ints(0)  # addresses and sources
         self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `drafting` points to
@@ -196,6 +199,8 @@ class Buffers:
         drafting, rule, second = self.drafting, drafter.stop_rule, drafter.second_choices
         drafting.vocab, drafting.names = packed.num_outputs, None if names is None else names.data_ptr()
         drafting.sure = ctypes.addressof(self._sure) if drafter.with_sure else None
+        self._exit_head = exit_head = drafter.exit_head  # `drafting` points to it
+        drafting.exit_head = None if exit_head is None else ctypes.addressof(exit_head.struct)
         drafting.seconds = None if second is None else ctypes.addressof(self._others)
         if rule is not self._stop_rule:
             self._stop_rule = rule

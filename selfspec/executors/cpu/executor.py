@@ -121,16 +121,18 @@ class CpuExecutor(Executor):
             seconds, overhead = self.new_seconds(), 0.0
 
     def _drafter(self, plan: Plan) -> Drafter | None:
-        """The layers that draft; None if the exit layer has a trained head, for which there is no compiled code."""
+        """The layers that draft; None for copies of an exit layer with a trained head, which is not theirs."""
         assert self._rounds is not None and plan.exit_layer is not None
-        heads, rounded = self.stack.exit_heads, plan.draft_bits is not None
-        if heads is not None and plan.exit_layer in heads.layers:
+        rounded = plan.draft_bits is not None
+        exit_head = self._rounds.body.exit_heads.of(self.stack.exit_heads, plan.exit_layer)
+        if exit_head is not None and rounded:
             return None
         subset = self.stack.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
         head = self._rounds.body.draft_head(subset, rounded)
         rule = plan.second_choices
         second_choices = rule and _second_choice_rule(tuple(rule.right), tuple(rule.second), *rule[2:])
-        return Drafter(plan.exit_layer, head, stop_rule_of(plan), plan.reads_confidence, rounded, second_choices)
+        stop = stop_rule_of(plan)
+        return Drafter(plan.exit_layer, head, stop, plan.reads_confidence, rounded, second_choices, exit_head)
 
     def _hidden_state_buffers(self, rows: Sequence[Row], plan: Plan) -> HiddenStateBuffers | None:
         """Buffers for hidden states and logits of a round; None if they exceed `MAX_HIDDEN_NUMBERS`."""

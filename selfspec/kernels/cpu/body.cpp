@@ -307,4 +307,29 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
     });
 }
 
+int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads) {
+    int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
+    return n * (hidden + inner) + prepared_floats(n, widest) + num_threads * own_floats(widest);
+}
+
+// y [n, hidden] = x + down(silu(gate(norm(x))) * up(norm(x))). room: `selfspec_exit_head_floats` floats.
+void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* room, int64_t num_threads) {
+    int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
+    float *normed = room, *mixed = normed + n * hidden, *shared = mixed + n * inner;
+    Team team;
+    Team::run(num_threads, [&] {
+        float* own = shared + prepared_floats(n, widest) + omp_get_thread_num() * own_floats(widest);
+        const Room rows{shared, own, team};
+        Team::share(n, [&](int64_t t) {
+            norm(x + t * hidden, e->norm, e->eps, hidden, normed + t * hidden);
+            std::memcpy(y + t * hidden, x + t * hidden, sizeof(float) * hidden);
+        });
+        team.wait();
+        Prefetcher prefetcher;
+        share_product(e->gate_up, SWIGLU, normed, n, rows, mixed, prefetcher, &e->down, ADD);
+        share_product(e->down, ADD, mixed, n, rows, y, prefetcher);
+        release_tiles();
+    });
+}
+
 }

@@ -21,6 +21,13 @@ struct Layer {
     int64_t window;                                  // 0: none
 };
 
+// A trained head of an exit layer: see `selfspec.model.exit_heads.ExitHead`.
+struct ExitHead {
+    Product gate_up, down;
+    const float* norm;
+    float eps;
+};
+
 struct Model {
     Shape shape;
     int64_t hidden, inner;  // inner: hidden size of the MLP
@@ -53,4 +60,6 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
                   float* scratch, int64_t scratch_floats, int64_t num_threads);
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads);
+int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads);
+void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* room, int64_t num_threads);
 }
