@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 from train.config import TrainConfig, parse_config
 from train.config_file import read_file
@@ -63,10 +64,24 @@ def run(config: TrainConfig, options: argparse.Namespace) -> None:
     from train.release import release  # heavy: torch, transformers
     from train.run import train
 
+    config = with_unpacked_base(config)
     if not options.export_only:
         train(config, resume=options.resume)
     if config.run.export or options.export_only:
         print(json.dumps(dataclasses.asdict(release(config, f"python -m train {options.config}"))))
+
+
+def with_unpacked_base(config: TrainConfig) -> TrainConfig:
+    """The same run from a folder in `run.output`, where `model.base` names an archive of `python -m train.handover`."""
+    from train.handover import SUFFIX, unpack
+
+    base = Path(config.model.base)
+    if not base.name.endswith(SUFFIX):
+        return config
+    output = Path(config.run.output)
+    output.mkdir(parents=True, exist_ok=True)
+    folder = unpack(base, output / base.name.removesuffix(SUFFIX))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, base=str(folder)))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,7 +38,7 @@ def test_every_key_has_a_sentence(path):
         ([1], r"the configuration must be a mapping, got \[1\]"),
         (
             {"optimizer": {}},
-            r"the configuration has no key 'optimizer'; did you mean 'optim'\? known keys: corpus, data, model,",
+            r"the configuration has no key 'optimizer'; did you mean 'optim'\? known keys: corpus, data, chats,",
         ),
         ({"run": {"step": 3}}, r"run has no key 'step'; did you mean 'max_steps'"),
         ({"run": {"max_steps": "many"}}, r"run\.max_steps must be of type int, got 'many'"),
