@@ -13,7 +13,7 @@ from selfspec.files import write_whole
 from train.agreement import ExitQuality, evaluating, exit_agreement, held_out_scores, held_out_windows
 from train.config import TrainConfig
 from train.config_file import plain
-from train.corpus import docstrings, read_corpus
+from train.corpus import TEST_FOLDERS, docstrings, read_corpus
 from train.data import pack
 from train.gsm8k import accuracy, read_problems
 from train.material import Material
@@ -50,7 +50,7 @@ def measure(model: nn.Module, material: Material, config: TrainConfig) -> ExitQu
 def docstring_windows(material: Material, config: TrainConfig) -> torch.Tensor:
     """Windows `[2, N, window]` of docstrings of the standard library's modules that are no tests, in a fixed order."""
     wanted = config.eval
-    files = [file for file in read_corpus(CorpusConfig()).files if not file.is_test]
+    files = read_corpus(CorpusConfig(skip=("site-packages", "dist-packages", *sorted(TEST_FOLDERS)))).files
     texts, needed = list[str](), 2 * wanted.docstring_windows * wanted.window
     for text in docstrings(sorted(files, key=lambda file: rank_of(file.path))):
         texts.append(text)

@@ -87,7 +87,7 @@ def test_the_figures_before_are_the_bases_even_where_its_folder_is_written_over(
     assert len(rows) == 4 and any(loss != before.rstrip(" |") for loss, _, before, *_ in rows)
 
 
-def test_the_base_is_measured_once_and_one_that_is_gone_costs_the_card_its_comparison_only(settings, base, tmp_path, capsys):
+def test_the_base_is_measured_once_and_may_then_be_gone(settings, base, tmp_path, capsys):
     own = tmp_path / "own"
     shutil.copytree(base, own)
     settings["model"] = {"base": str(own)}
