@@ -25,9 +25,14 @@ class Clock(TrainerCallback):
         """Seconds of training, those before the run was resumed included."""
         return self._spent + time.monotonic() - self._begun
 
+    @property
+    def left(self) -> float:
+        """Seconds of training that are left; infinite without a limit."""
+        return self._spent + self.seconds - self.elapsed if self.seconds else float("inf")
+
     def progress(self, step: int) -> float:
         """Progress in 0..1 before a 0-based step."""
-        by_time = self.elapsed / (self._spent + self.seconds) if self.seconds else 0.0
+        by_time = 1 - self.left / (self._spent + self.seconds) if self.seconds else 0.0
         return min(1.0, max(step / max(1, self.max_steps), by_time))
 
     def on_train_begin(
@@ -37,6 +42,6 @@ class Clock(TrainerCallback):
         self._begun = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.seconds and self.elapsed >= self._spent + self.seconds and state.global_step < state.max_steps:
+        if self.left <= 0 and state.global_step < state.max_steps:
             print(f"step {state.global_step}  the time is over, so the run ends here", flush=True)
             control.should_training_stop = control.should_save = control.should_log = True

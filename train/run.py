@@ -39,11 +39,11 @@ def make_trainer(
     trained = sum(count for count, learns in counts if learns)
     print(f"model: {sum(count for count, _ in counts):,} parameters, {trained:,} of them trained", flush=True)
     held_out = held_out_windows(material.held_out, config.eval.window, config.eval.num_windows)
+    clock = Clock(run.max_steps, seconds)
     callbacks = [
-        Progress(run.tokens_per_batch * run.gradient_accumulation_steps),
+        Progress(run.tokens_per_batch * run.gradient_accumulation_steps, clock),
         HeldOut(held_out, config.eval.every_steps),
     ]
-    clock = Clock(run.max_steps, seconds)
     return EarlyExitTrainer(model, config, windows, clock, processing_class=material.tokenizer, callbacks=callbacks)
 
 
