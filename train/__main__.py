@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -59,8 +60,12 @@ def read_config(options: argparse.Namespace) -> TrainConfig | HeadsRun:
         raise ValueError(f"{options.config}: {error}") from error
 
 
-def run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Train a model unless only an export is wanted, then export it where `run.export` names a folder."""
+def run(config: TrainConfig, options: argparse.Namespace, command: str) -> None:
+    """Train a model unless only an export is wanted, then export it where `run.export` names a folder.
+
+    Args:
+        command: how to repeat the run, for the model card.
+    """
     from train.release import release  # heavy: torch, transformers
     from train.run import train
 
@@ -68,7 +73,7 @@ def run(config: TrainConfig, options: argparse.Namespace) -> None:
     if not options.export_only:
         train(config, resume=options.resume)
     if config.run.export or options.export_only:
-        print(json.dumps(dataclasses.asdict(release(config, f"python -m train {options.config}"))))
+        print(json.dumps(dataclasses.asdict(release(config, command))))
 
 
 def with_unpacked_base(config: TrainConfig) -> TrainConfig:
@@ -90,7 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = read_config(options)
         if isinstance(config, TrainConfig):
-            run(config, options)
+            kept = [each for each in given if each not in ("--resume", "--export-only")]
+            run(config, options, shlex.join(["python", "-m", "train", *kept]))
         else:
             from train.heads_run import train_heads  # heavy: torch, transformers
 

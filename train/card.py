@@ -83,8 +83,8 @@ def _opening(facts: CardFacts) -> str:
     what = _paragraph(
         f"""A causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers, width
         {shape.hidden_size}, vocabulary {shape.vocab_size:,}), {start}, so that its early layers can already guess the
-        next token. `generation_config.json` names the exit layer that self-speculative decoding starts from:
-        {facts.exit_layer}, with {facts.num_draft_tokens} drafted tokens. Decoding is lossless with regard to this
+        next token. `generation_config.json` names what self-speculative decoding starts from: exit layer
+        {facts.exit_layer} and draft length {facts.num_draft_tokens}. Decoding is lossless with regard to this
         model, which differs from the one before this training."""
     )
     if config.run.card:
@@ -166,7 +166,7 @@ def _recipe(facts: CardFacts) -> str:
         f"""Layer dropout per sequence, exponential over depth up to {exits.dropout_max}, without
         rescaling{", growing over the run" if exits.dropout_ramp else ""}.""",
         _optimizer(facts),
-        f"""{facts.steps:,} steps of {step_tokens:,} tokens: {seen / 1e6:.1f} million tokens,
+        f"""{facts.steps:,} steps of {step_tokens:,} tokens: {seen:,} tokens,
         {epochs}in windows of {_windows(run.windows)} tokens;
         {"bfloat16 autocast" if run.bf16 else "float32"}; seed {run.seed}.""",
     )
