@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="heads.model")
     parser.add_argument("--export", help="run.export")
     parser.add_argument("--notes", help="run.notes, such as hardware and time for the model card")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig | HeadsRun:

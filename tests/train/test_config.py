@@ -114,7 +114,7 @@ def test_overrides_of_the_command_line_win_over_the_file(tmp_path, capsys):
     )
     assert config.run.max_steps == 7 and config.run.windows == (32, 64) and config.run.output == "a b"
     assert config.optim.adamw_lr == 2e-4 and config.run.notes == "5"
-    assert main([str(path), "run.windows=long"]) == 2
+    assert main([str(path), "--resume", "run.windows=long"]) == 2
     assert "run.windows must be a list of int, got 'long'" in capsys.readouterr().err
     assert main([str(path), "max_steps=7"]) == 2
     assert "an override must be of the form section.key=value, got 'max_steps=7'" in capsys.readouterr().err
