@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 
 from selfspec import __version__
 from selfspec.files import write_whole
@@ -55,7 +55,7 @@ def card(facts: Facts) -> str:
     """The card as Markdown."""
     wanted = facts.config.heads
     over = "the whole vocabulary" if facts.draft_vocab is None else f"the {facts.draft_vocab:,} most frequent tokens"
-    settings = OmegaConf.to_yaml(plain(facts.config)).strip()
+    settings = yaml.safe_dump(plain(facts.config), sort_keys=False).strip()
     lines = [
         f"# Exit heads for {wanted.model}",
         "",
