@@ -36,6 +36,8 @@ class Body(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def is_rounded(self) -> bool: ...
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
@@ -115,8 +117,8 @@ class Stack:
 
     @property
     def has_copies(self) -> bool:
-        """Whether 4-bit copies of the layers can draft, see `CompiledBody.rounded`."""
-        return self.compiled is not None and self.exit_heads is None
+        """Whether 4-bit copies of the layers can draft, see `CompiledBody.rounded`, and would be smaller than these."""
+        return self.compiled is not None and self.exit_heads is None and not self.compiled.is_rounded
 
     @property
     def engine(self) -> str:

@@ -280,7 +280,7 @@ class Whole:
 def test_the_loss_is_the_plain_formula(by_kl, drafted):
     torch.manual_seed(0)
     p, logits, heads = torch.randn(5, 12).mul(2).softmax(-1), torch.randn(5, 12), ExitHeads([1], 12, 2)
-    subset = None if drafted is None else Subset(torch.tensor(drafted), None, (0, 0), {})
+    subset = None if drafted is None else Subset(torch.tensor(drafted), None, (0, 0))
     top, ids = p.topk(11)  # of 12: the bucket of the others is one token
     batch = Batch(logits[None], ids, with_rest(top.log()))
     (loss,) = exit_losses(Whole(), heads, batch, subset, by_kl)

@@ -108,6 +108,12 @@ class CompiledBody:
         norms = [self.last_norm, *(n for own in self._norms for n in own if n is not None)]
         return sum(one.num_bytes for one in products) + sum(n.nbytes for n in norms)
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the layers' weights take less than a byte each, so that 4-bit copies would hardly be faster."""
+        numbers = sum(linear.weight.numel() for layer in self.layers for linear in layer.linears())
+        return sum(one.num_bytes for layer in self._products for one in layer) < numbers
+
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
