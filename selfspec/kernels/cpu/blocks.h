@@ -34,9 +34,10 @@ static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
 #elif defined(__AVX512BW__)
     return (Ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    __m256i next = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
-    asm("" : "+x"(next));  // without it, compilers choose an order of additions that needs too many registers
-    return (Ints)next;
+    // In the order of the source: with compilers' orders of additions, sums would not fit the registers.
+    __m256i product;
+    asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+    return sum;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
 #else
@@ -50,9 +51,9 @@ static inline Ints add_shorts(Ints sum, Ints a, Ints b) {
 #if defined(__AVX512BW__)
     return (Ints)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    __m256i next = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
-    asm("" : "+x"(next));
-    return (Ints)next;
+    __m256i product;
+    asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+    return sum;
 #else
     return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -254,15 +255,17 @@ static inline Ints splat_word(const void* at) {
     return word - Ints{};
 }
 
-constexpr int MOST_TOKENS = LANES == 16 ? 8 : 4;  // of a tile
-constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;  // that fit the registers
+constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;  // of integers, that fit the registers
+constexpr int MOST_TOKENS = 4;                    // of a tile
+
+// Tokens whose sums for a panel fit the registers.
+static constexpr int tokens_abreast(int digits) { return digits == 1 ? MOST_TOKENS : MOST_SUMS / 2 / digits; }
 
 typedef Vec BlockSums[MOST_TOKENS][2];
 
-// R tokens, `stride` bytes apart, times V vectors of outputs of a panel from number `first` on. `prefetcher`, if given,
-// is advanced by the bytes read.
-template <int KIND, int DIGITS, int R, int V>
-static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, const char* panel, int first,
+// R tokens, `stride` bytes apart, times a panel. `prefetcher`, if given, is advanced by the bytes read.
+template <int KIND, int DIGITS, int R>
+static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, const char* panel,
                            Prefetcher* prefetcher, BlockSums& total) {
     constexpr BlockShape S = shape_of(KIND);
     constexpr bool SHORTS = IN_PAIRS && S.bits == 8;
@@ -270,7 +273,7 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
     // words until a sum of pairs may overflow
     constexpr int FIT = !IN_PAIRS || SHORTS || S.bits == 4 ? LENGTH : S.bits == 5 ? 4 : 2;
     int64_t told = 0, size = (S.bytes() * PER_SUPER + S.super) * PANEL / PER_SUPER;
-    Vec sums[R][V] = {};
+    Vec sums[R][2] = {};
     const char *block = panel, *super = panel;
     for (int64_t b = 0; b < blocks; b++, block += S.bytes() * PANEL) {
         if (S.super && b % PER_SUPER == 0) super = block, block += S.super * PANEL;
@@ -280,34 +283,34 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
         for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const TokenBlock<DIGITS>*>(tokens + r * stride) + b;
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
-            Ints whole[R][V][SUMS];
+            Ints whole[R][2][SUMS];
 #pragma GCC unroll 4
             for (int start = 0; start < LENGTH; start += FIT) {
-                Ints some[R][V][SUMS] = {};
+                Ints some[R][2][SUMS] = {};
 #pragma GCC unroll 8
-                for (int w = part * LENGTH + start; w < part * LENGTH + start + FIT; w++)
-#pragma GCC unroll 2
-                    for (int v = 0; v < V; v++) {
-                        Ints q = integers<KIND>(block, first + v, w / 2, w % 2);
-                        Ints even = q & 0x00ff00ff, odd = q >> 8 & 0x00ff00ff;
+                for (int w = part * LENGTH + start; w < part * LENGTH + start + FIT; w++) {
+                    Ints q[2];
+                    for (int v = 0; v < 2; v++) q[v] = integers<KIND>(block, v, w / 2, w % 2);
 #pragma GCC unroll 8
-                        for (int r = 0; r < R; r++)
+                    for (int r = 0; r < R; r++)
 #pragma GCC unroll 3
-                            for (int i = 0; i < SUMS; i++) {
-                                Ints& sum = some[r][v][i];
-                                if (SHORTS) {
-                                    const auto& numbers = x[r]->shorts[w][i];
-                                    sum = add_shorts(sum, even, splat_word(numbers[0]));
-                                    sum = add_shorts(sum, odd, splat_word(numbers[1]));
-                                } else {
-                                    sum = add_bytes(sum, q, splat_word(x[r]->bytes[w][i]));
+                        for (int i = 0; i < SUMS; i++) {
+                            if (SHORTS) {
+                                Ints even = splat_word(x[r]->shorts[w][i][0]), odd = splat_word(x[r]->shorts[w][i][1]);
+                                for (int v = 0; v < 2; v++) {
+                                    some[r][v][i] = add_shorts(some[r][v][i], q[v] & 0x00ff00ff, even);
+                                    some[r][v][i] = add_shorts(some[r][v][i], q[v] >> 8 & 0x00ff00ff, odd);
                                 }
+                            } else {
+                                Ints numbers = splat_word(x[r]->bytes[w][i]);
+                                for (int v = 0; v < 2; v++) some[r][v][i] = add_bytes(some[r][v][i], q[v], numbers);
                             }
-                    }
+                        }
+                }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-                    for (int v = 0; v < V; v++)
+                    for (int v = 0; v < 2; v++)
 #pragma GCC unroll 3
                         for (int i = 0; i < SUMS; i++) {
                             Ints one = SHORTS ? some[r][v][i] : widened(some[r][v][i], i == 1 ? 256 : 1);
@@ -315,8 +318,8 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
                         }
             }
 #pragma GCC unroll 2
-            for (int v = 0; v < V; v++) {
-                Scales s = scales_of<KIND>(block, super, first + v, part);
+            for (int v = 0; v < 2; v++) {
+                Scales s = scales_of<KIND>(block, super, v, part);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     const TokenBlock<DIGITS>& t = *x[r];
@@ -332,38 +335,30 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) total[r][first + v] = sums[r][v];
-}
-
-// R tokens times a panel: at once if the sums fit the registers, else half by half.
-template <int KIND, int DIGITS, int R>
-static void panel_of_blocks(const char* tokens, int64_t stride, int64_t blocks, const char* panel,
-                            Prefetcher* prefetcher, BlockSums& total) {
-    if constexpr (2 * R * DIGITS <= MOST_SUMS) {
-        tile_of_blocks<KIND, DIGITS, R, 2>(tokens, stride, blocks, panel, 0, prefetcher, total);
-    } else {
-        tile_of_blocks<KIND, DIGITS, R, 1>(tokens, stride, blocks, panel, 0, prefetcher, total);
-        tile_of_blocks<KIND, DIGITS, R, 1>(tokens, stride, blocks, panel, 1, nullptr, total);
-    }
+        for (int v = 0; v < 2; v++) total[r][v] = sums[r][v];
 }
 
 typedef void (*BlocksTile)(const char*, int64_t, int64_t, const char*, Prefetcher*, BlockSums&);
 template <int KIND, int DIGITS, int... R>
 static BlocksTile blocks_tile(int64_t tokens, std::integer_sequence<int, R...>) {
-    static const BlocksTile tiles[] = {panel_of_blocks<KIND, DIGITS, R + 1>...};
+    static const BlocksTile tiles[] = {tile_of_blocks<KIND, DIGITS, R + 1>...};
     return tiles[tokens - 1];
 }
 
+template <int KIND, int DIGITS>
+static BlocksTile blocks_tile(int64_t tokens) {
+    return blocks_tile<KIND, DIGITS>(tokens, std::make_integer_sequence<int, tokens_abreast(DIGITS)>());
+}
+
 static BlocksTile blocks_tile(int64_t kind, int64_t tokens) {
-    constexpr std::make_integer_sequence<int, MOST_TOKENS> counts;
     switch (kind) {
-        case INT4: return blocks_tile<Q4_0, 1>(tokens, counts);
-        case Q4_0: return blocks_tile<Q4_0, 3>(tokens, counts);
-        case Q4_1: return blocks_tile<Q4_1, 3>(tokens, counts);
-        case Q5_0: return blocks_tile<Q5_0, 3>(tokens, counts);
-        case Q4_K: return blocks_tile<Q4_K, 3>(tokens, counts);
-        case Q6_K: return blocks_tile<Q6_K, 3>(tokens, counts);
-        default: return blocks_tile<Q8_0, 3>(tokens, counts);
+        case INT4: return blocks_tile<Q4_0, 1>(tokens);
+        case Q4_0: return blocks_tile<Q4_0, 3>(tokens);
+        case Q4_1: return blocks_tile<Q4_1, 3>(tokens);
+        case Q5_0: return blocks_tile<Q5_0, 3>(tokens);
+        case Q4_K: return blocks_tile<Q4_K, 3>(tokens);
+        case Q6_K: return blocks_tile<Q6_K, 3>(tokens);
+        default: return blocks_tile<Q8_0, 3>(tokens);
     }
 }
 
@@ -372,7 +367,7 @@ static void product_of_blocks(const Product& p, After after, const float* x, int
                               int64_t last, Prefetcher* prefetcher) {
     const char* tokens = reinterpret_cast<const char*>(x);
     int64_t blocks = blocks_of(p.in), stride = digit_floats(p.kind, 1, p.in) * int64_t(sizeof(float));
-    int64_t parts = (n + MOST_TOKENS - 1) / MOST_TOKENS, abreast = (n + parts - 1) / parts;
+    int64_t most = tokens_abreast(p.kind == INT4 ? 1 : 3), parts = (n + most - 1) / most, abreast = (n + parts - 1) / parts;
     for (int64_t panel = first; panel < last; panel++) {
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
         for (int64_t t = 0; t < n; t += abreast) {
