@@ -27,7 +27,7 @@ from tests.models import build, rounded, tiny
 from tests.target import Target, load
 
 RAGGED = (12, 7, 1, 20)
-LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text"]
 
 SHAPES = {  # heads of a whole vector and of none, one shared key head and one each, biases, widths beyond one panel
     "llama": {},

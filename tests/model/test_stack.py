@@ -18,7 +18,7 @@ from tests.models import FAMILIES, build, tiny
 from tests.slow import KINDS, slow
 from tests.target import Target
 
-LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text"]
 
 
 def run_in_parts(stack, prompts, cuts):

@@ -31,10 +31,11 @@ static void place(const Model& m, const Layer& layer, const Call& call, const Sp
                   float* qkv) {
     const Shape& s = m.shape;
     int64_t d = s.head_dim, share = s.heads / s.kv_heads, position = row.position + token, bytes = sizeof(float) * d;
+    int64_t angles = (position * m.tables + layer.table) * d;
     float* one = qkv + (row.first + token) * (s.heads + 2 * s.kv_heads) * d;
     auto turn = [&](float* head, const float* weight) {
         if (weight) norm(head, weight, m.qk_eps, d, head);
-        rotate(head, call.cos + position * d, call.sin + position * d, d);
+        rotate(head, call.cos + angles, call.sin + angles, d);
     };
     for (int64_t head = kv_head * share; head < (kv_head + 1) * share; head++) turn(one + head * d, layer.q_norm);
     float *key = one + (s.heads + kv_head) * d, *value = key + s.kv_heads * d;
@@ -242,8 +243,10 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     for (int64_t t = 0; t < n; t++) {
         const float* own = embedding ? embedding + static_cast<const int64_t*>(from)[t] * m.hidden
                                      : static_cast<const float*>(from) + t * m.hidden;
-        std::memcpy(x + t * m.hidden, own, sizeof(float) * m.hidden);
+        float factor = embedding ? m.embed_scale : 1.f;
+        for (int64_t i = 0; i < m.hidden; i++) x[t * m.hidden + i] = own[i] * factor;
     }
+    After gated = m.activation == GELU_TANH ? GEGLU : SWIGLU;
     Team team;
     Team::run(num_threads, [&] {
         float *own = scratch + omp_get_thread_num() * scratch_floats;
@@ -262,6 +265,19 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             team.wait();
         };
         Prefetcher prefetcher;
+        // Add a product to x, after its norm if there is one. The next norm of a token is computed by the thread that
+        // adds here, except if each thread computes all of them.
+        auto add_product = [&](const Product& p, const float* from, const float* weight, float eps,
+                               const Product* next, After after_next) {
+            share_product(p, weight ? STORE : ADD, from, n, room, weight ? h : x, prefetcher, next, after_next);
+            if (!weight) return;
+            Team::share(n, [&](int64_t t) {
+                float* own_row = h + t * m.hidden;
+                norm(own_row, weight, eps, m.hidden, own_row);
+                add_to(x + t * m.hidden, own_row, m.hidden);
+            });
+            if (alone) team.wait();
+        };
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
@@ -269,10 +285,10 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             share_product(layer.qkv, STORE, normed, n, room, qkv, prefetcher, &layer.o);
             place_all(m, layer, call, team, qkv);
             attend_all(m, layer, call, team, qkv, mixed, own);
-            share_product(layer.o, ADD, mixed, n, room, x, prefetcher, &layer.gate_up, SWIGLU);
+            add_product(layer.o, mixed, layer.post_norm, m.eps, &layer.gate_up, gated);
             norm_all(layer.mlp_norm, m.mlp_eps);
-            share_product(layer.gate_up, SWIGLU, normed, n, room, inner, prefetcher, &layer.down);
-            share_product(layer.down, ADD, inner, n, room, x, prefetcher, following);
+            share_product(layer.gate_up, gated, normed, n, room, inner, prefetcher, &layer.down);
+            add_product(layer.down, inner, layer.post_mlp_norm, m.mlp_eps, following, STORE);
             if (taps && taps[i]) {
                 int64_t bytes = sizeof(float) * m.hidden;
                 Team::share(n, [&](int64_t t) { std::memcpy(taps[i] + t * m.hidden, x + t * m.hidden, bytes); });
