@@ -1,4 +1,5 @@
-// The layers of a Llama-shaped model in one call, in float32: norm, attention over the paged cache, norm, gated MLP.
+// The layers of a Llama-shaped model in one call, in float32: norm, attention over the paged cache, norm, gated MLP. In
+// some models, the outputs of attention and MLP pass another norm before they are added.
 //
 // The code is compiled on the machine that runs it. All functions work on any number of packed rows, and the bits of a
 // token's results do not depend on the other tokens of its call. Threads split the panels, rows or heads of each step
@@ -211,6 +212,28 @@ static int64_t widest(const Model& m) {  // the largest input of a product
     return mixed > other ? mixed : other;
 }
 
+// Write n tokens' embeddings, or hidden states if `embedding` is null, to x [n, hidden].
+static void gather_inputs(const Model& m, const void* from, const float* embedding, int64_t n, float* x) {
+    int64_t size = m.hidden;
+    if (!embedding) {
+        std::memcpy(x, from, sizeof(float) * n * size);
+        return;
+    }
+    for (int64_t t = 0; t < n; t++, x += size) {
+        const float* own = embedding + static_cast<const int64_t*>(from)[t] * size;
+        for (int64_t i = 0; i < size; i++) x[i] = own[i] * m.embed_scale;
+    }
+}
+
+// Add the norms of the rows of y [n, size], which are overwritten, to x. Threads share the rows.
+static void add_normed(float* y, const float* weight, float eps, int64_t n, int64_t size, float* x) {
+    Team::share(n, [&](int64_t t) {
+        float* own = y + t * size;
+        norm(own, weight, eps, size, own);
+        add_to(x + t * size, own, size);
+    });
+}
+
 extern "C" {
 
 // The size of `buffers`, and of `scratch` per thread, of a call in floats.
@@ -240,12 +263,7 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     float *h = buffers, *qkv = h + n * m.hidden;
     float *mixed = qkv + n * (s.heads + 2 * s.kv_heads) * s.head_dim, *inner = mixed + n * s.heads * s.head_dim;
     float* shared = inner + n * m.inner;
-    for (int64_t t = 0; t < n; t++) {
-        const float* own = embedding ? embedding + static_cast<const int64_t*>(from)[t] * m.hidden
-                                     : static_cast<const float*>(from) + t * m.hidden;
-        float factor = embedding ? m.embed_scale : 1.f;
-        for (int64_t i = 0; i < m.hidden; i++) x[t * m.hidden + i] = own[i] * factor;
-    }
+    gather_inputs(m, from, embedding, n, x);
     After gated = m.activation == GELU_TANH ? GEGLU : SWIGLU;
     Team team;
     Team::run(num_threads, [&] {
@@ -265,17 +283,13 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             team.wait();
         };
         Prefetcher prefetcher;
-        // Add a product to x, after its norm if there is one. The next norm of a token is computed by the thread that
-        // adds here, except if each thread computes all of them.
+        // Add a product to x, after its norm if there is one. The thread that adds to a token computes its next norm,
+        // too. Threads wait only if each of them computes all norms.
         auto add_product = [&](const Product& p, const float* from, const float* weight, float eps,
                                const Product* next, After after_next) {
             share_product(p, weight ? STORE : ADD, from, n, room, weight ? h : x, prefetcher, next, after_next);
             if (!weight) return;
-            Team::share(n, [&](int64_t t) {
-                float* own_row = h + t * m.hidden;
-                norm(own_row, weight, eps, m.hidden, own_row);
-                add_to(x + t * m.hidden, own_row, m.hidden);
-            });
+            add_normed(h, weight, eps, n, m.hidden, x);
             if (alone) team.wait();
         };
         for (int64_t i = 0; i < num_layers; i++) {
