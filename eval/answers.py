@@ -70,6 +70,9 @@ class Method(ABC):
     @abstractmethod
     def __call__(self, prompt: Prompt) -> Turn: ...
 
+    def forget(self) -> None:  # noqa: B027
+        """Forget the answers so far, as after untimed ones."""
+
     def close(self) -> None:  # noqa: B027  (most methods hold nothing to release)
         """Release what the method holds."""
 

@@ -46,6 +46,7 @@ def warm_up(methods: Sequence[Method], question: Question, shared: Shared, times
             except Exception as problem:
                 if not isinstance(problem, Failure) or problem.kind == "timeout":
                     break
+        method.forget()
 
 
 def ask_all(

@@ -77,6 +77,9 @@ class RunConfig(Common):
     columns: dict[str, str] = option({}, f"The file's names of {', '.join(COLUMNS)}, where they differ.")
     per_category: int = option(0, "How many questions of each category to use, the first ones; 0 uses all.")
     max_new_tokens: int = option(128, "Maximum tokens per turn; fewer where the context is too short.")
+    reuse_responses: bool = option(
+        False, "selfspec's methods draft from their answers to earlier questions, too; else no answer helps another."
+    )
     ignore_eos: bool = option(False, "Always write max_new_tokens; else stop at the model's end of text.")
     temperature: float = option(0.0, "Sampling temperature; 0 is greedy.")
     seed: int = option(0, "Seed of the first question's sampled output (the next has the next) and of the intervals.")

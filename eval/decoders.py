@@ -32,20 +32,31 @@ class Ours(Method):
         target: its `eos_token_ids` end the output; its acceptance statistics start empty.
         limit: seconds per prompt, checked after every program of rounds.
         keep_rounds: also return the counts of every round.
+        reuse_responses: draft from the answers to earlier questions, too.
     """
 
     def __init__(
-        self, target: Endless, method: MethodName, temperature: float, limit: float, keep_rounds: bool = False
+        self,
+        target: Endless,
+        method: MethodName,
+        temperature: float,
+        limit: float,
+        keep_rounds: bool = False,
+        reuse_responses: bool = False,
     ) -> None:
         settings, self.num_layers = method.settings, target.stack.num_layers
         check_exit_layer(method, settings.get("exit_layer"), self.num_layers)
         self.name, self.target, self.limit = method.name, target, limit
-        self.temperature, self.keep_rounds = temperature, keep_rounds
+        self.temperature, self.keep_rounds, self.reuse_responses = temperature, keep_rounds, reuse_responses
         self.policy = FirstRoundAlone(target, **settings)
+
+    def forget(self) -> None:
+        self.target.responses.clear()
 
     def __call__(self, prompt: Prompt) -> Turn:
         steps, done, policy = Steps(self.limit), list[Round](), self.policy.begin([prompt.ids])
         options: dict[str, Any] = {"policy": policy, "temperature": self.temperature, "seeds": prompt.seed}
+        options["reuse_responses"] = self.reuse_responses
         for round_ in rounds(self.target, [prompt.ids], prompt.max_new_tokens, **options):
             done.append(round_)
             if round_.rows:

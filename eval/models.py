@@ -22,6 +22,7 @@ from selfspec.decoding.engine import page_size_of
 from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
+from selfspec.drafting.responses import Responses
 from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.target import WHOLE_BURST, Target
 
@@ -50,7 +51,8 @@ def open_target(model: Any, config: Common | None = None, **options: Any) -> Tar
 class Endless(Target):
     """A target whose output depends only on the call: it ignores the model's generation config and decodes no text.
 
-    It shares the model and views of the target that it is made from, and has acceptance statistics of its own.
+    It shares the model and views of the target that it is made from, and has acceptance statistics and responses of its
+    own.
 
     Args:
         eos: tokens that end the output; empty: only the length does.
@@ -59,7 +61,7 @@ class Endless(Target):
 
     def __init__(self, target: Target, eos: frozenset[int] = frozenset(), costs: Costs | None = None) -> None:
         vars(self).update(vars(target))
-        self.remembered, self.tokenizer = target.remembered.copy(), None
+        self.remembered, self.tokenizer, self.responses = target.remembered.copy(), None, Responses()
         self._eos, self._known_costs = eos, costs
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:

@@ -139,7 +139,7 @@ class Session:
         own = Endless(self.target, eos, costs)
         own.prior = None  # figures must not depend on earlier runs
         if method.is_ours:
-            return Ours(own, method, *limits, keep_rounds=config.keep_rounds)
+            return Ours(own, method, *limits, config.keep_rounds, config.reuse_responses)
         return Transformers(own, tokenizer, method, *limits)
 
     def _longest_context(self) -> int:

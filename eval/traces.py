@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.control.acceptance import likely_seconds
-from selfspec.control.plan import Plan, confidence_bin
+from selfspec.control.plan import OWN_TEXT, Plan, confidence_bin
 from selfspec.control.rows import RowOutcome
 from selfspec.drafting.prompt_lookup import Guess, num_right
 
@@ -196,9 +196,9 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
 
 def lookup_outcome(request_id: int, guess: Guess, rest: Sequence[int]) -> RowOutcome:
     """The outcome of a draft by lookup before the output tokens `rest`."""
-    match, is_stored = (guess.match, guess.is_stored) if guess.tokens else (0, False)
+    match, source = (guess.match, guess.source) if guess.tokens else (0, OWN_TEXT)
     drafted, right = len(guess.tokens), num_right(guess.tokens, rest)
-    return RowOutcome(request_id, drafted, right, match=match, is_stored=is_stored)
+    return RowOutcome(request_id, drafted, right, match=match, source=source)
 
 
 def _uses_copies(trace: Trace, plan: Plan) -> bool:

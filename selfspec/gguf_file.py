@@ -22,9 +22,10 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from selfspec import checkpoint
+from selfspec import checkpoint, gguf_index
 from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.places import cache_folder, say_unkept
+from selfspec.model.file_weights import FileWeights
 
 HASHED = 1 << 20  # bytes at both ends of a file that its key depends on
 MANIFEST = "selfspec-gguf.json"  # sizes of the other files of a conversion; written last
@@ -33,8 +34,10 @@ _log = logging.getLogger("selfspec")
 _one_at_a_time = threading.Lock()  # a conversion redirects stderr of the process
 
 
-def read_model(file: Path, name: str, dtype: torch.dtype | str) -> nn.Module:
+def read_model(file: Path, name: str, dtype: torch.dtype | str) -> tuple[nn.Module, FileWeights | None]:
     """Read the causal LM of a GGUF file with dequantised weights; `name` stands for the file in errors.
+
+    With it comes what the file holds of its weights; None for other dtypes than float32, or without a cache folder.
 
     The first call converts the file into a folder of float32 weights; later calls read this folder. Dequantised values
     are not representable in bfloat16 or float16. Where the cache folder cannot be written, every call converts in
@@ -50,10 +53,14 @@ def read_model(file: Path, name: str, dtype: torch.dtype | str) -> nn.Module:
         ImportError: the file must be converted, and gguf or accelerate is not installed.
     """
     folder = _folder(file, name)
+    if dtype == "auto":
+        dtype = torch.float32
     with _one_at_a_time:
         if folder is None or not (_is_whole(folder) or _convert(file, name, folder)):
-            return _unpacked(file, name, _config(file, name), torch.float32 if dtype == "auto" else dtype)
-    return checkpoint.read_model(str(folder), name, dtype, local_only=True)
+            return _unpacked(file, name, _config(file, name), dtype), None
+    with torch.inference_mode(False):  # edits of tensors that were made in inference mode are not counted
+        model = checkpoint.read_model(str(folder), name, dtype, local_only=True)
+        return model, gguf_index.read(file, model, folder) if dtype == torch.float32 else None
 
 
 def read_tokenizer(file: Path, name: str) -> Any:
@@ -90,10 +97,10 @@ def _folder(file: Path, name: str) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a conversion has all its files; a cleaner of caches may have removed some."""
+    """Whether a conversion has all its files: a cleaner of caches may have removed some, or it is of an old version."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text("utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return gguf_index.INDEX in sizes and all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
 
@@ -118,7 +125,7 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         with contextlib.suppress(OSError):  # `read_tokenizer` raises the error
             tokenizer = _own_tokenizer(file, name)
         try:
-            size = _save((model, tokenizer), made, folder)
+            size = _save(file, (model, tokenizer), made, folder)
         except OSError as problem:
             say_unkept(problem)
             return False
@@ -128,8 +135,8 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _save(parts: tuple[Any, ...], made: Path, folder: Path) -> int:
-    """Write model, tokenizer (if any) and manifest into `made`, rename it to `folder`, and return its size in bytes.
+def _save(file: Path, parts: tuple[Any, Any], made: Path, folder: Path) -> int:
+    """Write model, tokenizer (if any), index and manifest into `made`, rename it to `folder`, and return its size.
 
     Raises:
         OSError: a file cannot be written.
@@ -142,6 +149,7 @@ def _save(parts: tuple[Any, ...], made: Path, folder: Path) -> int:
                 raise
             except Exception as problem:  # safetensors and tokenizers have errors of their own for a full disk
                 raise OSError(checkpoint.in_brief(problem)) from problem
+    gguf_index.write(file, parts[0], made)
     sizes = {path.name: path.stat().st_size for path in made.iterdir()}
     (made / MANIFEST).write_text(json.dumps(sizes), "utf-8")
     if folder.is_dir() and not _is_whole(folder):

@@ -17,6 +17,7 @@ from selfspec.errors import UnsupportedModelError, got
 from selfspec.executors.cpu.install import check_engine
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.file_weights import FileWeights
 from selfspec.model.quantized import check_kind
 from selfspec.model.quantized import quantize as rounded
 from selfspec.target import Target
@@ -81,10 +82,11 @@ def open_target(
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
     if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
         heads = ExitHeads.load(exit_heads)
-    opened, tokenizer, local_only = _open(model, tokenizer, dtype, device, adapter, quantize)
+    opened, tokenizer, local_only, file = _open(model, tokenizer, dtype, device, adapter, quantize)
     if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
         heads = ExitHeads.load(own)
-    target = kind(opened, tokenizer, check=check, exit_heads=heads, engine=engine, attention=attention, graphs=graphs)
+    options: dict[str, Any] = {"engine": engine, "attention": attention, "graphs": graphs}
+    target = kind(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
     if (stored := file_beside(model, profile.STORED, local_only)) is not None:
         target.remembered.stored_prior = profile.stored_prior(stored, target.stack)
     return target
@@ -136,8 +138,8 @@ def _open(
     device: str | torch.device | None,
     adapter: str | Path | None,
     quantize: str | None,
-) -> tuple[nn.Module, Any, bool]:
-    """The same, and whether only files on this machine were asked for."""
+) -> tuple[nn.Module, Any, bool, FileWeights | None]:
+    """The same, whether only files on this machine were asked for, and what a GGUF file holds of the weights."""
     if isinstance(model, nn.Module):
         if not hasattr(model, "config"):
             raise UnsupportedModelError(f"model must be a transformers causal LM, got a {type(model).__name__}")
@@ -146,7 +148,7 @@ def _open(
                 raise ValueError(
                     f"{name} is for a model given by name; a model object is used as it is, so change it first"
                 )
-        return model, tokenizer, True
+        return model, tokenizer, True, None
     place = _device(device)
     kind = _dtype(dtype, place)
     if quantize is not None:
@@ -158,15 +160,18 @@ def _open(
 
     with quiet():
         if _is_gguf(source):
-            opened = gguf_file.read_model(Path(source), str(model), kind)
+            opened, file = gguf_file.read_model(Path(source), str(model), kind)
         else:
-            opened = checkpoint.read_model(source, str(model), kind, local_only)
+            opened, file = checkpoint.read_model(source, str(model), kind, local_only), None
         if tokenizer is None:
             tokenizer = _read_tokenizer(source, str(model), local_only)
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
     opened = opened.to(place)
-    return (opened if quantize is None else rounded(opened, quantize)), tokenizer, local_only
+    if quantize is not None:
+        opened = rounded(opened, quantize)
+    is_as_read = place.type == "cpu" and adapter is None and quantize is None
+    return opened, tokenizer, local_only, file if is_as_read else None
 
 
 def open_tokenizer(model: str | Path) -> Any:

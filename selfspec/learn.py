@@ -52,7 +52,7 @@ class Learner:
             heads: an eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer.
         share: maximum training time as a share of the decoding time; a single step may exceed it.
         every: requests between two updates.
-        rank: inner width of new heads, where the target has none; default: half the hidden size, at most 128.
+        inner_size: inner width of new heads, where the target has none; default: that of the model's own MLPs.
         top_k: number of the target's most probable tokens to keep per position; all others are one bucket.
         buffer: maximum number of positions per layer; new ones replace the oldest.
         batch_size: positions per step.
@@ -73,7 +73,7 @@ class Learner:
         layers: Iterable[int] | None = None,
         share: float = 0.05,
         every: int = 8,
-        rank: int | None = None,
+        inner_size: int | None = None,
         top_k: int = 64,
         buffer: int = 4096,
         batch_size: int = 64,
@@ -101,7 +101,7 @@ class Learner:
         self.share, self.every = share, every
         self.num_lessons = self.num_updates = self.num_steps = 0
         self.seconds, self.decoding_seconds = 0.0, 0.0  # time of training and of decoding
-        self._rank, self._top_k, self._buffer, self._batch_size = rank, top_k, buffer, batch_size
+        self._inner_size, self._top_k, self._buffer, self._batch_size = inner_size, top_k, buffer, batch_size
         self._lr, self._decay, self._seed, self._clock = lr, decay, seed, clock
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = Lock()  # a target may serve several threads
@@ -119,7 +119,7 @@ class Learner:
         self._lessons: dict[int, Lessons] = {}
         self._remaining: dict[int, float] = {}  # by layer: positions that may still be used for training
         with torch.inference_mode(False), torch.no_grad():
-            heads = extended(heads, layers, stack, self._rank, self._seed)
+            heads = extended(heads, layers, stack, self._inner_size, self._seed)
             prior = self.target.prior
             self.target.exit_heads = heads  # copied to the model's device and dtype
             self.target.prior = prior

@@ -96,7 +96,8 @@ class LLM:
         return self.target.tokenizer
 
     def with_speculative(self, speculative: SpeculativeConfig) -> Self:
-        """The same opened model with other drafts. Acceptance statistics are its own; exit heads stay shared."""
+        """The same opened model with other drafts. Acceptance statistics and responses are its own; exit heads stay
+        shared."""
         other = copy.copy(self)
         other.target, other.speculative = copy.copy(self.target), _config(speculative)
         return other
@@ -241,11 +242,13 @@ class LLMEngine:
     def __init__(self, llm: LLM, max_num_seqs: int, max_num_cached_tokens: int | None, prefill_chunk: int) -> None:
         drafting = llm.speculative.drafting()
         target, store, learn = llm.target, drafting.pop("datastore"), drafting.pop("learn")
+        reuse = drafting.pop("reuse_responses")
         self._llm, self._outputs = llm, Outputs(llm.tokenizer)
         self._engine = Engine(
             target,
             **drafting,
             datastore=Datastore.of(store, llm.tokenizer),
+            responses=target.responses if reuse else None,
             learn=target.learner_of(learn, llm.speculative.exit_layer),
             max_batch_size=max_num_seqs,
             max_cached_tokens=max_num_cached_tokens,

@@ -103,9 +103,12 @@ class SpeculativeConfig:
         exit_layer: layers that draft, 1..num_layers - 1.
         num_speculative_tokens: tokens drafted per round.
         drafters: where `adaptive` may take drafts from, some of "exit" (early layers), "lookup" (what followed earlier
-            in the text or in a corpus), "copies" (4-bit copies of early layers in their place) and "tree" (second
-            choices beside first ones); default: all.
+            in the text, in finished responses or in a corpus), "copies" (4-bit copies of early layers in their place)
+            and "tree" (second choices beside first ones); default: all.
         corpus: a file that `selfspec corpus build` wrote, or an open `selfspec.Datastore`, for lookup.
+        reuse_responses: look drafts up in the responses that this LLM finished before, too, 200,000 tokens of them, the
+            least recently used out first. Tokens never change, but the speed of a request can tell that a similar text
+            was written before: turn it off where requests must not learn of each other.
         learn: train exit heads on refused drafts meanwhile; True, or a `selfspec.learn.Learner` of this model.
 
     Raises:
@@ -117,6 +120,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     drafters: Sequence[str] | None = None
     corpus: str | Path | Datastore | None = None
+    reuse_responses: bool = True
     learn: bool | Learner = False
 
     def __post_init__(self) -> None:
@@ -136,6 +140,7 @@ class SpeculativeConfig:
                 "drafters are those of the policy adaptive, got another policy, or fixed by exit_layer or "
                 "num_speculative_tokens alone; add policy='adaptive', or leave drafters out"
             )
+        flag("reuse_responses", self.reuse_responses)
         if not isinstance(self.learn, bool | Learner):
             raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(self.learn)}")
 
@@ -147,5 +152,6 @@ class SpeculativeConfig:
             "num_draft_tokens": self.num_speculative_tokens,
             "drafts": self.drafters,
             "datastore": self.corpus,
+            "reuse_responses": self.reuse_responses,
             "learn": self.learn,
         }

@@ -20,12 +20,15 @@ from selfspec.decoding.generation_config import Stored
 from selfspec.decoding.request import Options, Prompts, Request, make_requests
 from selfspec.decoding.results import Round
 from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.responses import Responses
 from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
 from selfspec.executors.cuda.runner import install
+from selfspec.kernels.room import give_back
 from selfspec.learn import Learner
 from selfspec.model.exact import ExactStack
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.stack import Stack
@@ -56,6 +59,8 @@ class Target:
             Llama-shaped models in one function, compiled on this machine when it is first wanted; float32 or bfloat16
             on CPU; its packed copies take as much memory as the weights, and for bfloat16 there are embedding and head
             in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
+        file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
+            then only in memory where something else reads them.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
@@ -74,9 +79,10 @@ class Target:
         engine: str = "auto",
         attention: str = "auto",
         graphs: bool = True,
+        file: FileWeights | None = None,
     ) -> None:
         self.model, self.tokenizer, self._check = model, tokenizer, check
-        self._attention, self._graphs = attention, graphs
+        self._attention, self._graphs, self._file = attention, graphs, file
         self._engine = check_engine(engine)
         if not check and engine not in ("auto", "views"):
             raise ValueError(f"engine {engine!r} is used after the self-check alone; leave check=False out")
@@ -88,14 +94,16 @@ class Target:
             raise ValueError(f"exit_heads must be selfspec.ExitHeads or None, got {exit_heads!r}")
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
+        self.responses = Responses()
+        """Finished responses of the calls that reuse them."""
         self._exit_heads = exit_heads
         self._open()
 
     def __copy__(self) -> Self:
-        """The same opened model; statistics of its calls are its own from now on."""
+        """The same opened model; statistics and responses of its calls are its own from now on."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
-        made.remembered, made.learner = self.remembered.copy(), None
+        made.remembered, made.learner, made.responses = self.remembered.copy(), None, Responses()
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,12 +112,13 @@ class Target:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.learner = None
+        self.learner, self.responses = None, Responses()
+        self._file = None  # copies of the weights are in no file
         self._open()
 
     def _open(self) -> None:
         self._state = copied_state(self.model)
-        self.stack = Stack(self.model, self._attention)
+        self.stack = Stack(self.model, self._attention, self._file)
         refuse_autocast(self.stack.device)
         if not self._check:
             self.stack.leave_out_heads()  # they are only ever used once the self-check has found them equal
@@ -120,6 +129,9 @@ class Target:
             install(self.stack)
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
+        if self._file is not None and self.engine == "compiled":
+            self._file.release()  # nobody else has the model yet
+            give_back()
 
     @property
     def exit_heads(self) -> ExitHeads | None:
@@ -240,6 +252,7 @@ class Target:
         num_draft_tokens: int | None = None,
         drafts: Sequence[str] | None = None,
         datastore: str | Path | Datastore | None = None,
+        reuse_responses: bool = False,
         max_batch_size: int = 8,
         learn: Learner | bool = False,
         exact: bool = False,
@@ -259,6 +272,7 @@ class Target:
             drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
             datastore: a file that `selfspec corpus build` wrote with this tokenizer, opened at every call, or an open
                 `selfspec.Datastore`: `adaptive` looks drafts up in this corpus, too.
+            reuse_responses: look drafts up in the finished responses of earlier calls with this option, too.
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: train the exit heads on refused drafts meanwhile, see `selfspec.learn.Learner`; True: with one that
                 is made at the first such call and kept.
@@ -273,6 +287,7 @@ class Target:
         """
         whole("max_batch_size", max_batch_size, 1)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
+            self._file = None
             self._open()
         self.stack.refresh(deeply=True)
         learner = self.learner_of(learn, exit_layer)
@@ -292,6 +307,7 @@ class Target:
                 num_draft_tokens=num_draft_tokens,
                 drafts=drafts,
                 datastore=Datastore.of(datastore, self.tokenizer),
+                responses=self.responses if reuse_responses else None,
                 max_batch_size=batch,
                 max_cached_tokens=batch * longest,
                 learn=learner,

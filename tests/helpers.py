@@ -16,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
-    NUM_MATCH_BINS,
+    NUM_LOOKUP_BINS,
     LookupTable,
     Plan,
     Policy,
@@ -102,7 +102,7 @@ class Adversary(Schedule):
     def some_lookups(self, rows):
         """A table that drafts little or much after any match, or nothing as long as that promises too little."""
         dice = self.dice
-        lengths = tuple(tuple(dice.randint(-1, 6) for _ in range(NUM_MATCH_BINS)) for _ in rows)
+        lengths = tuple(tuple(dice.randint(-1, 6) for _ in range(NUM_LOOKUP_BINS)) for _ in rows)
         gains = tuple(tuple(max(0.0, n * dice.random()) for n in of_row) for of_row in lengths)
         return LookupTable(lengths, gains, tuple(dice.choice([-1.0, 0.5, 9.0]) for _ in range(dice.randint(1, 5))))
 

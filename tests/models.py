@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from selfspec.model.exit_heads import ExitHeads
 from tests.target import Target
 
 EOS = 2
@@ -127,3 +128,12 @@ def _fill(family, name, parameter):
     else:
         scaled = family.startswith("gemma") and "embed" in name  # by the square root of the width
         parameter.copy_(noise * (0.2 if scaled else 1.0))
+
+
+def some_heads(layers=(1, 3), width=32, inner=5, seed=0):
+    """Random exit heads of a tiny model, which change its early picks."""
+    heads = ExitHeads(layers, width, inner).requires_grad_(False)
+    torch.manual_seed(seed)
+    for head in heads.heads.values():
+        head.down.normal_(0, 0.5)
+    return heads

@@ -58,7 +58,7 @@ def test_streamed_and_whole_text_are_the_same(generate, target, stream):
 @pytest.mark.parametrize("exit_layer", [1, 2])
 def test_exit_heads_change_no_token(generate, target, tmp_path, exit_layer):
     heads = ExitHeads([1, 2], 32, 4).requires_grad_(False)
-    heads.heads["2"].up.normal_()
+    heads.heads["2"].down.normal_()
     heads.save(tmp_path)
     [expected] = target.generate("abc", max_new_tokens=40)
     done = generate("abc", "--max-tokens", 40, "--exit-layer", exit_layer, "--exit-heads", tmp_path)

@@ -32,11 +32,11 @@ def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path,
     assert learned.err.startswith("learned from ") and learned.err.count("\n") == 1
     assert str(folder) in learned.err and "% of decoding" in learned.err
     first = ExitHeads.load(folder)
-    assert first.layers == (1,) and first.heads["1"].up.any()
+    assert first.layers == (1,) and first.heads["1"].down.any()
     quiet = run(*arguments, "--learn", folder, "--quiet")
     assert (quiet.code, quiet.err) == (0, "")
     assert [json.loads(line)["tokens"] for line in quiet.out.splitlines()] == texts[0]
-    assert not first.heads["1"].up.equal(ExitHeads.load(folder).heads["1"].up)
+    assert not first.heads["1"].down.equal(ExitHeads.load(folder).heads["1"].down)
     assert [file.name for file in folder.iterdir()] == [FILE]
 
 

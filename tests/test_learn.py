@@ -58,7 +58,7 @@ def test_output_and_weights_stay_the_same_while_heads_change(family, sampling):
             engine.submit(prompt, max_new_tokens=24, **own)
         done = [row.completion for round_ in engine.run() for row in round_.rows if row.completion is not None]
         assert [c.tokens for c in sorted(done, key=lambda c: c.request_id)] == [c.tokens for c in plain]
-    assert learner.num_updates > 1 and all(head.up.any() for head in learner.heads.heads.values())
+    assert learner.num_updates > 1 and all(head.down.any() for head in learner.heads.heads.values())
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
@@ -105,11 +105,11 @@ def test_a_learner_follows_a_model_that_changed(target):
     learner = Learner(target, layers=[2], **ALWAYS_TIME)
     learner.decoding_seconds = 100.0
     target.generate(make_prompts([5] * 4), exit_layer=2, max_new_tokens=24, learn=learner)
-    learned = learner.heads.heads["2"].up.double()
+    learned = learner.heads.heads["2"].down.double()
     assert learned.any()
     target.model.to(torch.float64)
     learner.target.generate(make_prompts([5]), exit_layer=2, max_new_tokens=1, learn=learner)
-    assert torch.equal(learner.heads.heads["2"].up, learned)
+    assert torch.equal(learner.heads.heads["2"].down, learned)
     target.generate(make_prompts([5, 6]), exit_layer=2, max_new_tokens=16, learn=learner)
     assert next(learner.heads.parameters()).dtype == torch.float64 and target.exit_heads is learner.heads
 
@@ -184,7 +184,7 @@ def test_what_is_saved_is_what_drafts_and_can_be_gone_on_with(target, tmp_path):
     saved = ExitHeads.load(tmp_path / "new")
     assert all(torch.equal(v, saved.state_dict()[k]) for k, v in learner.heads.state_dict().items())
     again = Learner(Target(build("llama"), exit_heads=saved), layers=[1])
-    assert again.heads.layers == (1, 2) and torch.equal(again.heads.heads["2"].up, saved.heads["2"].up)
+    assert again.heads.layers == (1, 2) and torch.equal(again.heads.heads["2"].down, saved.heads["2"].down)
     assert again.target.exit_heads is again.heads
 
 
@@ -192,7 +192,7 @@ def test_a_save_that_fails_leaves_what_was_there(target, tmp_path, monkeypatch):
     learner = Learner(target, layers=[2], folder=tmp_path)
     old = learner.save().read_bytes()
     with torch.no_grad():
-        learner.heads.heads["2"].up += 1
+        learner.heads.heads["2"].down += 1
 
     def fails(*given):
         raise OSError("disk full")
@@ -233,7 +233,7 @@ def test_nobody_elses_random_numbers_move(target):
         ({"lr": 0}, "lr must lie between 0 and 1, got 0"),
         ({"layers": [4]}, "more than 4 layers"),
         ({"layers": [0]}, "layers must be .*at least 1, got 0"),
-        ({"rank": 0}, "rank must be .*at least 1, got 0"),
+        ({"inner_size": 0}, "inner_size must be .*at least 1, got 0"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(target, options, sentence):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -158,6 +159,63 @@ def test_drafts_may_be_made_otherwise_by_the_same_opened_model(model):
     stats = [output[0].outputs[0].stats for output in outputs[1:]]
     assert stats[0].num_draft_tokens == 0 and set(stats[1].acceptance_histogram_by_draft_length) <= {1, 2, 3}
     assert plain.target.stack is llm.target.stack
+
+
+def num_rounds(llm, prompt, params):
+    """The rounds of a request, and its tokens."""
+    rounds = []
+    [output] = llm.generate(prompt, params, on_round=rounds.append)
+    return len([round_ for round_ in rounds if round_.plan is not None]), output.outputs[0].token_ids
+
+
+PLD = {"policy": "pld", "num_speculative_tokens": 8}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_later_call_or_engine_drafts_from_finished_responses(model, temperature):
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=3, ignore_eos=True)
+    llm, plain = (LLM(model, speculative=SpeculativeConfig(**how)) for how in (PLD, {"policy": "plain"}))
+    wanted = plain.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    first, again = num_rounds(llm, PROMPTS[0], params), num_rounds(llm, PROMPTS[0], params)
+    assert first[1] == again[1] == wanted
+    assert again[0] == 4 < first[0] / 2  # 9 tokens each
+    engine, tokens, seen = llm.engine(), [], []
+    engine.add_request("a", PROMPTS[0], params)
+    while engine.has_unfinished_requests():
+        for output in engine.step(seen.append):
+            tokens += output.outputs[0].token_ids
+    assert tokens == wanted and len([round_ for round_ in seen if round_.plan is not None]) == 4
+    engine.add_request("b", PROMPTS[1], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert num_rounds(llm, PROMPTS[1], params)[0] == 4  # an engine's responses are the LLM's
+
+
+def test_requests_do_not_learn_of_each_other_where_that_is_turned_off(model):
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    llm = LLM(model, speculative=SpeculativeConfig(**PLD, reuse_responses=False))
+    first, again = num_rounds(llm, PROMPTS[0], params), num_rounds(llm, PROMPTS[0], params)
+    assert first == again and len(llm.target.responses) == 0
+    engine = llm.engine()
+    engine.add_request("a", PROMPTS[0], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(llm.target.responses) == 0
+    other = LLM(model, speculative=SpeculativeConfig(**PLD))
+    num_rounds(other, PROMPTS[0], params)
+    assert num_rounds(other.with_speculative(SpeculativeConfig(**PLD)), PROMPTS[0], params)[0] == first[0]
+    with pytest.raises(ValueError, match="reuse_responses"):
+        SpeculativeConfig(reuse_responses="no")
+
+
+def test_several_threads_share_responses(model):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    llm = LLM(model, speculative=SpeculativeConfig(**PLD))
+    wanted = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in PROMPTS]
+    llm.target.responses.clear()
+    with ThreadPoolExecutor(3) as pool:
+        for outputs in pool.map(lambda _: llm.generate(PROMPTS, params), range(9)):
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
 
 
 def test_requests_join_and_leave_an_engine_while_it_decodes(model):

@@ -1,4 +1,4 @@
-"""Two tiny tokenizers made here: one of bytes, and one like sentencepiece's, which drops the first space of a text."""
+"""Tiny tokenizers: one of bytes, one of words, and one like sentencepiece's, which drops a text's first space."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ def byte_tokenizer():
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+def word_tokenizer(size=96):
+    """Words w0, w1, ... between spaces."""
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
 def spaced_tokenizer():

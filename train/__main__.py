@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
+from pathlib import Path
 
 from train.config import TrainConfig, parse_config
 from train.config_file import read_file
@@ -33,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="heads.model")
     parser.add_argument("--export", help="run.export")
     parser.add_argument("--notes", help="run.notes, such as hardware and time for the model card")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig | HeadsRun:
@@ -58,15 +60,33 @@ def read_config(options: argparse.Namespace) -> TrainConfig | HeadsRun:
         raise ValueError(f"{options.config}: {error}") from error
 
 
-def run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Train a model unless only an export is wanted, then export it where `run.export` names a folder."""
+def run(config: TrainConfig, options: argparse.Namespace, command: str) -> None:
+    """Train a model unless only an export is wanted, then export it where `run.export` names a folder.
+
+    Args:
+        command: how to repeat the run, for the model card.
+    """
     from train.release import release  # heavy: torch, transformers
     from train.run import train
 
+    config = with_unpacked_base(config)
     if not options.export_only:
         train(config, resume=options.resume)
     if config.run.export or options.export_only:
-        print(json.dumps(dataclasses.asdict(release(config, f"python -m train {options.config}"))))
+        print(json.dumps(dataclasses.asdict(release(config, command))))
+
+
+def with_unpacked_base(config: TrainConfig) -> TrainConfig:
+    """The same run from a folder in `run.output`, where `model.base` names an archive of `python -m train.handover`."""
+    from train.handover import SUFFIX, unpack
+
+    base = Path(config.model.base)
+    if not base.name.endswith(SUFFIX):
+        return config
+    output = Path(config.run.output)
+    output.mkdir(parents=True, exist_ok=True)
+    folder = unpack(base, output / base.name.removesuffix(SUFFIX))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, base=str(folder)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = read_config(options)
         if isinstance(config, TrainConfig):
-            run(config, options)
+            kept = [each for each in given if each not in ("--resume", "--export-only")]
+            run(config, options, shlex.join(["python", "-m", "train", *kept]))
         else:
             from train.heads_run import train_heads  # heavy: torch, transformers
 

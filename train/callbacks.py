@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from train.agreement import held_out_scores
+from train.clock import Clock
 
 
 class Progress(TrainerCallback):
     """Prints a line per logging step: step, learning rate, tokens per second, remaining time, loss of every exit."""
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
+    def __init__(self, tokens_per_step: int, clock: Clock) -> None:
+        self.tokens_per_step, self.clock = tokens_per_step, clock
         self.last_step, self.last_time = 0, 0.0
 
     def on_train_begin(
@@ -37,7 +38,7 @@ class Progress(TrainerCallback):
         now = time.perf_counter()
         steps, seconds = max(1, state.global_step - self.last_step), now - self.last_time
         self.last_step, self.last_time = state.global_step, now
-        left = (state.max_steps - state.global_step) * seconds / steps
+        left = min((state.max_steps - state.global_step) * seconds / steps, self.clock.left)
         print(
             f"step {state.global_step}/{state.max_steps}  lr {logs['learning_rate']:.2e}  "
             f"{steps * self.tokens_per_step / seconds:.0f} tokens/s  {left / 60:.1f} min left  "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class CardFacts:
 
 def write_card(facts: CardFacts) -> str:
     """Return the model card as Markdown."""
-    parts = (_opening(facts), _data(facts), _recipe(facts), _quality(facts), _samples(facts), _licence(facts))
+    writers = (_opening, _data, _recipe, _quality, _whole_model, _samples, _licence)
+    parts = [write(facts) for write in writers]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -66,17 +68,23 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
+def base_name(config: TrainConfig) -> str:
+    """The base model as a card names it: a hub id, or the name of its folder; empty without one."""
+    path = Path(config.model.base)
+    return path.resolve().name if config.model.base and (path.is_absolute() or path.is_dir()) else config.model.base
+
+
 def _opening(facts: CardFacts) -> str:
     config, shape = facts.config, facts.shape
-    base, lora = config.model.base, config.lora
+    base, lora = base_name(config), config.lora
     start = f"continued from `{base}`" if base else "trained from scratch"
     if lora.rank:
         start += f" by LoRA of rank {lora.rank}, {'merged into the weights' if lora.merge else 'as a PEFT adapter'}"
     what = _paragraph(
         f"""A causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers, width
         {shape.hidden_size}, vocabulary {shape.vocab_size:,}), {start}, so that its early layers can already guess the
-        next token. `generation_config.json` names the exit layer that self-speculative decoding starts from:
-        {facts.exit_layer}, with {facts.num_draft_tokens} drafted tokens. Decoding is lossless with regard to this
+        next token. `generation_config.json` names what self-speculative decoding starts from: exit layer
+        {facts.exit_layer} and draft length {facts.num_draft_tokens}. Decoding is lossless with regard to this
         model, which differs from the one before this training."""
     )
     if config.run.card:
@@ -87,6 +95,20 @@ def _opening(facts: CardFacts) -> str:
         f"base_model: {base}\n" if base else "",
     )
     return f"{tags}# A model that can leave early\n\n{what}"
+
+
+def _chat_data(facts: CardFacts) -> str:
+    chats = facts.config.chats
+    lines = _bullets(
+        f"""Source: {facts.origin}. A user's turn of at most {chats.max_prompt_tokens} tokens is sampled at temperature
+        1 after the beginning of the chat template; the answer of at most {chats.max_answer_tokens} tokens is written
+        at the temperatures {", ".join(f"{each:g}" for each in chats.temperatures)} in turn; seed {chats.seed}.""",
+        f"""Held out: {chats.num_held_out} conversations ({facts.held_out_tokens:,} tokens); none of their prompts is
+        trained on.""",
+        f"""To train on: {facts.train_tokens:,} tokens an epoch, the loss on the answers alone. Conversations are packed
+        into windows, an end-of-text token between them.""",
+    )
+    return f"## Data\n\n{lines}"
 
 
 def _text_data(facts: CardFacts) -> str:
@@ -105,6 +127,8 @@ def _text_data(facts: CardFacts) -> str:
 
 def _data(facts: CardFacts) -> str:
     corpus, config = facts.corpus, facts.config.corpus
+    if facts.config.chats.num_chats:
+        return _chat_data(facts)
     if corpus is None:
         return _text_data(facts)
     source = _paragraph(
@@ -138,12 +162,11 @@ def _recipe(facts: CardFacts) -> str:
     epochs = f"{seen / facts.epoch_tokens:.2f} epochs, " if facts.epoch_tokens else ""
     steps = _bullets(
         _exits(exits),
-        f"""An early exit's target is {exits.distill:.0%} the last layer's distribution (arXiv 1905.08094) and
-        {1 - exits.distill:.0%} the true token.""",
+        _targets(exits),
         f"""Layer dropout per sequence, exponential over depth up to {exits.dropout_max}, without
         rescaling{", growing over the run" if exits.dropout_ramp else ""}.""",
         _optimizer(facts),
-        f"""{facts.steps:,} steps of {step_tokens:,} tokens: {seen / 1e6:.1f} million tokens,
+        f"""{facts.steps:,} steps of {step_tokens:,} tokens: {seen:,} tokens,
         {epochs}in windows of {_windows(run.windows)} tokens;
         {"bfloat16 autocast" if run.bf16 else "float32"}; seed {run.seed}.""",
     )
@@ -151,7 +174,7 @@ def _recipe(facts: CardFacts) -> str:
         f"""Made with Python {platform.python_version()}, torch {torch.__version__}, transformers
         {transformers.__version__}. {run.notes}"""
     )
-    start = f"continued from `{facts.config.model.base}`" if facts.config.model.base else "from scratch"
+    start = f"continued from `{base_name(facts.config)}`" if facts.config.model.base else "from scratch"
     return (
         f"## Recipe\n\nLayerSkip (arXiv 2404.16710), {start}.\n\n{steps}\n\n{made}\n\n"
         f"Rebuild with `{facts.command}`. The loss of every exit over the run is in `training.csv`."
@@ -166,6 +189,13 @@ def _exits(exits: ExitConfig) -> str:
     }[exits.curriculum]
     return f"""Losses at exits through the one final norm and head: {which}; weights {exits.weights}, those of early
         exits times {exits.scale}, normalised."""
+
+
+def _targets(exits: ExitConfig) -> str:
+    of_base = exits.teacher == "base"
+    who, teacher = ("every exit", "the base model's") if of_base else ("an early exit", "the last layer's")
+    return f"""The target of {who} is {exits.distill:.0%} {teacher} distribution (arXiv 1905.08094) and
+        {1 - exits.distill:.0%} the text's next token."""
 
 
 def _optimizer(facts: CardFacts) -> str:
@@ -186,12 +216,12 @@ def _quality(facts: CardFacts) -> str:
     text = _paragraph(
         f"""Loss is nats per token on {quality.loss_tokens:,} held-out tokens. Agreement is how often the exit's most
         likely token is the whole model's, over {quality.agreement_tokens:,} tokens of the model's own greedy
-        continuations of held-out {"code" if facts.corpus else "text"} ({measured.prompt_tokens} tokens of prompt,
-        {measured.new_tokens} new ones). Both with the shipped weights, computed in float32."""
+        {_continued(facts)} ({measured.new_tokens} new tokens at most). Both with the shipped weights, computed in
+        float32."""
     )
     head, columns = ["exit layer", "loss", "agreement"], [quality.loss, quality.agreement]
     if facts.before is not None:
-        text += f"\n\nBefore: of `{facts.config.model.base}`, on the same texts, along its own continuations."
+        text += f"\n\nBefore: of `{base_name(facts.config)}`, on the same texts, along its own continuations."
         head, columns = (
             [*head, "loss before", "agreement before"],
             [*columns, facts.before.loss, facts.before.agreement],
@@ -202,6 +232,35 @@ def _quality(facts: CardFacts) -> str:
     return f"## Quality of every exit\n\n{text}\n\n{_table(tuple(head), rows)}"
 
 
+def _continued(facts: CardFacts) -> str:
+    measured = facts.config.eval
+    if facts.config.chats.num_chats:
+        return "answers to held-out prompts"
+    what = "code" if facts.corpus else "text"
+    return f"continuations of {measured.prompt_tokens} tokens of held-out {what}"
+
+
+def _whole_model(facts: CardFacts) -> str:
+    """Figures of the whole model: whether the training did it harm."""
+    after, before = facts.quality, facts.before
+    rows: list[tuple[str, str, str]] = []
+
+    def add(name: str, value: Callable[[ExitQuality], str]) -> None:
+        rows.append((name, "" if before is None else value(before), value(after)))
+
+    if facts.config.chats.num_chats:
+        what = f"perplexity of the base model's held-out answers ({after.loss_tokens:,} tokens)"
+        add(what, lambda found: f"{math.exp(found.loss[-1]):.3f}")
+    if after.docstring_tokens:
+        python = f"{platform.python_implementation()} {platform.python_version()}"
+        what = f"perplexity of docstrings of the standard library, {python} ({after.docstring_tokens:,} tokens)"
+        add(what, lambda found: f"{math.exp(found.docstring_loss[-1]):.3f}")
+    if after.gsm8k_questions:
+        what = f"GSM8K, zero-shot, greedy, right answers of {after.gsm8k_questions:,}"
+        add(what, lambda found: f"{round(found.gsm8k * found.gsm8k_questions)} ({found.gsm8k:.1%})")
+    return f"## Quality of the whole model\n\n{_table(('', 'before', 'after'), rows)}" if rows else ""
+
+
 def _samples(facts: CardFacts) -> str:
     if not facts.samples:
         return ""
@@ -210,7 +269,7 @@ def _samples(facts: CardFacts) -> str:
 
 
 def _licence(facts: CardFacts) -> str:
-    base = facts.config.model.base
-    if facts.config.run.card or not base:
+    base = base_name(facts.config)
+    if facts.config.run.card or not facts.config.model.base:
         return ""
     return f"## Licence\n\nThe licence of `{base}` holds for these weights too."

@@ -9,6 +9,7 @@ from typing import Any
 
 from train.config_file import build, read_file
 from train.sections import (
+    ChatConfig,
     CorpusConfig,
     DataConfig,
     EvalConfig,
@@ -20,7 +21,7 @@ from train.sections import (
     check,
 )
 
-_RUN_KEYS = "output export card notes exit_layer num_draft_tokens max_steps save_steps log_steps report_to"
+_RUN_KEYS = "output export card notes exit_layer num_draft_tokens max_steps max_minutes save_steps log_steps report_to"
 MAY_DIFFER = ("eval", *(f"run.{key}" for key in _RUN_KEYS.split()))
 """What may differ when a run is resumed; another max_steps changes the schedule of the remaining steps only."""
 
@@ -31,6 +32,7 @@ class TrainConfig:
 
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    chats: ChatConfig = field(default_factory=ChatConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     exits: ExitConfig = field(default_factory=ExitConfig)
@@ -42,7 +44,9 @@ class TrainConfig:
         if self.lora.rank:
             check(bool(self.model.base), "model.base", "the model that lora adapts", self.model.base)
             check(self.optim.kind == "adamw", "optim.kind", "adamw where lora.rank is above 0", self.optim.kind)
-        if self.data.streaming or self.data.messages_field:
+        if self.exits.teacher == "base":
+            check(self.lora.rank > 0, "exits.teacher", "last where lora.rank is 0", "base")
+        if self.data.streaming or self.data.messages_field or self.chats.num_chats:
             needed = "a model with a tokenizer where data is streamed or holds conversations"
             check(bool(self.model.base), "model.base", needed, self.model.base)
         if not self.model.base:
@@ -61,6 +65,8 @@ class TrainConfig:
         check(self.run.exit_layer < num_layers, "run.exit_layer", f"below {source} = {num_layers}", self.run.exit_layer)
         highest = max(self.lora.layers_to_transform, default=0)
         check(highest < num_layers, "lora.layers_to_transform", f"below {source} = {num_layers}", highest)
+        chat = self.chats.max_prompt_tokens + self.chats.max_answer_tokens if self.chats.num_chats else 0
+        check(chat < positions, "chats.max_answer_tokens", f"short enough for {positions} positions", chat)
         lengths = {"window": self.eval.window, "prompt_tokens": self.eval.prompt_tokens + self.eval.new_tokens}
         for name, tokens in lengths.items():
             check(1 < tokens <= positions, f"eval.{name}", f"short enough for {positions} positions", tokens)
@@ -82,8 +88,10 @@ def parse_config(content: Any) -> TrainConfig:
         ValueError: a key is unknown, of the wrong type, out of range, or contradicts another.
     """
     config = build(TrainConfig, content)
-    if config.data.path and content.get("corpus"):
-        raise ValueError("data.path and the section corpus exclude each other; remove one of them")
+    sources = {"data.path": config.data.path, "the section corpus": content.get("corpus")}
+    given = [name for name, value in {**sources, "chats.num_chats": config.chats.num_chats}.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other; remove one of them")
     if content.get("data") and not config.data.path:
         raise ValueError("data.path must name a file or a data set, got ''; for Python files remove the section data")
     shape = set(content.get("model") or ()) - {"base", "dtype"}

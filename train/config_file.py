@@ -1,4 +1,7 @@
-"""Read a YAML file into dataclasses with OmegaConf, and compare the configurations of two runs."""
+"""Read a YAML file into dataclasses, and compare the configurations of two runs.
+
+PyYAML comes with transformers, so a machine that can train can also read these files.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
 
 from train.sections import check
 
@@ -31,11 +33,18 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         key, equals, _ = override.partition("=")
         check(key.count(".") == 1 and bool(equals), "an override", "of the form section.key=value", override)
     try:
-        content = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        return typing.cast("dict[str, Any]", OmegaConf.to_container(content, resolve=True))
-    except Exception as error:  # the file system, YAML and OmegaConf have errors of their own
+        content = yaml.safe_load(Path(path).read_text("utf-8"))
+        given = [(override.partition("=")[0], yaml.safe_load(override.partition("=")[2])) for override in overrides]
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot read the configuration {' '.join([str(path), *overrides])!r}: {reason}") from error
+    check(isinstance(content, dict), f"the configuration {path}", "a mapping", content)
+    for key, value in given:
+        section, _, name = key.partition(".")
+        values = content.get(section) or {}
+        check(isinstance(values, dict), section, "a mapping", values)
+        content[section] = {**values, name: value}
+    return typing.cast("dict[str, Any]", content)
 
 
 def build(kind: type[Config], content: Any) -> Config:
@@ -45,18 +54,39 @@ def build(kind: type[Config], content: Any) -> Config:
         ValueError: a key is unknown, of the wrong type, or refused by its section.
     """
     check(isinstance(content, dict), "the configuration", "a mapping", content)
-    config = OmegaConf.structured(kind)
+    sections = typing.get_type_hints(kind)
+    made = {}
     for section, values in content.items():
-        check_known(section, config, "the configuration")
+        check_known(section, sections, "the configuration")
         check(values is None or isinstance(values, dict), section, "a mapping", values)
-        types = typing.get_type_hints(OmegaConf.get_type(config, section))
+        types = typing.get_type_hints(sections[section])
+        given = {}
         for key, value in (values or {}).items():
             check_known(key, types, section)
             try:
-                config = OmegaConf.merge(config, {section: {key: value}})
-            except OmegaConfBaseException as error:
-                raise ValueError(f"{section}.{key} must be {_describe(types[key])}, got {value!r}") from error
-    return typing.cast(Config, OmegaConf.to_object(config))
+                given[key] = convert(value, types[key])
+            except (TypeError, ValueError):
+                raise ValueError(f"{section}.{key} must be {_describe(types[key])}, got {value!r}") from None
+        made[section] = sections[section](**given)
+    return kind(**made)
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """Convert a value of YAML to the type of a field: bool, int, float, str, or a tuple of one of these.
+
+    YAML reads 2e-4 as text, so text that is a number is accepted for a float; a number is accepted as text.
+
+    Raises:
+        TypeError, ValueError: it is of another type.
+    """
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(convert(each, typing.get_args(kind)[0]) for each in value)
+    accepted = {bool: bool, int: int, float: int | float | str, str: str | int | float}[kind]
+    if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+        raise TypeError
+    return kind(value)
 
 
 def check_known(name: str, known: Iterable[Any], owner: str) -> None:

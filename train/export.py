@@ -22,13 +22,15 @@ MOST_DRAFT_TOKENS = 8
 def export_model(config: TrainConfig, checkpoint: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
     """Write the model and its tokenizer to `folder`; return it in float32 with the written values.
 
-    Whole models are written in bfloat16, unmerged adapters as a PEFT folder in float32.
+    Weights are written in bfloat16: a whole model, or adapters that are not merged, as a PEFT folder.
     """
     model = load_trained(config, checkpoint)
-    whole = plain_model(model) is model
-    if whole:
+    if plain_model(model) is model:
         model = model.to(torch.bfloat16)
         model.config.use_cache = True
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(torch.bfloat16)
     if not config.model.base:
         end = tokenizer.eos_token_id
         model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 
 from selfspec import __version__
 from selfspec.files import write_whole
@@ -28,6 +28,8 @@ class Facts:
     weights: str
     seconds: float
     steps: int
+    inner_size: int
+    draft_vocab: int | None
     parameters: int
     num_layers: int
     device: str
@@ -52,19 +54,21 @@ def table(agreement: Mapping[int, tuple[Agreement, Agreement]]) -> list[str]:
 def card(facts: Facts) -> str:
     """The card as Markdown."""
     wanted = facts.config.heads
-    settings = OmegaConf.to_yaml(plain(facts.config)).strip()
+    over = "the whole vocabulary" if facts.draft_vocab is None else f"the {facts.draft_vocab:,} most frequent tokens"
+    settings = yaml.safe_dump(plain(facts.config), sort_keys=False).strip()
     lines = [
         f"# Exit heads for {wanted.model}",
         "",
-        f"`{FILE}` holds small adapters for early exits of a model with {facts.num_layers} layers (weights",
-        f"`{facts.weights}`): x + up(silu(down(norm(x)))) of rank {wanted.rank} between an exit's hidden states and",
-        f"the model's own norm and head, {facts.parameters:,} parameters in all. They change drafts only. The model",
-        "does not change, and verification does not use them.",
+        f"`{FILE}` holds small blocks for early exits of a model with {facts.num_layers} layers (weights",
+        f"`{facts.weights}`): x + down(silu(gate(norm(x))) * up(norm(x))) of inner width {facts.inner_size:,} between",
+        f"an exit's hidden states and the model's own norm and head, {facts.parameters:,} parameters in all. They",
+        "change drafts only. The model does not change, and verification does not use them.",
         "",
         "## Agreement of the exits with the whole model",
         "",
-        f"On {facts.measured_on:,} held-out tokens that the model wrote itself. The first pair is the share of equal",
-        "greedy picks, the second the acceptance rate of drafts sampled at temperature 1.",
+        f"On {facts.measured_on:,} held-out tokens that the model wrote itself, drafts over {over}.",
+        "The first pair is the share of equal greedy picks, the second the acceptance rate of drafts sampled at",
+        "temperature 1.",
         "",
         *table(facts.agreement),
         "",

@@ -1,4 +1,4 @@
-"""The configuration of a run that trains exit heads: sections `heads`, `text` and `training`."""
+"""The configuration of a run that trains exit heads: sections `heads`, `data`, `text` and `training`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.config_file import build
-from train.sections import check, check_least, check_positive
+from train.sections import DataConfig, check, check_least, check_positive
 
-MAY_DIFFER = ("heads.output", "training.save_steps", "training.log_steps", "training.lr")
+MAY_DIFFER = ("heads.output", "text.batch_size", "training.save_steps", "training.log_steps", "training.lr")
 """Keys that may differ when a run is resumed; after a loss of NaN, for example, with a lower lr."""
 
 
@@ -20,44 +20,33 @@ class HeadsConfig:
     device: str = ""
     dtype: str = ""
     exits: tuple[int, ...] = ()
-    rank: int = 64
+    inner_size: int = 0
     output: str = ""
 
     def __post_init__(self) -> None:
-        check(bool(self.model), "heads.model", "demo, a folder or a hub id", self.model)
+        check(bool(self.model), "heads.model", "demo, smollm2, a folder, a .gguf file or a hub id", self.model)
         check(min(self.exits, default=1) >= 1, "heads.exits", "a list of layer counts from 1", list(self.exits))
-        check(self.rank >= 1, "heads.rank", "at least 1", self.rank)
+        check_least("heads", self, 0, "inner_size")
 
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """What the heads learn from: text that the model writes itself, after prompts or from its beginning of text."""
+    """What the heads learn from: text that the model writes after prompts, its own or those of section `data`."""
 
-    prompts: tuple[str, ...] = ()
-    field: str = "text"
-    prompt_tokens: int = 16
-    learn_prompts: bool = True
+    prompt_tokens: int = 64
     num_texts: int = 512
     num_held_out: int = 64
-    held_out_percent: float = 3.0
     max_new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    batch_size: int = 32
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    batch_size: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least("text", self, 1, "num_texts", "num_held_out", "batch_size")
-        check_least("text", self, 0, "prompt_tokens", "max_new_tokens", "seed")
-        percent, warm = self.held_out_percent, self.temperatures
-        check(0 < percent < 100, "text.held_out_percent", "between 0 and 100", percent)
+        check_least("text", self, 1, "num_texts", "num_held_out", "max_new_tokens", "batch_size")
+        check_least("text", self, 1, "prompt_tokens")
+        check_least("text", self, 0, "seed")
+        warm = self.temperatures
         check(bool(warm) and min(warm) >= 0, "text.temperatures", "a list of temperatures from 0", list(warm))
-        own = not self.prompts
-        check(not own or self.max_new_tokens > 0, "text.max_new_tokens", "above 0 without text.prompts", 0)
-        # A greedy text has no choice but its beginning: without an opening of its own all would be the same.
-        varied = not own or self.prompt_tokens > 0 or min(warm) > 0
-        check(varied, "text.prompt_tokens", "above 0 where greedy texts have no text.prompts", self.prompt_tokens)
-        given = self.max_new_tokens > 0 or self.learn_prompts
-        check(given, "text.learn_prompts", "true where text.max_new_tokens is 0", self.learn_prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +54,24 @@ class TrainingConfig:
     """How long, how fast, and towards which loss the heads are trained."""
 
     steps: int = 2000
-    tokens_per_batch: int = 1024
-    lr: float = 3e-3
+    tokens_per_batch: int = 512
+    lr: float = 1e-3
     weight_decay: float = 0.01
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
+    kl_share: float = 0.3
     top_k: int = 64
     max_cached_tokens: int = 200_000
-    save_steps: int = 500
+    save_steps: int = 200
     log_steps: int = 50
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least("training", self, 1, "steps", "tokens_per_batch", "max_cached_tokens", "save_steps", "log_steps")
-        check_least("training", self, 0, "weight_decay", "warmup_steps", "top_k", "seed")
+        names = "steps", "tokens_per_batch", "top_k", "max_cached_tokens", "save_steps", "log_steps"
+        check_least("training", self, 1, *names)
+        check_least("training", self, 0, "weight_decay", "warmup_steps", "seed")
         check_positive("training", self, "lr", "max_grad_norm")
+        check(0 <= self.kl_share <= 1, "training.kl_share", "between 0 and 1", self.kl_share)
         fits, least = self.max_cached_tokens >= self.tokens_per_batch, f"at least {self.tokens_per_batch}"
         check(fits, "training.max_cached_tokens", f"{least}, training.tokens_per_batch", self.max_cached_tokens)
 
@@ -89,6 +81,7 @@ class HeadsRun:
     """One run that trains exit heads."""
 
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 

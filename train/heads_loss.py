@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.model.draft_vocabulary import Frequencies, Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
-from train.heads_config import TextConfig
 from train.heads_states import Batch, chunks, run_texts, with_rest
 from train.heads_text import Text
+
+OVERLAP_WEIGHT = 0.9  # of 1 - sum min(p, q) in the loss; the rest is cross-entropy
 
 
 class Agreement(NamedTuple):
@@ -25,48 +27,81 @@ class Agreement(NamedTuple):
     """Mean of the sum over tokens of min(p, q), at temperature 1: acceptance when sampling (arXiv 2211.17192)."""
 
 
-def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch) -> list[Tensor]:
+def draft_subset(stack: Stack, texts: Sequence[Text]) -> Subset | None:
+    """The tokens that drafts are over by default, from their frequencies in texts; None: the whole vocabulary."""
+    size = stack.default_draft_vocab
+    if size is None:
+        return None
+    frequencies = Frequencies(stack.vocab_size)
+    for text in texts:
+        frequencies.add(text.tokens[text.num_prompt :])
+    return stack.subset_of(frequencies.top(size))
+
+
+def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch, subset: Subset | None, by_kl: bool) -> list[Tensor]:
     """The loss of each exit of the heads, a float32 scalar each.
 
-    Forward KL divergence from the whole model's distribution p to the exit's distribution q (arXiv 2310.07177), over
-    the most probable tokens of p and one bucket for all others.
+    p is the whole model's distribution, q the exit's over the draft vocabulary. Both are known for the most probable
+    tokens of p; all other tokens together, and those outside of the draft vocabulary, count as one token. So the sum of
+    min(p, q) is at most min(p, q) of this token too high.
+
+    The cross-entropy is with the model's greedy pick: that is what a greedy draft must equal, and without the noise of
+    a sampled token.
+
+    Args:
+        subset: the draft vocabulary; None: the whole vocabulary.
+        by_kl: forward KL divergence from p to q (arXiv 2310.07177), which has a gradient where p and q share nothing.
+            Else 0.9 (1 - sum min(p, q)) + 0.1 cross-entropy: acceptance itself (arXiv 2310.08461).
     """
+    places, is_draft = batch.ids, torch.ones_like(batch.ids, dtype=torch.bool)
     log_p = batch.log_probs
-    if log_p is None:
-        assert batch.final is not None
-        with torch.no_grad():
-            log_p = stack.logits(batch.final).log_softmax(-1)
+    if subset is not None:
+        found = torch.full((stack.vocab_size,), -1, device=batch.ids.device)
+        found[subset.tokens] = torch.arange(len(subset.tokens), device=found.device)
+        places = found[batch.ids]
+        is_draft = places >= 0
+        log_p = with_rest(log_p[:, :-1].masked_fill(~is_draft, float("-inf")))
     losses = []
     for layer, hidden in zip(heads.layers, batch.hidden, strict=True):
         # The heads are float32; norm and head are the model's own, in its dtype, as in drafting.
-        log_q = stack.logits(heads(hidden, layer).to(stack.dtype), layer).log_softmax(-1)
-        if batch.ids is not None:
-            log_q = with_rest(log_q.gather(-1, batch.ids))
-        losses.append((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+        adapted = heads(hidden, layer).to(stack.dtype)
+        logits = stack.logits(adapted, layer) if subset is None else stack.subset_logits(adapted, layer, subset)
+        log_q = logits.log_softmax(-1).gather(-1, places.clamp(min=0))
+        log_q = with_rest(log_q.masked_fill(~is_draft, float("-inf")))
+        if by_kl:
+            losses.append((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+            continue
+        overlap = torch.minimum(log_p, log_q).exp().sum(-1).mean()
+        cross_entropy = -(log_q[:, 0] * is_draft[:, 0]).mean()
+        losses.append(OVERLAP_WEIGHT * (1 - overlap) + (1 - OVERLAP_WEIGHT) * cross_entropy)
     return losses
 
 
 @torch.no_grad()
 def measure(
-    stack: Stack, heads: ExitHeads | None, texts: Sequence[Text], exits: Sequence[int], config: TextConfig
+    stack: Stack, heads: ExitHeads | None, texts: Sequence[Text], exits: Sequence[int], subset: Subset | None
 ) -> dict[int, Agreement]:
     """Agreement of exits with the whole model on texts, at positions that the model wrote, as in drafting.
 
     Args:
-        heads: float32; they are measured in the model's dtype. None: exits without heads.
+        heads: they are measured in the model's dtype. None: exits without heads.
+        subset: the draft vocabulary; None: the whole vocabulary.
     """
     ready = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
     same, shared = torch.zeros(len(exits)), torch.zeros(len(exits))
     number = 0
-    for seen in run_texts(stack, texts, [text.trained_positions(config, False) for text in texts], exits):
-        assert seen.final is not None
+    for seen in run_texts(stack, texts, exits):
         number += len(seen.final)
         for chunk in chunks(stack, len(seen.final)):
             p = stack.logits(seen.final[chunk]).softmax(-1)
+            target, drafted = p.argmax(-1), p if subset is None else p[:, subset.tokens]
             for index, layer in enumerate(exits):
                 hidden = seen.hidden[index, chunk]
-                q = stack.logits(hidden if ready is None else ready(hidden, layer), layer).softmax(-1)
-                same[index] += (p.argmax(-1) == q.argmax(-1)).sum().cpu()
-                shared[index] += torch.minimum(p, q).sum().cpu()
+                hidden = hidden if ready is None else ready(hidden, layer)
+                logits = stack.logits(hidden, layer) if subset is None else stack.subset_logits(hidden, layer, subset)
+                q = logits.softmax(-1)
+                picks = q.argmax(-1) if subset is None else subset.tokens[q.argmax(-1)]
+                same[index] += (picks == target).sum().cpu()
+                shared[index] += torch.minimum(drafted, q).sum().cpu()
     found = zip(exits, (same / number).tolist(), (shared / number).tolist(), strict=True)
     return {layer: Agreement(top1, accepted) for layer, top1, accepted in found}

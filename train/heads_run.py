@@ -13,16 +13,16 @@ import torch
 from selfspec import hub
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of, weights_of
 from selfspec.target import Target
 from train.config_file import plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun
-from train.heads_files import CHECKPOINT, read_checkpoint, write_checkpoint
-from train.heads_loss import exit_losses, measure
+from train.heads_files import CHECKPOINT, TEXTS, Written, read_checkpoint, write_checkpoint
+from train.heads_loss import draft_subset, exit_losses, measure
 from train.heads_states import Stream
-from train.heads_text import Text, count_positions, gather_texts
+from train.heads_text import count_positions, gather_texts
 
 
 def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Path:
@@ -86,27 +86,27 @@ class _Run:
         self.exits, self.folder, self.weights = exits, folder, weights_of(target.stack)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.training.seed)
-            heads = ExitHeads(exits, hidden_size_of(self.stack), config.heads.rank, self.weights)
+            inner = config.heads.inner_size or intermediate_size_of(self.stack)
+            heads = ExitHeads(exits, hidden_size_of(self.stack), inner, self.weights)
         self.heads = heads.to(self.stack.device)
         decay = {"lr": config.training.lr, "weight_decay": config.training.weight_decay}
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), **decay)
         self.step, self.spent, self.curve = 0, 0.0, list[list[float]]()
 
     def begin(self, saved: dict[str, Any] | None) -> None:
-        """Gather the texts and initial state, or read both from a checkpoint; then measure exits without heads."""
+        """Gather the texts, read the state of a checkpoint if there is one, and measure exits without heads."""
         self.begun = time.monotonic()
-        if saved is None:
-            texts, held_out = gather_texts(self.target, self.config.text)
-        else:
-            if saved["weights"] != self.weights:
-                raise ValueError(f"heads.model has other weights than the run in {self.folder / CHECKPOINT} began with")
-            texts, held_out = ([Text(*text) for text in saved[part]] for part in ("texts", "held_out"))
+        if saved is not None and saved["weights"] != self.weights:
+            raise ValueError(f"heads.model has other weights than the run in {self.folder / CHECKPOINT} began with")
+        written = Written(self.folder / TEXTS, self.weights)
+        texts, held_out = gather_texts(self.target, self.config, written)
+        if saved is not None:
             self.heads.load_state_dict(saved["heads"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.step, self.spent, self.curve = saved["step"], saved["spent"], saved["curve"]
-        self.texts, self.held_out = texts, held_out
-        self.stream = Stream(self.stack, texts, self.exits, self.config.text, self.config.training)
-        self.before = measure(self.stack, None, held_out, self.exits, self.config.text)
+        self.held_out, self.subset = held_out, draft_subset(self.stack, texts)
+        self.stream = Stream(self.stack, texts, self.exits, self.config.training)
+        self.before = measure(self.stack, None, held_out, self.exits, self.subset)
         print(
             f"text: {len(texts)} texts with {self.stream.num_positions:,} tokens to learn from, "
             f"{len(held_out)} held out, after {self.seconds:.0f} s; "
@@ -124,7 +124,8 @@ class _Run:
         if first >= training.steps:
             return
         for batch in self.stream.batches(first):
-            losses = exit_losses(self.stack, self.heads, batch)
+            by_kl = self.step < training.kl_share * training.steps
+            losses = exit_losses(self.stack, self.heads, batch, self.subset, by_kl)
             lr = self._update(torch.stack(losses))
             self.step += 1
             done = self.step == training.steps
@@ -164,8 +165,6 @@ class _Run:
         state = {
             "config": plain(self.config),
             "weights": self.weights,
-            "texts": [list(text) for text in self.texts],
-            "held_out": [list(text) for text in self.held_out],
             "heads": self.heads.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
@@ -175,20 +174,22 @@ class _Run:
         write_checkpoint(self.folder, state)
 
     def finish(self, command: str) -> Path:
-        """Write heads, card and losses, then remove the checkpoint."""
-        heads = self.heads.requires_grad_(False)
-        after = measure(self.stack, heads, self.held_out, self.exits, self.config.text)
+        """Write heads, card and losses, then remove the files of an unfinished run."""
+        heads = self.heads.requires_grad_(False).bfloat16()  # half the bytes to read per drafted token
+        after = measure(self.stack, heads, self.held_out, self.exits, self.subset)
         facts = Facts(
             config=self.config,
             command=command,
             weights=self.weights,
             seconds=self.seconds,
             steps=self.step,
+            inner_size=heads.inner_size,
+            draft_vocab=None if self.subset is None else len(self.subset.tokens),
             parameters=sum(each.numel() for each in heads.parameters()),
             num_layers=self.stack.num_layers,
             device=f"{self.stack.device.type}, {torch.get_num_threads()} threads, {self.stack.dtype}",
             trained_on=self.stream.num_positions,
-            measured_on=count_positions(self.held_out, self.config.text, False),
+            measured_on=count_positions(self.held_out),
             agreement={layer: (self.before[layer], after[layer]) for layer in self.exits},
             curve=self.curve,
         )
@@ -199,7 +200,8 @@ class _Run:
             raise RunFailed(
                 f"cannot write the heads into {self.folder}: {problem}; free space and use --resume"
             ) from problem
-        (self.folder / CHECKPOINT).unlink(missing_ok=True)
+        for name in (CHECKPOINT, TEXTS):
+            (self.folder / name).unlink(missing_ok=True)
         print("\n".join(table(facts.agreement)))
         print(f"wrote {file} after {facts.seconds:.0f} s", flush=True)
         return file

@@ -9,42 +9,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack, Taps
-from train.heads_config import TextConfig, TrainingConfig
+from train.heads_config import TrainingConfig
 from train.heads_text import Text, count_positions
 
 TOKENS_PER_CALL = 4096
 CUDA_PAGE_SIZE = 64
 LOGITS_AT_ONCE = 1 << 24  # logits in memory at once
-MIN_LOG_PROB = -20.0  # log-probability of an empty bucket
+MIN_PROB = 2e-9  # of all other tokens together
+MIN_LOG_PROB = -1e4  # of a token, so that masked ones give no NaN
+
+
+class States(NamedTuple):
+    """What the model computes at N positions, on its device, in the stack's `hidden_dtype`."""
+
+    hidden: Tensor  # [exits, N, hidden_size], before the final norm
+    final: Tensor  # [N, hidden_size], after the last layer and the final norm
 
 
 class Batch(NamedTuple):
-    """N positions on the model's device.
+    """What heads learn from at N positions."""
 
-    Attributes:
-        hidden: `[exits, N, hidden_size]`, before the final norm.
-        final: `[N, hidden_size]` after the last layer and the final norm, or None where `ids` are kept.
-        ids: int64 `[N, k]`, the most probable next tokens; None: the whole vocabulary is used.
-        log_probs: float32 `[N, k + 1]` of these tokens and, last, of all others together; None where `ids` are.
-    """
-
-    hidden: Tensor
-    final: Tensor | None
-    ids: Tensor | None
-    log_probs: Tensor | None
+    hidden: Tensor  # [exits, N, hidden_size], before the final norm
+    ids: Tensor  # int64 [N, k], the most probable next tokens, the most probable one first
+    log_probs: Tensor  # float32 [N, k + 1] of these tokens and, last, of all others together
 
 
-def run_texts(stack: Stack, texts: Sequence[Text], positions: Sequence[range], exits: Sequence[int]) -> Iterator[Batch]:
-    """Run the model over texts, several per call, and yield the states at each text's `positions`, in order.
-
-    Hidden states have the stack's `hidden_dtype`.
-    """
+def run_texts(stack: Stack, texts: Sequence[Text], exits: Sequence[int]) -> Iterator[States]:
+    """Run the model over texts, several per call, and yield the states at each text's `positions`, in order."""
     for group in _groups([len(text.tokens) for text in texts]):
         tokens = [token for i in group for token in texts[i].tokens]
         starts = torch.tensor([0, *(len(texts[i].tokens) for i in group)]).cumsum(0).tolist()
-        kept = [start + p for start, i in zip(starts, group, strict=False) for p in positions[i]]
+        kept = [start + p for start, i in zip(starts, group, strict=False) for p in texts[i].positions]
         if not kept:
             continue
         longest = max(len(texts[i].tokens) for i in group)
@@ -57,7 +55,7 @@ def run_texts(stack: Stack, texts: Sequence[Text], positions: Sequence[range], e
             last = stack.run(rows, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
             at = torch.tensor(kept, device=stack.device)
             hidden = torch.stack([taps[layer][at] for layer in exits])  # type: ignore[index]
-            yield Batch(hidden, last[at], None, None)
+            yield States(hidden, last[at])
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -78,48 +76,36 @@ def chunks(stack: Stack, num: int) -> Iterator[slice]:
     return (slice(at, at + size) for at in range(0, num, size))
 
 
-def collect(stack: Stack, texts: Sequence[Text], positions: Sequence[range], exits: Sequence[int], top_k: int) -> Batch:
-    """Collect `run_texts` in one batch on the host, with 16-bit hidden states and float16 log-probabilities.
+def collect(stack: Stack, texts: Sequence[Text], exits: Sequence[int], top_k: int) -> Batch:
+    """Collect what heads learn from in one batch on the host, with 16-bit hidden states and float16 log-probabilities.
 
     Args:
-        top_k: number of most probable tokens to keep per position; 0 keeps the last hidden state instead.
+        top_k: number of most probable tokens to keep per position.
     """
-    num, width = sum(map(len, positions)), int(stack.config.get_text_config().hidden_size)
-    k = min(top_k, stack.vocab_size - 1)
+    num, width, k = count_positions(texts), hidden_size_of(stack), min(top_k, stack.vocab_size - 1)
     half = stack.dtype if stack.dtype.itemsize < 4 else torch.bfloat16
     kept = Batch(
         torch.empty(len(exits), num, width, dtype=half),
-        None if k else torch.empty(num, width, dtype=stack.hidden_dtype),
-        torch.empty(num, k, dtype=torch.int32) if k else None,
-        torch.empty(num, k + 1, dtype=torch.float16) if k else None,
+        torch.empty(num, k, dtype=torch.int32),
+        torch.empty(num, k + 1, dtype=torch.float16),
     )
     at = 0
-    for part in run_texts(stack, texts, positions, exits):
-        assert part.final is not None
-        size = part.hidden.shape[1]
+    for part in run_texts(stack, texts, exits):
+        size = len(part.final)
         kept.hidden[:, at : at + size] = part.hidden.to("cpu", half)
-        if kept.final is not None:
-            kept.final[at : at + size] = part.final.cpu()
-        else:
-            _keep_top(stack, part.final, kept, at)
+        for chunk in chunks(stack, size):
+            with torch.no_grad():
+                top, ids = stack.logits(part.final[chunk]).log_softmax(-1).topk(k, sorted=True)
+            where = slice(at + chunk.start, at + chunk.start + len(ids))
+            kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
         at += size
     return kept
 
 
-@torch.no_grad()
-def _keep_top(stack: Stack, final: Tensor, kept: Batch, at: int) -> None:
-    assert kept.ids is not None and kept.log_probs is not None
-    for chunk in chunks(stack, len(final)):
-        log_probs = stack.logits(final[chunk]).log_softmax(-1)
-        top, ids = log_probs.topk(kept.ids.shape[1], sorted=True)
-        where = slice(at + chunk.start, at + chunk.start + len(ids))
-        kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
-
-
 def with_rest(log_probs: Tensor) -> Tensor:
     """Append the log-probability of all other tokens: `[N, k]` -> `[N, k + 1]`."""
-    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=2e-9).log()
-    return torch.cat((log_probs, rest), -1).clamp(min=MIN_LOG_PROB)
+    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=MIN_PROB).log()
+    return torch.cat((log_probs.clamp(min=MIN_LOG_PROB), rest), -1)
 
 
 class Stream:
@@ -129,19 +115,16 @@ class Stream:
         ValueError: the texts hold fewer positions than one batch.
     """
 
-    def __init__(
-        self, stack: Stack, texts: Sequence[Text], exits: Sequence[int], text: TextConfig, training: TrainingConfig
-    ) -> None:
+    def __init__(self, stack: Stack, texts: Sequence[Text], exits: Sequence[int], training: TrainingConfig) -> None:
         self.stack, self.texts, self.exits, self.config = stack, texts, tuple(exits), training
-        self.positions = [each.trained_positions(text, text.learn_prompts) for each in texts]
-        self.num_positions, size = count_positions(texts, text, text.learn_prompts), training.tokens_per_batch
+        self.num_positions, size = count_positions(texts), training.tokens_per_batch
         if self.num_positions < size:
             raise ValueError(
                 f"text gives {self.num_positions} tokens to learn from, less than training.tokens_per_batch = {size}; "
                 "raise text.num_texts or text.max_new_tokens, or lower tokens_per_batch"
             )
         self.shards = self._cut()
-        self.sizes = [sum(len(self.positions[i]) for i in shard) // size for shard in self.shards]
+        self.sizes = [count_positions([texts[i] for i in shard]) // size for shard in self.shards]
         self._held: tuple[int, Batch] | None = None  # the shard in memory
 
     def batches(self, first: int) -> Iterator[Batch]:
@@ -168,26 +151,24 @@ class Stream:
         number = -(-self.num_positions // self.config.max_cached_tokens)
         shards: list[list[int]] = [[] for _ in range(number)]
         before = 0
-        for index, positions in enumerate(self.positions):
+        for index, text in enumerate(self.texts):
             shards[min(number - 1, before * number // self.num_positions)].append(index)
-            before += len(positions)
+            before += len(text.positions)
         least = self.config.tokens_per_batch
-        full = [shard for shard in shards if sum(len(self.positions[i]) for i in shard) >= least]
+        full = [shard for shard in shards if count_positions([self.texts[i] for i in shard]) >= least]
         return full or [list(range(len(self.texts)))]
 
     def _states(self, shard: int) -> Batch:
         if self._held is None or self._held[0] != shard:
             self._held = None  # free memory before the next shard
-            mine = self.shards[shard]
-            texts, positions = [self.texts[i] for i in mine], [self.positions[i] for i in mine]
-            self._held = shard, collect(self.stack, texts, positions, self.exits, self.config.top_k)
+            texts = [self.texts[i] for i in self.shards[shard]]
+            self._held = shard, collect(self.stack, texts, self.exits, self.config.top_k)
         return self._held[1]
 
     def _pick(self, states: Batch, at: Tensor) -> Batch:
         device = self.stack.device
         return Batch(
             states.hidden[:, at].to(device, torch.float32),
-            None if states.final is None else states.final[at].to(device),
-            None if states.ids is None else states.ids[at].to(device, torch.int64),
-            None if states.log_probs is None else states.log_probs[at].to(device, torch.float32),
+            states.ids[at].to(device, torch.int64),
+            states.log_probs[at].to(device, torch.float32),
         )

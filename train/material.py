@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from selfspec import hub
+from train.chats import read_chats
 from train.config import TrainConfig
 from train.corpus import Corpus, SourceFile, read_corpus
 from train.data import StreamedWindows, Windows, encode_files, pack, shuffled
@@ -31,6 +33,7 @@ class Material:
     held_out: tuple[np.ndarray, ...]
     origin: str
     corpus: Corpus | None = None
+    prompts: tuple[list[int], ...] = ()  # those of held-out chats
 
 
 def repeat_library(files: tuple[SourceFile, ...], library_repeat: int) -> list[SourceFile]:
@@ -51,9 +54,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
         ValueError: there is none, or it has no end-of-text token.
     """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        tokenizer: Any = hub.open_tokenizer(name)
     except Exception as error:  # the hub and every tokenizer family have errors of their own
         raise ValueError(f"model.base {str(name)!r} has no tokenizer that can be loaded ({error})") from error
+    if tokenizer is None:
+        raise ValueError(f"model.base {str(name)!r} has no tokenizer; add one to its folder")
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of model.base {str(name)!r} must have an end-of-text token to put between texts"
@@ -65,16 +70,28 @@ def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None
     """Read the data of a run; the tokenizer is loaded or trained unless given.
 
     Raises:
-        ValueError: the data cannot be read, or there is nothing to train on or to hold out.
+        ValueError: the data cannot be read, or there is nothing to train on or to hold out. Chats must have been
+            written.
     """
     if config.model.base and tokenizer is None:
         tokenizer = load_tokenizer(config.model.base)
+    if config.chats.num_chats and tokenizer:
+        return _chats(config, tokenizer)
     if config.data.path:
         return _stream(config, tokenizer) if config.data.streaming and tokenizer else _texts(config, tokenizer)
     corpus = read_corpus(config.corpus)
     tokenizer = tokenizer or make_tokenizer(config, corpus)
     train = encode_files(tokenizer, repeat_library(corpus.train, config.corpus.library_repeat))
     return Material(tokenizer, tuple(train), tuple(encode_files(tokenizer, corpus.held_out)), corpus.origin, corpus)
+
+
+def _chats(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Material:
+    train, held_out = read_chats(config)
+    end = int(tokenizer.eos_token_id)
+    documents, kept = (tuple(chat.document(end) for chat in chats) for chats in (train, held_out))
+    origin = "the base model's own conversations"
+    prompts = tuple(chat.prompt for chat in held_out)
+    return Material(tokenizer, documents, (pack(kept, config.run.seed),), origin, prompts=prompts)
 
 
 def _texts(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None) -> Material:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
+from selfspec import hub
 from train import attention
 from train.backbone import check_backbone, find_parts
 from train.config import TrainConfig
@@ -45,17 +46,23 @@ def load_base(config: TrainConfig) -> Any:
     """
     name = config.model.base
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, config.model.dtype))
+        model = _open(name, config.model.dtype)
     except Exception as error:  # the hub, the network and every format have errors of their own
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model.base must be a folder with a model or a hub id, and {name!r} cannot be loaded ({reason}); "
+            f"model.base must be a folder with a model, a .gguf file, smollm2 or a hub id, and {name!r} cannot be "
+            f"loaded ({reason}); "
             "check the path, or the name and your access"
         ) from error
     check_backbone(model)
     positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30
     config.check_fits(len(find_parts(model).layers), positions)
     return model
+
+
+def _open(name: str, dtype: str) -> Any:
+    """A model by the names that `selfspec.LLM` knows, on the CPU."""
+    return hub.open_model(name, dtype=dtype, device="cpu")[0]
 
 
 def add_adapters(model: Any, config: TrainConfig) -> Any:
@@ -120,6 +127,6 @@ def load_trained(config: TrainConfig, checkpoint: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     import peft
 
-    base = AutoModelForCausalLM.from_pretrained(config.model.base, dtype=torch.float32)
+    base = _open(config.model.base, "float32")
     model = peft.PeftModel.from_pretrained(base, checkpoint)
     return (model.merge_and_unload() if config.lora.merge else model).eval()

@@ -77,8 +77,12 @@ def plain_adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
-def warmup_stable_decay(step: int, max_steps: int, warmup_steps: int, decay_fraction: float) -> float:
-    """Factor on the learning rate: linear warmup, constant, and linear decay to 0 over the last `decay_fraction`."""
+def warmup_stable_decay(step: int, progress: float, warmup_steps: int, decay_fraction: float) -> float:
+    """Factor on the learning rate: linear warmup, constant, and linear decay to 0 over the last `decay_fraction`.
+
+    Args:
+        step: 0-based.
+        progress: 0..1, the part of the run before this step.
+    """
     warmup = (step + 1) / (warmup_steps + 1)
-    decay = (max_steps - step) / max(1.0, decay_fraction * max_steps)
-    return max(0.0, min(1.0, warmup, decay))
+    return max(0.0, min(1.0, warmup, (1 - progress) / decay_fraction))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +34,12 @@ def gradual_exits(progress: float, num_layers: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, num_layers + 1) if 2 * num_layers * progress + 1e-9 >= num_layers - n)
 
 
-def exits_at(step: int, max_steps: int, num_layers: int, config: ExitConfig) -> tuple[int, ...]:
-    """The exits trained at a 0-based step, ascending, with the last layer."""
+def exits_at(step: int, progress: float, num_layers: int, config: ExitConfig) -> tuple[int, ...]:
+    """The exits trained at a 0-based step, ascending, with the last layer; `progress` (0..1) is that of the run."""
     if not config.scale:
         return (num_layers,)
     if config.curriculum == "gradual":
-        return gradual_exits(step / max(1, max_steps), num_layers)
+        return gradual_exits(progress, num_layers)
     return rotating_exits(step, num_layers, 1 if config.curriculum == "all" else config.period)
 
 
@@ -64,6 +65,7 @@ def dropout_probability(layer: int, num_layers: int, maximum: float, progress: f
 class LayerDropout:
     """Layer dropout per sequence, without rescaling, by forward hooks on the layers.
 
+    It acts in training, and there only in forwards with gradients: not in those of a teacher.
     The hooks are not part of a saved model. The output of a dropped layer is computed and replaced, so that shapes
     are constant for compiled layers.
     """
@@ -75,7 +77,7 @@ class LayerDropout:
     def _hook(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         def drop(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             probability = dropout_probability(index, self.num_layers, self.maximum, self.progress)
-            if not module.training or probability <= 0:
+            if not module.training or not torch.is_grad_enabled() or probability <= 0:
                 return output
             rows = torch.rand(output.shape[0], 1, 1, device=output.device)
             return torch.where(rows < probability, args[0], output)
@@ -107,37 +109,41 @@ def layer_outputs(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict
 
 
 def last_loss(hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the last layer, and its detached logits; hidden `[N, H]`, labels `[N]`."""
-    logits = head(norm(hidden))
-    return F.cross_entropy(logits.float(), labels), logits.detach()
+    """Cross entropy of the last layer, and its detached distribution `[N, V]`; hidden `[N, H]`, labels `[N]`."""
+    logits = head(norm(hidden)).float()
+    return F.cross_entropy(logits, labels), logits.detach().softmax(-1)
 
 
-def early_loss(
+def distilled_loss(
     hidden: Tensor, norm: nn.Module, head: nn.Module, labels: Tensor, teacher: Tensor, distill: float
 ) -> Tensor:
-    """Cross entropy of an early exit through the shared norm and head; hidden `[N, H]`, labels `[N]`.
+    """Cross entropy of an exit through the shared norm and head; hidden `[N, H]`, labels `[N]`.
 
-    The target is the next token, mixed with the share `distill` of the last layer's distribution, with logits
-    `teacher` `[N, V]` (self-distillation, arXiv 1905.08094).
+    The target is the next token, mixed with the share `distill` of the distribution `teacher` `[N, V]`, that of a
+    last layer (self-distillation, arXiv 1905.08094).
     """
     log_probs = head(norm(hidden)).float().log_softmax(-1)
     loss = F.nll_loss(log_probs, labels)
     if distill:
-        soft = -(teacher.float().softmax(-1) * log_probs).sum(-1).mean()
+        soft = -(teacher * log_probs).sum(-1).mean()
         loss = (1 - distill) * loss + distill * soft
     return loss
 
 
 class EarlyExitLoss:
-    """The weighted loss of a step over its exits, through the final norm and head of a Llama-like model."""
+    """The weighted loss of a step over its exits, through the final norm and head of a Llama-like model.
 
-    def __init__(self, config: ExitConfig, num_layers: int, compiled: bool = False, max_steps: int = 1) -> None:
-        self.config, self.num_layers, self.max_steps = config, num_layers, max_steps
+    With the teacher "last", the last layer learns from the tokens, and the early exits partly from its distribution.
+    With the teacher "base", every exit learns partly from the distribution of the model without its adapters.
+    """
+
+    def __init__(self, config: ExitConfig, num_layers: int, compiled: bool = False) -> None:
+        self.config, self.num_layers = config, num_layers
         self.last = torch.compile(last_loss, dynamic=False) if compiled else last_loss
-        self.early = torch.compile(early_loss, dynamic=False) if compiled else early_loss
+        self.distilled = torch.compile(distilled_loss, dynamic=False) if compiled else distilled_loss
 
     def __call__(
-        self, model: nn.Module, tokens: Tensor, step: int, labels: Tensor | None = None
+        self, model: nn.Module, tokens: Tensor, step: int, labels: Tensor | None = None, progress: float = 0.0
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the loss to minimise and the detached loss of every exit, float32 scalars in nats per token.
 
@@ -145,22 +151,43 @@ class EarlyExitLoss:
             tokens: int64 `[B, T]`.
             labels: int64 `[B, T]`, the tokens or -100 where one does not count; default: the tokens. A batch in which
                 no token counts has loss 0 and no exits.
+            progress: 0..1, for the gradual curriculum.
         """
         parts, config = find_parts(model), self.config
-        exits = exits_at(step, self.max_steps, self.num_layers, config)
+        exits = exits_at(step, progress, self.num_layers, config)
+        targets = (tokens if labels is None else labels)[:, 1:].flatten()
+        counted = (targets != IGNORED).nonzero()[:, 0]  # the head runs over tokens that count only
+        targets = targets if labels is None else targets[counted]
+        losses: dict[int, Tensor] = {}
+        if config.teacher == "base":
+            teacher = base_distribution(model, tokens, counted)
         with layer_outputs(parts.layers, exits) as states:
             parts.body(input_ids=tokens, use_cache=False)
         hidden = {number: state[:, :-1].flatten(0, 1) for number, state in states.items()}
-        targets = (tokens if labels is None else labels)[:, 1:].flatten()
-        if labels is not None:  # the head runs over tokens that count only
-            counted = (targets != IGNORED).nonzero()[:, 0]
-            targets, hidden = targets[counted], {number: state[counted] for number, state in hidden.items()}
+        if labels is not None:
+            hidden = {number: state[counted] for number, state in hidden.items()}
             if not len(counted):
                 return hidden[self.num_layers].float().sum(), {}
-        losses = {}
-        losses[self.num_layers], teacher = self.last(hidden[self.num_layers], parts.norm, parts.head, targets)
-        for number in exits[:-1]:
-            losses[number] = self.early(hidden[number], parts.norm, parts.head, targets, teacher, config.distill)
+        if config.teacher == "last":
+            losses[self.num_layers], teacher = self.last(hidden[self.num_layers], parts.norm, parts.head, targets)
+        for number in exits:
+            if number not in losses:
+                state = hidden[number]
+                losses[number] = self.distilled(state, parts.norm, parts.head, targets, teacher, config.distill)
         weights = exit_weights(exits, self.num_layers, config.scale, config.weights)
         total = torch.stack([weight * losses[number] for weight, number in zip(weights, exits, strict=True)]).sum()
         return total, {number: loss.detach() for number, loss in losses.items()}
+
+
+def base_distribution(model: Any, tokens: Tensor, counted: Tensor) -> Tensor:
+    """The next-token distribution of a PEFT model without its adapters, float32 `[N, V]`.
+
+    Args:
+        tokens: int64 `[B, T]`.
+        counted: int64 `[N]`, places among the B (T - 1) positions that have a next token.
+    """
+    parts = find_parts(model)
+    with torch.no_grad(), model.disable_adapter():
+        hidden = parts.body(input_ids=tokens, use_cache=False).last_hidden_state
+        probs: Tensor = parts.head(hidden[:, :-1].flatten(0, 1)[counted]).float().softmax(-1)
+    return probs

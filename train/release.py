@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from train.agreement import ExitQuality, greedy, measure_exits
+from train.agreement import ExitQuality
 from train.card import CardFacts, write_card
 from train.checkpoints import newest_checkpoint
 from train.config import TrainConfig
 from train.data import encode_files
 from train.export import best_exit, export_model, read_history, store_exit, write_curve
+from train.generate import continue_prompts
 from train.material import Material, gather, load_tokenizer
-from train.models import load_base
+from train.quality import base_quality, measure
 
 SAMPLE_PROMPTS = (
     "class Stack:\n    def __init__(self):\n",
@@ -37,15 +38,19 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     folder, checkpoint = Path(config.run.export), newest_checkpoint(config.run.output)
     tokenizer = load_tokenizer(checkpoint)
     material = gather(config, tokenizer)
-    before = measure_base(config, material)  # first, since the export folder may be that of the base model
+    before = None
+    try:
+        before = base_quality(config, material)  # first, since the export folder may be that of the base model
+    except ValueError as gone:
+        print(f"the card has no figures of model.base: {gone}", flush=True)
     model = export_model(config, checkpoint, folder, tokenizer)
     if torch.cuda.is_available():
         model = model.cuda()
-    quality = measure_exits(model, material.held_out, config.eval)
+    quality = measure(model, material, config)
     chosen = best_exit(model, quality.agreement)
     exit_layer, num_draft_tokens = config.run.exit_layer or chosen[0], config.run.num_draft_tokens or chosen[1]
     store_exit(model, folder, exit_layer, num_draft_tokens)
-    prompts = () if config.data.path else SAMPLE_PROMPTS
+    prompts = SAMPLE_PROMPTS if material.corpus else ()
     facts = CardFacts(
         config=config,
         command=command,
@@ -71,18 +76,6 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
     return quality
 
 
-def measure_base(config: TrainConfig, material: Material) -> ExitQuality | None:
-    """Measure `model.base` on the same texts; None without one, or where it cannot be loaded any more."""
-    if not config.model.base:
-        return None
-    try:
-        base = load_base(config).float().eval()
-    except ValueError as gone:
-        print(f"the card has no figures of model.base: {gone}", flush=True)
-        return None
-    return measure_exits(base.cuda() if torch.cuda.is_available() else base, material.held_out, config.eval)
-
-
 def train_tokens(material: Material) -> int:
     """The number of tokens to train on, each text counted once; 0 where they are streamed."""
     if material.corpus is None:
@@ -97,7 +90,5 @@ def count(documents: Sequence[np.ndarray]) -> int:
 
 def continue_greedily(model: nn.Module, tokenizer: PreTrainedTokenizerFast, prompt: str, new_tokens: int) -> str:
     """The model's greedy continuation of a prompt as text."""
-    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
-    with torch.no_grad():
-        text, _ = greedy(model, tokens, new_tokens)
-    return str(tokenizer.decode(text[0, tokens.shape[1] :], skip_special_tokens=True))
+    (text,) = continue_prompts(model, [tokenizer(prompt)["input_ids"]], new_tokens)
+    return str(tokenizer.decode(text, skip_special_tokens=True))

@@ -68,6 +68,31 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """Conversations that the base model writes itself, in place of data; 0 of them means none."""
+
+    num_chats: int = 0
+    num_held_out: int = 64
+    max_prompt_tokens: int = 64
+    max_answer_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    batch_size: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least("chats", self, 0, "num_chats", "seed")
+        check_least("chats", self, 1, "num_held_out", "max_prompt_tokens", "max_answer_tokens", "batch_size")
+        warm = self.temperatures
+        check(bool(warm) and min(warm) >= 0, "chats.temperatures", "a list of temperatures from 0", list(warm))
+        fits = not self.num_chats or self.num_chats > self.num_held_out
+        check(fits, "chats.num_chats", f"0 or above chats.num_held_out = {self.num_held_out}", self.num_chats)
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_chats // self.batch_size)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model to continue from, or else the shape of a new one in the words of transformers' LlamaConfig."""
 
@@ -124,6 +149,7 @@ class ExitConfig:
     scale: float = 0.5
     weights: str = "uniform"
     distill: float = 0.0
+    teacher: str = "last"
     dropout_max: float = 0.1
     dropout_ramp: bool = False
 
@@ -133,6 +159,7 @@ class ExitConfig:
         check(self.scale >= 0, "exits.scale", "at least 0", self.scale)
         _check_choice("exits.weights", self.weights, "uniform", "cumulative")
         check(0 <= self.distill <= 1, "exits.distill", "between 0 and 1", self.distill)
+        _check_choice("exits.teacher", self.teacher, "last", "base")
         check(0 <= self.dropout_max < 1, "exits.dropout_max", "at least 0 and below 1", self.dropout_max)
 
 
@@ -167,6 +194,7 @@ class RunConfig:
     num_draft_tokens: int = 0
     seed: int = 0
     max_steps: int = 2000
+    max_minutes: float = 0.0
     windows: tuple[int, ...] = (512,)
     tokens_per_batch: int = 4096
     gradient_accumulation_steps: int = 2
@@ -179,7 +207,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(not self.card or Path(self.card).is_file(), "run.card", "a file of Markdown text", self.card)
-        check_least("run", self, 0, "exit_layer", "num_draft_tokens", "seed")
+        check_least("run", self, 0, "exit_layer", "num_draft_tokens", "seed", "max_minutes")
         check_least("run", self, 1, "max_steps", "tokens_per_batch", "gradient_accumulation_steps")
         check_least("run", self, 1, "save_steps", "log_steps")
         check(min(self.windows, default=0) > 1, "run.windows", "a list of lengths of at least 2 tokens", self.windows)
@@ -200,7 +228,16 @@ class EvalConfig:
     prompt_tokens: int = 256
     num_prompts: int = 96
     new_tokens: int = 64
+    docstring_windows: int = 0
+    gsm8k: str = ""
+    gsm8k_questions: int = 0
+    gsm8k_tokens: int = 256
+    batch_size: int = 16
 
     def __post_init__(self) -> None:
-        check_least("eval", self, 1, *(each.name for each in dataclasses.fields(self)))
+        may_be_zero = ("docstring_windows", "gsm8k_questions")
+        counts = [each.name for each in dataclasses.fields(self) if each.type == "int"]
+        check_least("eval", self, 1, *(name for name in counts if name not in may_be_zero))
+        check_least("eval", self, 0, *may_be_zero)
+        check(not self.gsm8k or Path(self.gsm8k).is_file(), "eval.gsm8k", "a .jsonl file", self.gsm8k)
         check(self.window >= 2, "eval.window", "at least 2", self.window)

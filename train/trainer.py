@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from train.backbone import find_parts
 from train.callbacks import HeldOut
 from train.checkpoints import check_finite, checkpoint_folder, describe_remaining
+from train.clock import SECONDS, Clock
 from train.config import TrainConfig
 from train.errors import RunFailed
 from train.optim import MuonWithAdamW, plain_adamw, warmup_stable_decay
@@ -65,17 +66,20 @@ def collate(items: list[Tensor]) -> dict[str, Tensor]:
 class EarlyExitTrainer(Trainer):
     """Trains with LayerSkip's loss (arXiv 2404.16710) on one device; the model's class does not change."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, train_dataset: Dataset[Tensor], **kwargs: Any) -> None:
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, train_dataset: Dataset[Tensor], clock: Clock, **kwargs: Any
+    ) -> None:
         check_report_to(config.run.report_to)
         super().__init__(
             model, training_arguments(config), data_collator=collate, train_dataset=train_dataset, **kwargs
         )
         self.remove_callback(PrinterCallback)  # replaced by Progress
-        self.config, self.windows = config, train_dataset
+        self.add_callback(clock)
+        self.config, self.windows, self.clock = config, train_dataset, clock
         self.model_accepts_loss_kwargs = False  # losses are means, divided by the accumulation steps
         layers = find_parts(model).layers
-        compiled = config.run.compile and not config.data.path  # with labels, the number of rows varies
-        self.exit_loss = EarlyExitLoss(config.exits, len(layers), compiled, config.run.max_steps)
+        has_labels = config.data.path or config.chats.num_chats  # then the number of rows varies
+        self.exit_loss = EarlyExitLoss(config.exits, len(layers), config.run.compile and not has_labels)
         self.dropout = LayerDropout(layers, config.exits.dropout_max)
         self.step_losses: dict[int, list[Tensor]] = {}
         self.unfinished: Path | None = None
@@ -91,10 +95,11 @@ class EarlyExitTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         step = self.state.global_step
-        self.dropout.progress = step / self.state.max_steps if self.config.exits.dropout_ramp else 1.0
-        tokens = inputs["input_ids"]
+        progress = self.clock.progress(step)
+        self.dropout.progress = progress if self.config.exits.dropout_ramp else 1.0
+        tokens, own = inputs["input_ids"], self.accelerator.unwrap_model(model)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.config.run.bf16):
-            loss, losses = self.exit_loss(self.accelerator.unwrap_model(model), tokens, step, inputs.get("labels"))
+            loss, losses = self.exit_loss(own, tokens, step, inputs.get("labels"), progress)
         for number, value in losses.items():
             self.step_losses.setdefault(number, []).append(value)
         return (loss, losses) if return_outputs else loss
@@ -125,6 +130,7 @@ class EarlyExitTrainer(Trainer):
                 values = self.step_losses[number]
                 logs[f"loss_exit_{number}"] = round(float(torch.stack(values).mean()), 4)
             self.step_losses.clear()
+            logs[SECONDS] = round(self.clock.elapsed, 1)
         super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -141,7 +147,7 @@ class EarlyExitTrainer(Trainer):
             optim = self.config.optim
 
             def factor(step: int) -> float:
-                return warmup_stable_decay(step, num_training_steps, optim.warmup_steps, optim.decay_fraction)
+                return warmup_stable_decay(step, self.clock.progress(step), optim.warmup_steps, optim.decay_fraction)
 
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.create_optimizer(), factor)
         return self.lr_scheduler

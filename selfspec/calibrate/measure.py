@@ -151,10 +151,12 @@ class _Measurement:
     def probes(self) -> Iterator[Callable[[], None]]:
         layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
         half = max(self.middle, layers // 2)
-        few = sorted({1, half}) if self.thin else [e for e in exits_to_time(layers) if e <= half]
+        heads_at = set() if self.stack.exit_heads is None else set(self.stack.exit_heads.layers)  # these take longer
+        every = sorted({*exits_to_time(layers), *heads_at})
+        few = sorted({1, half} | heads_at) if self.thin else [e for e in every if e <= half]
         for rows in self.batch_sizes:
             widths = self.widths if rows == 1 and not self.thin else self.batch_widths(rows)
-            exits = few if rows > 1 else sorted({1, self.middle, layers - 1}) if self.thin else exits_to_time(layers)
+            exits = few if rows > 1 else sorted({1, self.middle, layers - 1} | heads_at) if self.thin else every
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)

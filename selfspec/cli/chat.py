@@ -74,6 +74,7 @@ class Conversation:
         given = decoding(options, target)
         names = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "exact")
         drafting = {name: given.pop(name) for name in names}
+        drafting |= {"responses": target.responses if given.pop("reuse_responses") else None}
         self._sampling = given | {"seed": options.seed}
         reuses = target.stack.engine == "compiled" or not options.exact
         with as_sentences(), talk.waiting("preparing to decode"):

@@ -23,8 +23,8 @@ ENOUGH_SECONDS = 3.0  # no further pair is begun after this
 class Comparison:
     """Seconds of every timed run, end to end, prompt included.
 
-    Of the acceptance statistics a run that drafts knows what was known before the first: none has seen the text that it
-    is about to write.
+    Of the acceptance statistics a run that drafts knows what was known before the first, and it has no response of
+    another run: none has seen the text that it is about to write.
     """
 
     drafted_runs: list[float]
@@ -92,6 +92,7 @@ def _timed(job: Job, shown: Run, before: Any) -> Comparison:
     def run(policy: str, **changes: Any) -> Run:
         if policy == "adaptive":
             job.target.prior = before
+        job.target.responses.clear()
         return job.run(policy, **changes)
 
     drafted: list[float] = []

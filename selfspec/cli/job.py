@@ -29,7 +29,7 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.target import Target
 
 MAX_ROWS = 64  # of a file of prompts decoded together; the others join as rows end
-DRAFTING = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "learn", "exact")
+DRAFTING = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "reuse_responses", "learn", "exact")
 PARTS = {"decided"}  # of other stages
 STAGES = tuple(field.name for field in fields(StageSeconds) if not (field.name in PARTS or field.name.startswith("_")))
 
@@ -149,6 +149,7 @@ def decoding(options: Decoding, target: Target) -> dict[str, Any]:
     """How to draft and how to choose tokens, as the library names it."""
     drafting: dict[str, Any] = {"exit_layer": options.exit_layer, "num_draft_tokens": options.num_speculative_tokens}
     drafting |= {"drafts": options.sources, "exact": options.exact, "datastore": _corpus(options, target)}
+    drafting |= {"reuse_responses": options.reuse_responses}
     return drafting | options.sampling
 
 

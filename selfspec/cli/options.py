@@ -131,6 +131,12 @@ class Decoding(Opening):
     corpus: Path | None = _draft(
         "Look drafts up in a corpus, too: a file that 'selfspec corpus build' wrote.", metavar="FILE"
     )
+    reuse_responses: bool = _draft(
+        "Look drafts up in responses that this run finished before, too. The text stays the same; the speed of a "
+        "request may tell that a similar one came before it.",
+        "--reuse-responses/--no-reuse-responses",
+        default=True,
+    )
     learn: Path | None = _draft(
         "Improve the exit heads by what is refused, and keep them in FOLDER: from there the next run goes on. At most "
         "a twentieth of the time; the text stays the same.",

@@ -22,13 +22,14 @@ from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
     DRAFTS,
     LOOKUP,
+    OWN_TEXT,
     SEED_POSITIONS,
     LookupTable,
     Plan,
     Policy,
     ShadowPlan,
     confidence_bins,
-    match_bin,
+    lookup_bin,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts
@@ -232,15 +233,18 @@ class Adaptive(Policy):
         if self._seconds is not None:
             self._seconds.pass_time(emitted)
         if exit_layer == LOOKUP and plan.lookups is not None:
-            gains = [plan.lookups.gains[lines[o.request_id]][match_bin(o.match)] for o in outcomes if o.match]
+            gains = [
+                plan.lookups.gains[lines[o.request_id]][lookup_bin(o.match, o.source)] for o in outcomes if o.match
+            ]
             self._lookup_forecasts.add(emitted, 1 + sum(gains) / count)
         elif exit_layer:
             self._observe_draft(plan, exit_layer, outcomes, emitted)
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
-            if outcome.is_stored:
-                self._ngrams.add(outcome.match, outcome.num_drafted, outcome.num_accepted, outcome.request_id)
+            if outcome.source != OWN_TEXT:  # whose tally counts every token, drafted or not
+                drafted, right = outcome.num_drafted, outcome.num_accepted
+                self._ngrams.add(outcome.match, drafted, right, outcome.request_id, outcome.source)
         is_compared, is_probe = self._schedule.block > 0, any(o.shadow is not None for o in outcomes)
         forwards = seconds.draft + seconds.verify + seconds.head
         self._schedule.pass_round(forwards, seconds.shadow if is_probe else None)

@@ -1,4 +1,4 @@
-"""Acceptance rates of drafts by lookup, by match length, and the draft lengths with the most tokens per second."""
+"""Acceptance rates of drafts by lookup, by source and match length, and the draft lengths with the best speed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from selfspec.control.decay import Decayed, Floats, TokenClock
-from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS, LookupTable, match_bin
+from selfspec.control.plan import MATCH_EDGES, NUM_LOOKUP_BINS, SOURCES, LookupTable, lookup_bin
 from selfspec.control.round_costs import MOST_FOUND, MOST_PACKED, RoundCosts
 from selfspec.control.rows import Tally
 
 SHORTEST = (1, *MATCH_EDGES)  # the shortest match length of each bin
-PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.99, 0.99)  # acceptance rate by bin without observations
+PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.99, 0.99)  # acceptance rate by match bin without observations
 PRIOR_WEIGHT = 8.0  # pseudo-observations of the prior
 ROW_WEIGHT = 6.0  # pseudo-observations of the rates of all rows, for a single row
 HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # of all rows' and of one row's counts, in emitted tokens per row
 MOST_OF_PROMPT = 16.0  # largest number of observations that a prompt counts as
-_PRIOR = np.array(PRIOR)
-_SHAPE = 2, NUM_MATCH_BINS  # hits, seen
+_PRIOR = np.array(PRIOR * len(SOURCES))
+_SHAPE = 2, NUM_LOOKUP_BINS  # hits, seen
 LEAST_CHANCE = 0.05  # tokens with a lower acceptance probability are not drafted
 TYPICAL = 8  # drafted tokens per row at which the cost of one more token is taken
-# [bins, MOST_FOUND]: the match before each further token of a draft is one token longer.
-_BINS = np.array([[match_bin(match + at) for at in range(MOST_FOUND)] for match in SHORTEST])
+# [NUM_LOOKUP_BINS, MOST_FOUND]: the match before each further token of a draft is one token longer.
+_BINS = np.array(
+    [[lookup_bin(match + at, source) for at in range(MOST_FOUND)] for source in SOURCES for match in SHORTEST]
+)
 
 
 class NgramStats:
-    """Decayed hits and observations by bin of match length, of all rows and of each row.
+    """Decayed hits and observations by source and bin of match length, of all rows and of each row.
 
     The rates of one row are shrunk towards those of all rows.
     """
@@ -42,7 +44,7 @@ class NgramStats:
             self._rows = {row: self._rows[row] for row in rows if row in self._rows}
 
     def take(self, tally: Tally, request_id: int) -> None:
-        """Add a row's tally. Its first tally is its prompt, and counts as at most `MOST_OF_PROMPT` observations."""
+        """Add a row's tally of its own text. The first one is its prompt: at most `MOST_OF_PROMPT` observations."""
         is_prompt = request_id not in self._rows
         share = min(1.0, MOST_OF_PROMPT / max(1, tally.num_tokens)) if is_prompt else 1.0
         own = self._own(request_id)
@@ -50,11 +52,11 @@ class NgramStats:
             if seen:
                 self._count(own, at, share * right, share * seen)
 
-    def add(self, match: int, num_drafted: int, num_right: int, request_id: int) -> None:
+    def add(self, match: int, num_drafted: int, num_right: int, request_id: int, source: int) -> None:
         """Count the accepted tokens of a draft and its first rejected one, each after a match one token longer."""
         own = self._own(request_id)
         for place in range(min(num_right + 1, num_drafted)):
-            self._count(own, match_bin(match + place), place < num_right, 1.0)
+            self._count(own, lookup_bin(match + place, source), place < num_right, 1.0)
 
     def _own(self, request_id: int) -> Decayed:
         if request_id not in self._rows:
@@ -64,10 +66,10 @@ class NgramStats:
     def _count(self, own: Decayed, at: int, right: float, seen: float) -> None:
         for counts in (self._pooled, own):
             counts.add(at, right)
-            counts.add(at + NUM_MATCH_BINS, seen)
+            counts.add(at + NUM_LOOKUP_BINS, seen)
 
     def rates(self, request_id: int) -> list[float]:
-        """By bin: the probability that the token after a match in this row repeats."""
+        """By `lookup_bin`: the probability that the token after a match of this row is the one that the text has."""
         hits, seen = self._pooled.now()
         rates = (hits + PRIOR_WEIGHT * _PRIOR) / (seen + PRIOR_WEIGHT)
         if request_id in self._rows:
@@ -83,7 +85,7 @@ def table(
     """Draft lengths of all rows; None where no draft is expected to be faster than decoding without lookup.
 
     Args:
-        rates: per row and bin, the probability that the token after a match repeats.
+        rates: per row and `lookup_bin`, the probability that the token after a match is the one that the text has.
         usual: tokens per second of all rows without lookup.
         forecast_ratio: emitted over forecast tokens of earlier drafts by lookup.
         most: maximum draft length of a row.

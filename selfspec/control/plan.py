@@ -19,14 +19,22 @@ FEW_BINNED = 24  # below so many confidences, `bisect` is faster than numpy
 MATCH_EDGES = (2, 3, 4, 6, 9, 16, 32, 64, 128)
 """Bounds between the bins of match lengths in tokens: 1, 2, 3, 4-5, 6-8, 9-15, 16-31, 32-63, 64-127, 128 and more.
 
-The compiled index has the same bounds (`lookup.cpp`)."""
+Compiled code has the same bounds (`lookup.h`)."""
 NUM_MATCH_BINS = len(MATCH_EDGES) + 1
+SOURCES = OWN_TEXT, RESPONSES, CORPUS = range(3)
+"""Where drafts by lookup come from: the row's own text, finished responses, a corpus. In `lookup.h`, too."""
+NUM_LOOKUP_BINS = len(SOURCES) * NUM_MATCH_BINS
 SEED_POSITIONS = 16  # last positions of a prompt at which a policy may probe layers (arXiv 2504.05598)
 
 
 def match_bin(match: int) -> int:
     """The bin of a match length of at least 1 token."""
     return bisect_right(MATCH_EDGES, match)
+
+
+def lookup_bin(match: int, source: int) -> int:
+    """The bin of a match length of at least 1 token among those of all sources."""
+    return source * NUM_MATCH_BINS + bisect_right(MATCH_EDGES, match)
 
 
 def confidence_bin(confidence: float) -> int:
@@ -43,7 +51,7 @@ def confidence_bins(confidences: Sequence[float]) -> list[int]:
 
 
 DRAFTS = ("exit", "copies", "lookup", "tree")
-"""Sources of drafts: "exit" is early layers, "copies" their copies in 4 bits, "lookup" the row's text or a corpus.
+"""Sources of drafts: "exit" is early layers, "copies" their copies in 4 bits, "lookup" the texts of `SOURCES`.
 
 "tree" allows branches in drafts."""
 REMOVED_DRAFTS = ("recycle", "cascade")
@@ -93,26 +101,32 @@ class ShadowPlan(NamedTuple):
 class LookupTable(NamedTuple):
     """Draft lengths by match length. In a round, either all rows with a match draft by lookup, or none does.
 
-    The match length is the number of a row's last tokens that occur earlier in its text or in a corpus.
+    The match length is the number of a row's last tokens that occur earlier in its text, in a finished response, or in
+    a corpus.
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """Per row and match bin (`match_bin`): tokens to draft. A row without a match drafts none."""
+    """Per row, source and match bin (`lookup_bin`): tokens to draft. A row without a match drafts none."""
     gains: tuple[tuple[float, ...], ...]
-    """Per row and match bin: expected accepted tokens."""
+    """Per row, source and match bin: expected accepted tokens."""
     needs: tuple[float, ...]
     """By drafted tokens of all rows: the expected accepted tokens that a round needs. The last entry covers more."""
 
-    def drafted(self, matches: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+    def drafted(
+        self, matches: Sequence[int], rooms: Sequence[int], sources: Sequence[int] | None = None
+    ) -> tuple[int, ...] | None:
         """The number of tokens that each row drafts; None where no row drafts by lookup.
 
         Args:
             matches: match length per row.
             rooms: maximum draft length per row.
+            sources: of the match, per row; default: the row's own text.
         """
         drafted, gain = [], 0.0
-        for lengths, gains, match, room in zip(self.lengths, self.gains, matches, rooms, strict=True):
-            length = min(lengths[at := match_bin(match)], room) if match else 0
+        sources = (OWN_TEXT,) * len(matches) if sources is None else sources
+        rows = zip(self.lengths, self.gains, matches, rooms, sources, strict=True)
+        for lengths, gains, match, room, source in rows:
+            length = min(lengths[at := lookup_bin(match, source)], room) if match else 0
             if length > 0:
                 gain += gains[at]
             drafted.append(max(0, length))
@@ -123,7 +137,7 @@ class LookupTable(NamedTuple):
 @lru_cache(maxsize=64)
 def always(draft_lengths: tuple[int, ...]) -> LookupTable:
     """The table by which row i drafts `draft_lengths[i]` tokens after a match of any length."""
-    bins, none = NUM_MATCH_BINS, ((0.0,) * NUM_MATCH_BINS,) * len(draft_lengths)
+    bins, none = NUM_LOOKUP_BINS, ((0.0,) * NUM_LOOKUP_BINS,) * len(draft_lengths)
     return LookupTable(tuple([(length,) * bins for length in draft_lengths]), none, (0.0,))
 
 

@@ -27,6 +27,7 @@ class PolicyRequest(NamedTuple):
     costs: Callable[[], Costs]
     prior: Any
     drafts: Sequence[str]
+    draft_vocab: int | None
 
     @property
     def exit_layer(self) -> int:
@@ -54,6 +55,10 @@ def _prompt_lookup(request: PolicyRequest) -> Policy:
     return PromptLookup() if request.requested_tokens is None else PromptLookup(request.requested_tokens)
 
 
+def _fixed(request: PolicyRequest) -> Policy:
+    return Fixed(request.exit_layer, request.num_draft_tokens, draft_vocab=request.draft_vocab)
+
+
 def _with_length(policy: Callable[[int, int], Policy]) -> Callable[[PolicyRequest], Policy]:
     """For policies with an exit layer and an initial or fixed draft length."""
     return lambda request: policy(request.exit_layer, request.num_draft_tokens)
@@ -62,7 +67,7 @@ def _with_length(policy: Callable[[int, int], Policy]) -> Callable[[PolicyReques
 POLICIES = {
     "adaptive": Entry(_adaptive, chooses_exit=True, needs_costs=True),  # most expected tokens per second
     "plain": Entry(lambda request: Plain(), chooses_exit=True),
-    "fixed": Entry(_with_length(Fixed)),  # LayerSkip
+    "fixed": Entry(_fixed),  # LayerSkip
     "fs": Entry(_with_length(FiniteState)),  # a token longer after a full acceptance, else shorter
     "dv": Entry(lambda request: DraftVerify(request.exit_layer)),  # a threshold of confidence that follows acceptance
     "gammatune": Entry(_with_length(GammaTune)),  # length from a moving average of acceptance
@@ -87,6 +92,7 @@ def make_policy(
     costs: Callable[[], Costs] | None = None,
     prior: Any = None,
     drafts: Sequence[str] | None = None,
+    draft_vocab: int | None = None,
 ) -> Policy:
     """Make the policy of a name; a `Policy` object is returned as it is.
 
@@ -99,6 +105,8 @@ def make_policy(
         costs: returns the cost table of this machine, for the policies that need it.
         prior: the `state` of an earlier `Adaptive` for this model, for `adaptive`.
         drafts: sources of drafts of `adaptive`, some of `DRAFTS`; default: all.
+        draft_vocab: tokens that `fixed` drafts over, the most frequent ones; default: the whole vocabulary. `adaptive`
+            chooses it; the other published policies draft over the whole vocabulary, as they were published.
 
     Raises:
         ValueError: there is no policy of this name, or an argument is out of range.
@@ -117,8 +125,8 @@ def make_policy(
         return Plain()
     if POLICIES[policy].needs_costs and costs is None:
         raise ValueError(f"the policy {policy!r} needs costs, got none; give a function that returns a Costs")
-    request = PolicyRequest(num_layers, exit_layer, num_draft_tokens, costs or _unmeasured, prior, drafts or DRAFTS)
-    return POLICIES[policy].make(request)
+    given = exit_layer, num_draft_tokens, costs or _unmeasured, prior, drafts or DRAFTS, draft_vocab
+    return POLICIES[policy].make(PolicyRequest(num_layers, *given))
 
 
 def removed_among(drafts: Sequence[str]) -> str:

@@ -75,7 +75,7 @@ class RowOutcome(NamedTuple):
     num_beside: int = 0  # drafted second choices
     is_left_out: bool = False  # the target's pick at the first rejection was outside the draft vocabulary
     match: int = 0  # of a draft by lookup: its match length
-    is_stored: bool = False  # whether a draft by lookup came from a corpus
+    source: int = 0  # of a draft by lookup: one of `control.plan.SOURCES`
 
     @property
     def num_emitted(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from selfspec.control.plan import NUM_MATCH_BINS, UNBOUNDED_ROUNDS, LookupTable, Plan, Policy
+from selfspec.control.plan import NUM_LOOKUP_BINS, UNBOUNDED_ROUNDS, LookupTable, Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowState
 from selfspec.decoding.checks import check_lookups, check_plan
 
@@ -59,7 +59,7 @@ class CheckedPolicy:
 
 def _without(plan: Plan, speculate: Sequence[bool]) -> Plan:
     """The plan without drafts and shadow picks for rows that do not speculate."""
-    none, table, shadow = (0,) * NUM_MATCH_BINS, plan.lookups, plan.shadow
+    none, table, shadow = (0,) * NUM_LOOKUP_BINS, plan.lookups, plan.shadow
     lengths = tuple([n if may else 0 for n, may in zip(plan.draft_lengths, speculate, strict=True)])
     if table is not None:
         own = tuple([row if may else none for row, may in zip(table.lengths, speculate, strict=True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, NUM_MATCH_BINS, LookupTable, Plan, SecondChoices, ShadowPlan
+from selfspec.control.plan import LOOKUP, NUM_BINS, NUM_LOOKUP_BINS, LookupTable, Plan, SecondChoices, ShadowPlan
 from selfspec.decoding.request import Request
 from selfspec.errors import is_number, whole
 from selfspec.model.stack import Stack
@@ -73,11 +73,11 @@ def check_lookups(lookups: LookupTable, num_rows: int) -> None:
         raise ValueError(f"a plan's lookups must be a LookupTable or None, got {lookups!r}")
     lengths, gains, needs = lookups
     sizes = {len(of_row) for of_row in (*lengths, *gains)}
-    if len(lengths) != num_rows or len(gains) != num_rows or sizes - {NUM_MATCH_BINS} or not needs:
+    if len(lengths) != num_rows or len(gains) != num_rows or sizes - {NUM_LOOKUP_BINS} or not needs:
         raise ValueError(
-            f"a plan's lookups must have lengths and gains of every row, {num_rows}, by {NUM_MATCH_BINS} bins of match "
-            f"lengths, and needs, got {len(lengths)} rows' lengths and {len(gains)} rows' gains of {sorted(sizes)} "
-            f"bins, and {len(needs)} needs"
+            f"a plan's lookups must have lengths and gains of every row, {num_rows}, by {NUM_LOOKUP_BINS} bins of "
+            f"sources and match lengths, and needs, got {len(lengths)} rows' lengths and {len(gains)} rows' gains of "
+            f"{sorted(sizes)} bins, and {len(needs)} needs"
         )
     wrong: list[object] = [part for part in (lengths, gains, needs, *lengths, *gains) if type(part) is not tuple]
     wrong += [n for of_row in lengths for n in of_row if type(n) is not int]

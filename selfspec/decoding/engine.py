@@ -18,6 +18,7 @@ from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.row import Row
 from selfspec.decoding.scheduler import Scheduler
 from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.responses import Responses
 from selfspec.errors import flag, is_number, whole
 from selfspec.executors.after_round import Teach
 from selfspec.executors.picker import Picker
@@ -65,6 +66,8 @@ class Engine:
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
             lookup, texts of the corpus continue a row, too.
+        responses: finished responses, in which lookup finds drafts and to which those of this engine are added; several
+            engines may share them. None: no request's text is used for another one.
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.model.exact`.
         burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
@@ -92,6 +95,7 @@ class Engine:
         prefill_chunk: int = 512,
         learn: Learns | None = None,
         datastore: Datastore | None = None,
+        responses: Responses | None = None,
         exact: bool = False,
         burst: float | None = None,
         reuse_prefix: bool = False,
@@ -132,7 +136,9 @@ class Engine:
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
         self._picker = Picker(self.stack)
-        self._scheduler = Scheduler(target, self.stack, self.cache, datastore, reuse_prefix)
+        self._responses = responses
+        texts = tuple([one for one in (responses, datastore) if one is not None])
+        self._scheduler = Scheduler(target, self.stack, self.cache, texts, reuse_prefix)
         self._cancelled: set[int] = set()
         # Not handed out yet; they outlive a step that raises:
         self._results: list[RowResult] = []  # of a round that has not ended
@@ -320,6 +326,8 @@ class Engine:
         if row.finish_reason is None:
             return None
         try:
+            if self._responses is not None and row.finish_reason != "cancelled":
+                self._responses.add(row.request.prompt, row.tokens)
             return row.completion()
         finally:
             if row.has_pages:

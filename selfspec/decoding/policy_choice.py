@@ -59,8 +59,9 @@ def policy_for(
     def costs() -> Costs:
         return target.costs(batch_size, exact=True) if exact else target.costs(batch_size)
 
-    made = make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts)
     stack, ranks = target.exact_stack if exact else target.stack, target.stack.ranks
+    draft_vocab = stack.default_draft_vocab
+    made = make_policy(policy, layers, exit_layer, num_draft_tokens, costs, prior, drafts, draft_vocab)
     made.set_vocabulary(stack.frequencies if stack.has_draft_heads else None)
     made.set_copies(stack.has_copies)
     return made if ranks is None else RankZeroPolicy(made, ranks.leads, ranks.agreed)

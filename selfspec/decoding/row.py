@@ -12,8 +12,8 @@ from selfspec.control.rows import RowState
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import FinishReason, Stopper
-from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.row_lookup import RowLookup
+from selfspec.drafting.texts import Texts
 from selfspec.executors.logprobs import TokenLogprobs
 
 
@@ -34,7 +34,7 @@ class Row:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, where asked
     has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine cancels it
     has_pages: bool = True  # they are given back once
-    datastore: Datastore | None = None
+    texts: tuple[Texts, ...] = ()  # that it looks in besides its own
     num_prompt_tokens: int = 0
     num_found: int = 0  # tokens of the prompt that were in the cache already
     limit: int = 0  # tokens its content may come to
@@ -67,9 +67,9 @@ class Row:
 
     @property
     def lookup(self) -> RowLookup:
-        """What its text and a corpus offer for drafts; an index is made when it is first asked for a match."""
+        """What its text and others offer for drafts; an index is made when it is first asked for a match."""
         if self._lookup is None:
-            self._lookup = RowLookup(self.content, self.datastore)
+            self._lookup = RowLookup(self.content, self.texts)
         return self._lookup
 
     @contextmanager

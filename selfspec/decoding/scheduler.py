@@ -12,7 +12,7 @@ from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.decoding.request import Options, Request, make_request
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
-from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.texts import Texts
 from selfspec.errors import CacheFullError, refuse_unknown
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
@@ -23,14 +23,14 @@ class Scheduler:
 
     Args:
         stack: of the target, and `cache`: where rows' keys and values will be.
-        datastore: a corpus that rows look in beside their own texts.
+        texts: what rows look in besides their own texts.
         reuse_prefix: see `Engine`.
     """
 
     def __init__(
-        self, target: Decodable, stack: Stack, cache: PagedCache, datastore: Datastore | None, reuse_prefix: bool
+        self, target: Decodable, stack: Stack, cache: PagedCache, texts: tuple[Texts, ...], reuse_prefix: bool
     ) -> None:
-        self._target, self._stack, self._cache, self._datastore = target, stack, cache, datastore
+        self._target, self._stack, self._cache, self._texts = target, stack, cache, texts
         self._prefix = PrefixCache(cache, stack.model) if reuse_prefix else None
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
@@ -81,7 +81,7 @@ class Scheduler:
                 return
             self._waiting.popleft()
             row = self._row(request_id, request, *reserved)
-            row.datastore = self._datastore
+            row.texts = self._texts
             row.num_edits = 0 if self._prefix is None else self._prefix.count_edits()
             yield row
 

@@ -7,9 +7,9 @@ only, so several processes share its memory.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from selfspec.drafting.datastore_file import DEPTH, PAGE, open_file
+from selfspec.control.plan import CORPUS
+from selfspec.drafting.datastore_file import DEPTH, PAGE, About, open_file
 from selfspec.drafting.prompt_lookup import Guess
 from selfspec.errors import DatastoreError
+from selfspec.kernels import compiled_call
 from selfspec.model.fingerprint import vocabulary_of
 
 MOST_PLACES = 32  # occurrences of a match that are read; of more, 32 at equal distances
@@ -40,15 +42,35 @@ class Match(NamedTuple):
         return self.end - self.first
 
 
+class CompiledCorpus:
+    """A datastore's file for compiled rounds."""
+
+    def __init__(self, file: mmap.mmap, about: About) -> None:
+        self._file, self._lib = file, compiled_call.functions()
+        parts = [np.frombuffer(file, np.uint8, 1, at) for at in (PAGE, about.starts_at, about.places_at)]
+        sizes = (ctypes.c_int64 * 4)(about.token_bytes, about.num_cells, about.vocab_size, about.num_places)
+        self.address = self._lib.selfspec_corpus_new(*[part.ctypes.data for part in parts], sizes)
+        if not self.address:
+            raise MemoryError("there is too little memory to open a corpus")
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            self._lib.selfspec_texts_free(self.address)
+
+
 class Datastore:
     """An index of a corpus, written by `selfspec corpus build`. Safe for several threads and processes.
 
-    Where a file is replaced, open datastores continue to use the old one.
+    Where a file is replaced, open datastores continue to use the old one. `kernels/cpu/corpus.cpp` reads the same file
+    for compiled rounds.
     """
+
+    source = CORPUS
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         file, self.about = open_file(self.path)
+        self._compiled: CompiledCorpus | None = None
         with file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         about = self.about
@@ -80,6 +102,12 @@ class Datastore:
         if not isinstance(given, str | Path | Datastore | None):
             raise ValueError(f"datastore must be a file or an open selfspec.Datastore, got {given!r}")
         return cls.open(given, tokenizer) if isinstance(given, str | Path) else given
+
+    def compiled(self) -> list[CompiledCorpus] | None:
+        """The corpus for compiled rounds; None where compiled code is not loaded."""
+        if self._compiled is None and compiled_call.loaded() is not None:
+            self._compiled = CompiledCorpus(self._bytes, self.about)
+        return None if self._compiled is None else [self._compiled]
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise DatastoreError where the corpus has a larger vocabulary than `vocab_size`."""
@@ -123,13 +151,19 @@ class Datastore:
         return Match(length, first, bisect_right(places, key, slot, end, key=before))
 
     def draft(self, context: Sequence[int], num_tokens: int) -> Guess:
-        """Draft after the longest match of a context, each time the most frequent next token.
-
-        At most `num_tokens` tokens; fewer where all documents end, none without a match.
-        """
+        """Draft at most `num_tokens` tokens after the longest match of a context; none without a match."""
         match = self.find(context)
-        if match is None or num_tokens < 1:
-            return Guess([], 0 if match is None else match.length)
+        if match is None:
+            return Guess([], 0, CORPUS)
+        return Guess(self.continuation(match, num_tokens), match.length, CORPUS)
+
+    def continuation(self, match: Match, num_tokens: int) -> list[int]:
+        """The most frequent tokens after a match, each after those before it.
+
+        At most `num_tokens` tokens; fewer where all documents end.
+        """
+        if num_tokens < 1:
+            return []
         rows, width, path = self._rows(match, num_tokens), self.about.token_bytes, b""
         end = bytes(width)  # of a document
         for _ in range(num_tokens):
@@ -146,25 +180,7 @@ class Datastore:
                 break
             path = max(counts, key=counts.__getitem__)
             rows = [row for row in rows if row.endswith(path)]
-        return Guess(self._tokens(path), match.length)
-
-    def continuations(self, match: Match, num_tokens: int, most_branches: int) -> list[tuple[list[int], int]]:
-        """The continuations of a match as `(tokens, count)`, the most frequent first.
-
-        Ties are ordered by the frequency of the first token. Counts are over at most `MOST_PLACES` occurrences.
-
-        Args:
-            num_tokens: length of a continuation; fewer where a document ends.
-            most_branches: maximum number of continuations.
-        """
-        if num_tokens < 1 or most_branches < 1:
-            return []
-        counts = Counter([tuple(self._tokens(row)) for row in self._rows(match, num_tokens)])
-        first: Counter[int] = Counter()
-        for tokens, count in counts.items():
-            first[tokens[0]] += count
-        order = sorted(counts, key=lambda tokens: (counts[tokens], first[tokens[0]]), reverse=True)
-        return [([*tokens], counts[tokens]) for tokens in order[:most_branches]]
+        return self._tokens(path)
 
     def _key(self, backwards: Sequence[int]) -> bytes:
         """Tokens in the format of the cells, up to the first one outside the vocabulary."""

@@ -1,48 +1,68 @@
-"""`RowLookup`: drafts by lookup in a row's own text, and in a corpus."""
+"""`RowLookup`: drafts by lookup in a row's own text, in finished responses, and in a corpus."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from selfspec.control.plan import OWN_TEXT
 from selfspec.control.rows import Tally
-from selfspec.drafting.compiled_prompt_lookup import lookup_of
-from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.compiled_index import CompiledIndex
 from selfspec.drafting.prompt_lookup import Guess, Lookup
+from selfspec.drafting.texts import Match, Texts
 
-OWN_LEAD = 3  # a match in the corpus must be longer than one in the row's own text by more than this
+OWN_LEAD = 3  # a match in other texts must be longer than one in the row's own text by more than this
+
+
+class CompiledTexts(NamedTuple):
+    """Where a row looks in compiled rounds."""
+
+    own: CompiledIndex
+    others: list[tuple[int, Any]]  # source and texts
 
 
 class RowLookup:
-    """Lookup for a row in its own text and in a corpus, which the rows of an engine share.
+    """Lookup for a row in its own text and in texts that the rows of an engine share.
 
-    A draft continues the longest match in the row's own text. It continues the match in the corpus where that is longer
-    by more than `OWN_LEAD` tokens, or where the own text has none.
+    A draft continues the longest match in the row's own text. It continues a match in other texts where that is longer
+    by more than `OWN_LEAD` tokens, or where the own text has none; of several, the longest, the first among equals.
 
     Args:
         content: the row's tokens, not copied; tokens may be appended.
+        others: the other texts. Rows that are decoded together have the same ones.
     """
 
-    def __init__(self, content: Sequence[int], datastore: Datastore | None = None) -> None:
-        self._content, self._datastore = content, datastore
+    def __init__(self, content: Sequence[int], others: Sequence[Texts] = ()) -> None:
+        self._content, self._others = content, others
         self._own: Lookup | None = None
-        self._stored, self._stored_for = 0, -1  # match length in the corpus, and the content's length at that time
+        self._found: tuple[Texts, Match] | None = None  # the best match in other texts, if it is used
+        self._found_for = -1  # the content's length at that time
 
     @property
     def own(self) -> Lookup:
         """The index over the row's own text, built at the first use."""
         if self._own is None:
-            self._own = lookup_of(self._content)
+            self._own = Lookup(self._content)
         return self._own
 
-    @property
-    def has_corpus(self) -> bool:
-        return self._datastore is not None
+    def compiled(self) -> CompiledTexts | None:
+        """The texts for compiled rounds; None if some are not compiled."""
+        own, parts = self.own.index, [(texts.source, texts.compiled()) for texts in self._others]
+        if not isinstance(own, CompiledIndex) or any(compiled is None for _, compiled in parts):
+            return None
+        return CompiledTexts(own, [(source, one) for source, compiled in parts for one in compiled or ()])
 
     @property
     def match(self) -> int:
         """The match length; 0 without a match."""
-        own = self.own.match
-        return max(own, self._stored_match()) if self._is_stored(own) else own
+        found = self._find()
+        return self.own.match if found is None else found[1].length
+
+    @property
+    def source(self) -> int:
+        """Where the match is: one of `control.plan.SOURCES`."""
+        found = self._find()
+        return OWN_TEXT if found is None else found[0].source
 
     def take_tally(self) -> Tally:
         """Statistics of lookup in the row's own text since the last call."""
@@ -50,16 +70,19 @@ class RowLookup:
 
     def guess(self, num_tokens: int) -> Guess:
         """Draft at most `num_tokens` tokens."""
-        if num_tokens > 0 and self._datastore is not None and self._is_stored(self.own.match):
-            return self._datastore.draft(self._content, num_tokens)._replace(is_stored=True)
-        return self.own.draft(num_tokens)
+        found = self._find() if num_tokens > 0 else None
+        if found is None:
+            return self.own.draft(num_tokens)
+        texts, match = found
+        return Guess(texts.continuation(match, num_tokens), match.length, texts.source)
 
-    def _is_stored(self, own: int) -> bool:
-        """Whether the corpus is used, given the match length in the row's own text."""
-        return self._datastore is not None and self._stored_match() > (own + OWN_LEAD if own else 0)
-
-    def _stored_match(self) -> int:
-        if self._datastore is not None and self._stored_for != len(self._content):
-            match = self._datastore.find(self._content)
-            self._stored, self._stored_for = 0 if match is None else match.length, len(self._content)
-        return self._stored
+    def _find(self) -> tuple[Texts, Match] | None:
+        if self._others and self._found_for != len(self._content):
+            own = self.own.match
+            needed, best = own + OWN_LEAD if own else 0, None
+            for texts in self._others:
+                found = texts.find(self._content)
+                if found is not None and found.length > needed:
+                    needed, best = found.length, (texts, found)
+            self._found, self._found_for = best, len(self._content)
+        return self._found

@@ -36,7 +36,7 @@ class RoundDraft(NamedTuple):
         if self.given is None:
             return verdicts
         pairs = zip(verdicts, self.given, strict=True)
-        return [v._replace(match=g.match, is_stored=g.is_stored) if g.tokens else v for v, g in pairs]
+        return [v._replace(match=g.match, source=g.source) if g.tokens else v for v, g in pairs]
 
 
 class Executor:
@@ -90,9 +90,10 @@ def next_draft(rows: Sequence[Row], plan: Plan) -> RoundDraft:
     """How the next round of a plan drafts, given the rows' current contents."""
     rooms, table = [row.room - 1 for row in rows], plan.table
     if table is not None:
-        lengths = table.drafted([row.lookup.match for row in rows], rooms)
+        lookups = [row.lookup for row in rows]
+        lengths = table.drafted([own.match for own in lookups], rooms, [own.source for own in lookups])
         if lengths is not None:
-            given = [row.lookup.guess(length) for row, length in zip(rows, lengths, strict=True)]
+            given = [own.guess(length) for own, length in zip(lookups, lengths, strict=True)]
             return RoundDraft(Plan(LOOKUP, tuple([len(guess.tokens) for guess in given])), given)
     if next_exit(rows, plan) is not None:
         lengths = tuple([min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)])

@@ -80,9 +80,7 @@ def in_one_call(
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The results of `over_shortlist` by one compiled call; its other arguments are those of `shadow_picks`."""
-    heads = stack.exit_heads  # read once: another thread may set it
-    if heads is not None:
-        hidden = heads.of_layers(hidden, layers)
+    hidden = stack.through_heads(hidden, layers)
     num_likely = min(NUM_TOP, target.shape[1]) - 1
     return compiled_shadow(
         body, hidden, told_of(samplings), positions, target, target_picks, num_likely, stack.others, penalty

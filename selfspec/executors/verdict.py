@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     divergences: tuple[float, ...] = ()  # at the judged drafted tokens
     shadow: Shadow | None = None
     match: int = 0  # of a draft by lookup: tokens of the match that it follows
-    is_stored: bool = False  # whether that draft came from a corpus
+    source: int = 0  # of that draft: one of `control.plan.SOURCES`
     logprobs: list[TokenLogprobs] | None = None  # of the block, where the row asks for them
 
     @property
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
             0 if self.tree is None else len(self.drafted) - length,
             is_left_out and right < drafted,  # else its row ended before it
             self.match,
-            self.is_stored,
+            self.source,
         )
 
     def _second(self, right: int) -> bool | None:

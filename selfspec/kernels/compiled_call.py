@@ -14,14 +14,16 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-FULL, HALF, AMX, INT4, PAIRS = range(5)  # formats of packed weights: see `cpu/product.h`
+FULL, HALF, AMX, PAIRS, INT4, MIXED = range(6)  # formats of packed weights: see `cpu/product.h`
+BLOCKS = {name: MIXED + 1 + i for i, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"))}
+"""The formats of blocks, by their type in GGUF files."""
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # of the MLP: `Activation` in `cpu/model.h`
 
 
 class Product(Structure):
     """A matrix product with packed weights: `cpu/model.h`."""
 
-    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64))
+    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64), *_all("panels", c_void_p))
 
 
 class Layer(Structure):
@@ -32,6 +34,12 @@ class Layer(Structure):
         *_all("norm mlp_norm q_norm k_norm post_norm post_mlp_norm keys values", c_void_p),
         *_all("window table", c_int64),
     )
+
+
+class ExitHead(Structure):
+    """A trained head of an exit layer: `cpu/model.h`."""
+
+    _fields_ = (*_all("gate_up down", Product), *_all("norm", c_void_p), *_all("eps", c_float))
 
 
 class Model(Structure):
@@ -84,6 +92,7 @@ class Drafting(Structure):
         *_all("row_pages", c_int64),
         *_all("how names cos sin embedding norm", c_void_p),
         *_all("eps", c_float),
+        *_all("exit_head", c_void_p),
         *_all("stop", Stop),
         *_all("counts tokens seconds sure hidden taken waits", c_void_p),
         *_all("num_kept", c_int64),
@@ -127,11 +136,19 @@ class Program(Structure):
     _fields_ = (
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices lengths gains needs", c_void_p),
+        *_all("rooms ends stops indices others sources", c_void_p),
+        *_all("num_others", c_int64),
+        *_all("lengths gains needs", c_void_p),
         *_all("num_needs", c_int64),
-        *_all("given matches texts text_ends num_prompts", c_void_p),
+        *_all("given matches drafted_from texts text_ends num_prompts", c_void_p),
         *_all("done", c_int64),
     )
+
+
+class Found(Structure):
+    """An occurrence of a context's last tokens: `cpu/lookup.h`."""
+
+    _fields_ = (*_all("match place", c_int64),)
 
 
 class Looking(Structure):
@@ -156,22 +173,29 @@ def functions() -> ctypes.CDLL:
     types = {
         "selfspec_panel": ([], n),
         "selfspec_smallest": ([n], n),
-        "selfspec_packed_words": ([p, n], n),
+        "selfspec_panel_bytes": ([n, n], n),
         "selfspec_buffer_floats": ([p, n], n),
         "selfspec_scratch_floats": ([p, n], n),
         "selfspec_linear_floats": ([p, n, n], n),
         "selfspec_run": ([p, p, n, p, p, p, p, p, p, p, p, n, n], None),
         "selfspec_linear": ([p, p, n, p, p, c_float, p, n], None),
+        "selfspec_exit_head_floats": ([p, n, n], n),
+        "selfspec_exit_head": ([p, p, n, p, p, n], None),
         "selfspec_fits_half": ([p, n], n),
         "selfspec_checksums": ([p, p, n, p, n], None),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
+        "selfspec_pack_blocks": ([p, n, p, n, p, n, n, n, n], None),
         "selfspec_program": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
-        "selfspec_index_free": ([p], None),
         "selfspec_index_bytes": ([p], n),
         "selfspec_index_add": ([p, p, n], ctypes.c_bool),
+        "selfspec_index_add_text": ([p, p, n, n], ctypes.c_bool),
         "selfspec_index_state": ([p, p], n),
-        "selfspec_index_tally": ([p, p], None),
+        "selfspec_index_counts": ([p, p], None),
+        "selfspec_corpus_new": ([p, p, p, p], p),
+        "selfspec_texts_find": ([p, p, n, p], None),
+        "selfspec_texts_draft": ([p, p, n, p], n),
+        "selfspec_texts_free": ([p], None),
         "selfspec_pick_floats": ([n], n),
         "selfspec_shadow_words": ([p], n),
         "selfspec_shadow": ([p, p, n], None),

@@ -9,10 +9,8 @@ import torch
 
 from selfspec.errors import whole
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of, weights_of
 from selfspec.model.stack import Stack
-
-MOST_RANK = 128
 
 
 def first_layers(num_layers: int, own: int | None) -> set[int]:
@@ -21,17 +19,19 @@ def first_layers(num_layers: int, own: int | None) -> set[int]:
     return eighths | ({own} if own is not None and 1 <= own < num_layers else set())
 
 
-def extended(heads: ExitHeads | None, layers: Iterable[int], stack: Stack, rank: int | None, seed: int) -> ExitHeads:
+def extended(
+    heads: ExitHeads | None, layers: Iterable[int], stack: Stack, inner_size: int | None, seed: int
+) -> ExitHeads:
     """A copy of `heads`, with new heads for further layers."""
     hidden_size = hidden_size_of(stack)
     own = {} if heads is None else heads.state_dict()
     wanted = {whole("layers", layer, 1) for layer in layers}
     if heads is not None:
-        rank, wanted = heads.rank, wanted | set(heads.layers)
-    rank = max(1, min(MOST_RANK, hidden_size // 2)) if rank is None else whole("rank", rank, 1)
+        inner_size, wanted = heads.inner_size, wanted | set(heads.layers)
+    inner_size = intermediate_size_of(stack) if inner_size is None else whole("inner_size", inner_size, 1)
     with torch.random.fork_rng(devices=[]):  # keeps the global generator's state
         torch.manual_seed(seed)
-        made = ExitHeads(wanted, hidden_size, rank, weights_of(stack))
+        made = ExitHeads(wanted, hidden_size, inner_size, weights_of(stack))
     made.check(stack.num_layers, hidden_size)
     made.load_state_dict(copy.deepcopy(own), strict=False)
     return made.requires_grad_(False)

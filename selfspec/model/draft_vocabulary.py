@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.model.file_weights import FileWeights
 from selfspec.model.llama_weights import Linear
 from selfspec.model.shortlist import PartHead
 
@@ -24,6 +26,15 @@ GOOD_COVERAGE = 0.98  # coverage from which on a part is not ranked again, since
 MAX_UNCOUNTED = 16384  # tokens that are kept before they are counted
 HALF_LIFE = 64.0  # of coverage, in output tokens
 PRIOR_COVERAGE, PRIOR_WEIGHT = 0.8, 4.0  # coverage without output tokens, and the number of tokens it counts as
+
+DIVISOR, LEAST_SIZE = 8, 4096  # of the default draft vocabulary
+DEAR_HEAD = 2  # layers: a head that weighs more drafts over a part of the vocabulary by default
+
+
+def default_size(vocab_size: int, head_weights: int, layer_weights: int) -> int | None:
+    """The default size of a draft vocabulary, from the number of weights of the head and of a layer; None: all."""
+    size = vocab_size // DIVISOR
+    return size if size >= LEAST_SIZE and head_weights > DEAR_HEAD * layer_weights else None
 
 
 class Part:
@@ -120,38 +131,67 @@ class Frequencies:
         return torch.tensor(sorted([*seen, *(next(rest) for _ in range(size - len(seen)))]))
 
 
-class Subset(NamedTuple):
-    """Tokens of the vocabulary, and copies of the head's rows for them."""
+class Subset:
+    """Tokens of the vocabulary, and the head's rows for them.
 
-    tokens: Tensor  # int64 [size], ascending
-    linear: Linear  # copies
-    made_of: tuple[int, int]  # versions of the part and of the head's weight that were copied
-    made: dict[Any, Any]  # cache for values that a `Body` derives from this subset
+    Attributes:
+        tokens: int64 `[size]`, ascending.
+        made_of: versions of the part and of the head's weight.
+        made: cache for values that a `Body` derives from this subset.
+    """
+
+    def __init__(self, tokens: Tensor, head: Linear, made_of: tuple[int, int]) -> None:
+        self.tokens, self.made_of, self._head = tokens, made_of, head
+        self.made: dict[Any, Any] = {}
+
+    @cached_property
+    def linear(self) -> Linear:
+        """Copies of the head's rows, made at the first use."""
+        return self._rows(self._head.weight)
+
+    @property
+    def blocks_alone(self) -> Linear | None:
+        """The head's rows in blocks of a GGUF file, with a weight that has a shape and no numbers; None without blocks.
+
+        For packing: no row of the float32 weight is read.
+        """
+        return None if self._head.blocks is None else self._rows(self._head.weight.to("meta"))
+
+    def _rows(self, weight: Tensor) -> Linear:
+        _, bias, blocks = self._head
+        with torch.inference_mode(False), torch.no_grad():
+            rows = weight.detach()[self.tokens.to(weight.device)]
+            kept = None if bias is None else bias.detach()[self.tokens]
+        return Linear(rows, kept, None if blocks is None else blocks.select(self.tokens))
 
 
 class DraftHead(PartHead):
-    """The head over a subset of the vocabulary. Copies of its rows are cached until ranking or weights change."""
+    """The head over a subset of the vocabulary. Its rows are cached until ranking or weights change."""
 
     def __init__(self, head: Any, linear: nn.Linear, name: str) -> None:
         super().__init__(head, linear, name)
         self._subsets: dict[int, Subset] = {}
 
-    def subset(self, size: int, frequencies: Frequencies) -> Subset:
-        """The `size` most frequent tokens, with the head's current weights."""
+    def subset(self, size: int, frequencies: Frequencies, file: FileWeights | None = None) -> Subset:
+        """The `size` most frequent tokens, with the head's current weights; `file` as for `of_tokens`."""
         weight, known = self.linear.weight, self._subsets.get(size)
         part = frequencies.part(size)
         made_of = (part.version, 0 if weight.is_inference() else weight._version)
         if known is None or known.made_of != made_of:
-            known = self._subsets[size] = self.of_tokens(part.tokens, made_of)
+            known = self._subsets[size] = self.of_tokens(part.tokens, made_of, file)
         return known
 
-    def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0)) -> Subset:
-        """These tokens (int64 `[size]`, ascending), with the head's current weights."""
-        weight, bias = self.linear[:2]
-        tokens = tokens.to(weight.device)
-        with torch.inference_mode(False), torch.no_grad():
-            rows = Linear(weight.detach()[tokens], None if bias is None else bias.detach()[tokens])
-        return Subset(tokens, rows, made_of, {})
+    def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0), file: FileWeights | None = None) -> Subset:
+        """These tokens (int64 `[size]`, ascending), with the head's current weights.
+
+        Args:
+            file: what a GGUF file holds of the model's weights.
+        """
+        head = self.linear
+        held = None if file is None else file.held(deeply=False).get(id(head.weight))
+        if held is not None:
+            head = head._replace(blocks=held.blocks)
+        return Subset(tokens.to(head.weight.device), head, made_of)
 
     def logits(self, hidden: Tensor, subset: Subset) -> Tensor:
         """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` after the final norm."""

@@ -1,8 +1,8 @@
-"""Exit heads: small adapters between an early layer and the model's own norm and head.
+"""Exit heads: small blocks between an early layer and the model's own norm and head.
 
 They make a layer's hidden states more like those after the last layer, so that more drafts are accepted. The model does
-not change, and verification does not use them. (Kangaroo, arXiv 2404.18911, has an adapter of the size of a layer;
-these act on single positions and are smaller.)
+not change, and verification does not use them. (Kangaroo, arXiv 2404.18911, has a whole layer there, with keys and
+values of its own; these act on single positions.)
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ from torch import Tensor, nn
 from selfspec.files import write_whole
 
 FILE = "exit_heads.safetensors"  # in the model's folder or in another one
-FORMAT = "selfspec exit heads 1"
+FORMAT, OLD_FORMAT = "selfspec exit heads 2", "selfspec exit heads 1"
 EPS = 1e-6
+NUM_WEIGHTS = 4  # tensors of a head
 
 
 class ExitHead(nn.Module):
-    """x + up(silu(down(norm(x)))) for hidden states `[..., hidden_size]`; initially the identity, since up is 0."""
+    """A SwiGLU block, x + down(silu(gate(norm(x))) * up(norm(x))), for hidden states x `[..., hidden_size]`.
 
-    def __init__(self, hidden_size: int, rank: int) -> None:
+    It is initially the identity, since `down` is 0.
+    """
+
+    def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
         self.norm = nn.Parameter(torch.ones(hidden_size))
-        self.down = nn.Parameter(torch.randn(rank, hidden_size) / hidden_size**0.5)
-        self.up = nn.Parameter(torch.zeros(hidden_size, rank))
+        self.gate = nn.Parameter(torch.randn(inner_size, hidden_size) / hidden_size**0.5)
+        self.up = nn.Parameter(torch.randn(inner_size, hidden_size) / hidden_size**0.5)
+        self.down = nn.Parameter(torch.zeros(hidden_size, inner_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inner = F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS)
-        return hidden + F.linear(F.silu(F.linear(inner, self.down)), self.up)
+        x = F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS)
+        return hidden + F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
 
 
 class ExitHeads(nn.Module):
@@ -45,24 +50,24 @@ class ExitHeads(nn.Module):
     Args:
         layers: exit layers, each from 1 to the model's number of layers - 1.
         hidden_size: the model's hidden size.
-        rank: inner width of the adapters.
+        inner_size: inner width of the heads.
         weights: fingerprint of the model's weights (`selfspec.model.fingerprint.weights_of`); empty: unknown.
     """
 
-    def __init__(self, layers: Iterable[int], hidden_size: int, rank: int, weights: str = "") -> None:
+    def __init__(self, layers: Iterable[int], hidden_size: int, inner_size: int, weights: str = "") -> None:
         super().__init__()
         self.layers = tuple(sorted(set(layers)))
-        sizes = (*self.layers, hidden_size, rank)
+        sizes = (*self.layers, hidden_size, inner_size)
         if not self.layers or {*map(type, sizes)} != {int} or min(sizes) < 1:
             raise ValueError(
-                f"exit heads need layers of at least 1, a hidden size and a rank, "
-                f"got {list(self.layers)}, {hidden_size} and {rank}"
+                f"exit heads need layers of at least 1, a hidden size and an inner size, "
+                f"got {list(self.layers)}, {hidden_size} and {inner_size}"
             )
-        self.hidden_size, self.rank, self.weights = hidden_size, rank, weights
-        self.heads = nn.ModuleDict({str(layer): ExitHead(hidden_size, rank) for layer in self.layers})
+        self.hidden_size, self.inner_size, self.weights = hidden_size, inner_size, weights
+        self.heads = nn.ModuleDict({str(layer): ExitHead(hidden_size, inner_size) for layer in self.layers})
 
     def forward(self, hidden: Tensor, layer: int) -> Tensor:
-        """Adapt hidden states `[..., hidden_size]` after `layer` for the norm and head; unchanged without a head."""
+        """Change hidden states `[..., hidden_size]` after `layer` for the norm and head; as they are without a head."""
         if layer not in self.layers:
             return hidden
         head = self.heads[str(layer)]
@@ -81,7 +86,7 @@ class ExitHeads(nn.Module):
         """
         file = Path(folder) / FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        about = {"layers": list(self.layers), "hidden_size": self.hidden_size, "rank": self.rank}
+        about = {"layers": list(self.layers), "hidden_size": self.hidden_size, "inner_size": self.inner_size}
         metadata = {"format": FORMAT, "about": json.dumps(about), "weights": self.weights}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         write_whole(file, lambda stream: stream.write(as_bytes(tensors, metadata)))
@@ -93,7 +98,7 @@ class ExitHeads(nn.Module):
 
         Raises:
             FileNotFoundError: there is no such folder or file.
-            OSError: the file is damaged or holds something else.
+            OSError: the file is damaged, of an earlier format, or holds something else.
         """
         file = Path(path).expanduser()
         file = file / FILE if file.is_dir() else file
@@ -103,10 +108,16 @@ class ExitHeads(nn.Module):
             with safe_open(file, "pt") as opened:
                 metadata: dict[str, Any] = opened.metadata() or {}
                 saved = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if metadata.get("format") == OLD_FORMAT:
+                raise OSError(
+                    f"exit heads {path}: {file.name} holds low-rank heads of an earlier version, which are no longer "
+                    "read; train them again"
+                )
             if metadata.get("format") != FORMAT:
                 raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
             about = json.loads(metadata["about"])
-            if len(saved) != 3 * len(about["layers"]) or not all(t.is_floating_point() for t in saved.values()):
+            is_whole = len(saved) == NUM_WEIGHTS * len(about["layers"])
+            if not is_whole or not all(t.is_floating_point() for t in saved.values()):
                 raise ValueError("its tensors do not match its metadata")
             with torch.device("meta"):  # sizes in the metadata allocate no memory
                 heads = cls(**about, weights=metadata.get("weights", ""))

@@ -34,19 +34,27 @@ def hidden_size_of(stack: Stack) -> int:
     return int(stack.config.get_text_config().hidden_size)
 
 
+def intermediate_size_of(stack: Stack) -> int:
+    """The inner width of the model's MLPs; where its config names none, four times the hidden size."""
+    size = getattr(stack.config.get_text_config(), "intermediate_size", None)
+    return size if isinstance(size, int) and size > 0 else 4 * hidden_size_of(stack)
+
+
 def heads_of(stack: Stack) -> str:
     """A hash over a few numbers of every weight of the exit heads; empty without them."""
     if stack.exit_heads is None:
         return ""
     saved = stack.exit_heads.state_dict()
-    return _digest(list(saved), torch.cat(list(map(_sample, saved.values()))).tolist())
+    return _digest(list(saved), torch.cat(list(map(sample, saved.values()))).tolist())
 
 
 def weights_of(stack: Stack) -> str:
     """A hash over a few numbers of every saved weight. It is the same in float32 and bfloat16 and on any device."""
-    saved = {name: value for name, value in stack.model.state_dict().items() if isinstance(value, Tensor)}
-    seen = torch.cat([torch.zeros(0), *map(_sample, saved.values())])
-    return _digest(list(saved), seen.tolist())
+    saved = stack.model.state_dict(keep_vars=True)
+    saved = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    held = {} if stack.file is None else stack.file.held(deeply=True)  # their file knows the numbers
+    seen = [held[id(value)].sample if id(value) in held else sample(value).tolist() for value in saved.values()]
+    return _digest(list(saved), [number for numbers in seen for number in numbers])
 
 
 def vocabulary_of(tokenizer: Any) -> str:
@@ -66,7 +74,7 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}: {next(names, '') or platform.processor() or platform.machine()}"
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sample(tensor: Tensor) -> Tensor:
     """A few numbers at equal distances in a weight, rounded to bfloat16, on the host."""
     if tensor.is_meta:
         return torch.zeros(0)

@@ -37,3 +37,8 @@ class Blocks(NamedTuple):
         """The weight's shape `[out, in]`."""
         weights, size = BLOCK_SIZES[self.type]
         return torch.Size([len(self.data if self.rows is None else self.rows), self.data.shape[1] // size * weights])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.shape[0] * self.data.shape[1]

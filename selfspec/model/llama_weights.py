@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.model.file_weights import FileWeight, FileWeights
 from selfspec.model.gguf_blocks import Blocks
 from selfspec.model.quantized import is_dense
 
@@ -29,6 +31,10 @@ class Linear(NamedTuple):
     weight: Tensor  # [out, in]
     bias: Tensor | None
     blocks: Blocks | None = None  # the same weight as a GGUF file holds it
+
+    def without(self, edited: Collection[int]) -> Linear:
+        """Without blocks, if the weight's `id` is among those of edited weights."""
+        return self._replace(blocks=None) if id(self.weight) in edited else self
 
 
 class Norm(NamedTuple):
@@ -65,9 +71,17 @@ class Layer(NamedTuple):
         """All norms, in the order of `kernels.compiled_call.Layer`."""
         return self.norm, self.mlp_norm, self.q_norm, self.k_norm, self.post_norm, self.post_mlp_norm
 
+    def linears(self) -> tuple[Linear, ...]:
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+
+    def without(self, edited: Collection[int]) -> Layer:
+        """Without the blocks of edited weights, given by their `id`."""
+        q, k, v, o, gate, up, down = (linear.without(edited) for linear in self.linears())
+        return self._replace(q=q, k=k, v=v, o=o, gate=gate, up=up, down=down)
+
     def weights(self) -> list[Tensor]:
         """All tensors of the layer."""
-        linears = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
+        linears = self.linears()
         norms = [norm.weight for norm in self.norms if norm is not None]
         return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]
 
@@ -83,9 +97,10 @@ class LlamaWeights(NamedTuple):
     rotary: Any  # the module that gives cos and sin of positions
     activation: str  # of the MLP, a value of `ACTIVATIONS`
     embed_scale: float  # embeddings are multiplied by it
+    file: FileWeights | None = None  # where blocks come from, and whether they hold
 
     @classmethod
-    def of(cls, model: Any) -> LlamaWeights | None:
+    def of(cls, model: Any, file: FileWeights | None = None) -> LlamaWeights | None:
         """The weights of a causal LM that the compiled engine supports; None for other models.
 
         It supports Llama-like models on CPU in float32 or bfloat16, without hooks, adapters, quantised weights or
@@ -94,23 +109,29 @@ class LlamaWeights(NamedTuple):
         if not _is_plain(model):
             return None
         try:
-            base = model.model
-            [activation] = {ACTIVATIONS.get(type(layer.mlp.act_fn).__name__) for layer in base.layers}
-            layers = [_layer(layer) for layer in base.layers]
+            base, held = model.model, {} if file is None else file.held(deeply=True)
+            activations = {ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, "") for layer in base.layers}
+            layers = [_layer(layer, held) for layer in base.layers]
             has_angles = all(hasattr(base.rotary_emb, f"{x.layer_type}_inv_freq") for x in layers if x.layer_type)
             made = cls(
                 head_dim=base.layers[0].self_attn.head_dim,
                 embedding=base.embed_tokens.weight,
                 layers=layers,
                 norm=_norm(base.norm),
-                head=_linear(model.lm_head),
+                head=_linear(model.lm_head, held),
                 rotary=base.rotary_emb,
-                activation=activation or "",
+                activation=min(activations),
                 embed_scale=_embed_scale(base.embed_tokens),
+                file=file,
             )
-        except (AttributeError, ValueError):  # a part is missing or of another kind, or activations differ
+        except AttributeError:  # a part is missing or of another kind
             return None
-        return made if activation and has_angles and made._is_served() else None
+        is_known = len(activations) == 1 and made.activation != "" and has_angles
+        return made if is_known and made._is_served() else None
+
+    def linears(self) -> list[Linear]:
+        """The head and the matrices of all layers."""
+        return [self.head, *(linear for layer in self.layers for linear in layer.linears())]
 
     def _is_served(self) -> bool:
         first, weights = self.layers[0], [weight for layer in self.layers for weight in layer.weights()]
@@ -168,8 +189,9 @@ def _embed_scale(module: Any) -> float:
     return 1.0 if type(module) is nn.Embedding else float(module.embed_scale.to(module.weight.dtype))
 
 
-def _linear(module: nn.Linear) -> Linear:
-    return Linear(module.weight, module.bias)
+def _linear(module: nn.Linear, held: Mapping[int, FileWeight]) -> Linear:
+    known = held.get(id(module.weight))
+    return Linear(module.weight, module.bias, None if known is None else known.blocks)
 
 
 def _norm(module: Any) -> Norm:
@@ -178,7 +200,7 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, float(module.variance_epsilon))
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any, held: Mapping[int, FileWeight]) -> Layer:
     attn, mlp = layer.self_attn, layer.mlp
     has_post_norms = hasattr(layer, "post_feedforward_layernorm")
     return Layer(
@@ -187,16 +209,16 @@ def _layer(layer: Any) -> Layer:
         layer_type=None if None in _ropes(attn.config) else attn.layer_type,
         scale=float(attn.scaling),
         norm=_norm(layer.input_layernorm),
-        q=_linear(attn.q_proj),
-        k=_linear(attn.k_proj),
-        v=_linear(attn.v_proj),
+        q=_linear(attn.q_proj, held),
+        k=_linear(attn.k_proj, held),
+        v=_linear(attn.v_proj, held),
         q_norm=_norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
         k_norm=_norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
-        o=_linear(attn.o_proj),
+        o=_linear(attn.o_proj, held),
         mlp_norm=_norm(layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        gate=_linear(mlp.gate_proj, held),
+        up=_linear(mlp.up_proj, held),
+        down=_linear(mlp.down_proj, held),
         post_norm=_norm(layer.post_attention_layernorm) if has_post_norms else None,
         post_mlp_norm=_norm(layer.post_feedforward_layernorm) if has_post_norms else None,
     )

@@ -127,7 +127,8 @@ def check_part_heads(stack: Stack) -> None:
 
     def draft_is_equal() -> bool:
         tokens = stack.others.sort().values
-        logits = stack.logits_of(hidden, 1, tokens)
+        subset = stack.subset_of(tokens)
+        logits = None if subset is None else stack.subset_logits(hidden, 1, subset)
         return logits is None or is_equal(tokens.expand(len(hidden), -1), logits)
 
     stack.leave_out_heads(short=not _passes(short_is_equal), draft=not _passes(draft_is_equal))

@@ -13,8 +13,9 @@ from selfspec.hushed import hushed
 from selfspec.model import attention_backends as backends
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
-from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset
+from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset, default_size
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.file_weights import FileWeights
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import LlamaWeights
 from selfspec.model.shortlist import ShortHead, sample_of
@@ -38,6 +39,7 @@ class Body(Protocol):
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
+    def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor: ...
     def refresh(self, deeply: bool = False) -> None: ...
 
 
@@ -47,14 +49,16 @@ class Stack:
     Args:
         attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto": the
             fastest available one by a short measurement on CUDA, `sdpa` on CPU.
+        file: what the model's GGUF file holds of its weights.
 
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
         ValueError: an attention backend that this machine does not have.
     """
 
-    def __init__(self, model: nn.Module, attention: str = "auto") -> None:
+    def __init__(self, model: nn.Module, attention: str = "auto", file: FileWeights | None = None) -> None:
         self.model: Any = unwrap(model)
+        self.file = file
         self.family = family_of(self.model)
         self.ranks = ranks_of(self.model)
         """The processes of a tensor-parallel model; None: there is one process."""
@@ -65,7 +69,7 @@ class Stack:
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
-        self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
+        self.llama = LlamaWeights.of(self._twin, file) if self.ranks is None else None
         """Weights for the compiled engine; None where it does not support the model."""
         self.compiled: Body | None = None
         """The implementation that replaces the views, see `selfspec.executors.cpu.install`; None: the views run."""
@@ -97,6 +101,17 @@ class Stack:
     def has_draft_heads(self) -> bool:
         """Whether drafts may be over a part of the vocabulary; rounds in CUDA graphs are over all of it."""
         return self._draft_head is not None and self.runner is None
+
+    @property
+    def default_draft_vocab(self) -> int | None:
+        """The size of the part of the vocabulary that a fixed exit layer drafts over by default; None: all of it.
+
+        An eighth where the head weighs more than two layers, see `draft_vocabulary.default_size`.
+        """
+        if not self.has_draft_heads:
+            return None
+        layers, head = getattr(self._base, self.family.layers), self._twin.get_output_embeddings().weight.numel()
+        return default_size(self.vocab_size, head, sum(weight.numel() for weight in layers[0].parameters()))
 
     @property
     def has_copies(self) -> bool:
@@ -201,11 +216,9 @@ class Stack:
         Args:
             exit_layer: number of layers before these hidden states, if the final norm is not applied yet.
         """
-        early = exit_layer is not None and exit_layer < self.num_layers
-        heads = self.exit_heads  # read once: another thread may set it
-        if heads is not None and exit_layer is not None and early:
-            hidden = heads(hidden, exit_layer)
-        return self.head_logits(hidden, early)
+        if exit_layer is None or exit_layer >= self.num_layers:
+            return self.head_logits(hidden, False)
+        return self.head_logits(self.through_heads(hidden[None], (exit_layer,))[0], True)
 
     def draft_logits(self, hidden: Tensor, exit_layer: int, size: int) -> tuple[Tensor, Tensor | None]:
         """Logits in fp32 over the `size` most frequent tokens, `[N, size]`, and these tokens, int64 `[size]`.
@@ -216,21 +229,20 @@ class Stack:
         Args:
             hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
         """
-        subset, head = self.draft_subset(size), self._draft_head
-        if subset is None or head is None:
+        subset = self.draft_subset(size)
+        if subset is None:
             return self.logits(hidden, exit_layer), None
-        return self._subset_logits(head, hidden, exit_layer, subset), subset.tokens
+        return self.subset_logits(hidden, exit_layer, subset), subset.tokens
 
-    def logits_of(self, hidden: Tensor, exit_layer: int, tokens: Tensor) -> Tensor | None:
-        """The logits of `draft_logits` for given tokens (int64 `[size]`, ascending); None without such a head."""
-        head = self._draft_head
-        return None if head is None else self._subset_logits(head, hidden, exit_layer, head.of_tokens(tokens))
+    def subset_of(self, tokens: Tensor) -> Subset | None:
+        """A part of the vocabulary, int64 `[size]`, ascending, for `subset_logits`; None without such a head."""
+        return None if self._draft_head is None else self._draft_head.of_tokens(tokens, file=self.file)
 
-    def _subset_logits(self, head: DraftHead, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads(hidden, exit_layer)
-        if self.compiled is not None:
+    def subset_logits(self, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
+        """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some."""
+        head, hidden = self._draft_head, self.through_heads(hidden[None], (exit_layer,))[0]
+        assert head is not None, "subsets are made by the head"
+        if self.compiled is not None and not hidden.requires_grad:
             return self.compiled.subset_logits(hidden, subset)
         return head.logits(self._normed(hidden), subset)
 
@@ -243,14 +255,21 @@ class Stack:
         """The `size` most frequent tokens with the head's rows for them; None: drafts are over the whole vocabulary."""
         if size is None or self._draft_head is None or size >= self.vocab_size:
             return None
-        return self._draft_head.subset(size, self.frequencies)
+        return self._draft_head.subset(size, self.frequencies, self.file)
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads.of_layers(hidden, layers)
+        hidden = self.through_heads(hidden, layers)
         return self.head_logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
+
+    def through_heads(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """Hidden states `[K, N, hidden_size]` after K early layers, through the exit heads of those that have one."""
+        heads = self.exit_heads  # read once: another thread may set it
+        if heads is None or not set(layers) & set(heads.layers):
+            return hidden
+        if self.compiled is None or hidden.requires_grad:
+            return heads.of_layers(hidden, layers)
+        return self.compiled.through_heads(hidden, heads, layers)
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         """Logits `[N, vocab]` in fp32 through the model's own head; `lacks_norm`: apply the final norm first."""
@@ -273,10 +292,7 @@ class Stack:
         """
         if self._short is None:
             return None
-        heads = self.exit_heads
-        if heads is not None:
-            hidden = heads.of_layers(hidden, layers)
-        return self._short.logits(self._normed(hidden), top)
+        return self._short.logits(self._normed(self.through_heads(hidden, layers)), top)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         norm = getattr(self._base, self.family.norm, None)

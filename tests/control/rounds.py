@@ -8,10 +8,10 @@ import numpy as np
 
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan
+from selfspec.control.plan import LOOKUP, NUM_LOOKUP_BINS, Plan
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds, Tally
 
-ROOMY, NOTHING = 10_000, (0,) * NUM_MATCH_BINS
+ROOMY, NOTHING = 10_000, (0,) * NUM_LOOKUP_BINS
 
 
 def costs(slow_batch=8):

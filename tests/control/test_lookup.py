@@ -15,7 +15,18 @@ from selfspec.control.decay import TokenClock
 from selfspec.control.fixed import PromptLookup
 from selfspec.control.goodput import SmartSpecLookup
 from selfspec.control.ngrams import LEAST_CHANCE, SHORTEST, NgramStats, table
-from selfspec.control.plan import LOOKUP, NUM_MATCH_BINS, Plan, match_bin
+from selfspec.control.plan import (
+    CORPUS,
+    LOOKUP,
+    NUM_LOOKUP_BINS,
+    NUM_MATCH_BINS,
+    OWN_TEXT,
+    RESPONSES,
+    SOURCES,
+    Plan,
+    lookup_bin,
+    match_bin,
+)
 from selfspec.control.registry import make_policy
 from selfspec.control.round_costs import LOOKUP_GRID, MOST_FOUND, MOST_PACKED, RoundCosts
 from selfspec.control.rows import RowOutcome, RowState, Tally
@@ -99,26 +110,31 @@ def test_a_prompt_counts_for_few_tokens_and_older_ones_fade():
 def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
     stats = NgramStats(TokenClock())
     for _ in range(10):
-        stats.add(4, 6, 3, 0)  # tokens after matches of 4, 5, 6 were right, and that after 7 was not
+        stats.add(4, 6, 3, 0, RESPONSES)  # tokens after matches of 4, 5, 6 were right, and that after 7 was not
     rates, prior = stats.rates(0), NgramStats(TokenClock()).rates(0)
-    assert rates[match_bin(4)] > prior[match_bin(4)] and rates[match_bin(7)] < prior[match_bin(7)]
+    for at, order in ((lookup_bin(4, RESPONSES), 1), (lookup_bin(7, RESPONSES), -1)):
+        assert order * rates[at] > order * prior[at]
+    for other in (OWN_TEXT, CORPUS):  # every source has statistics of its own
+        own = slice(lookup_bin(1, other), lookup_bin(1, other) + NUM_MATCH_BINS)
+        assert rates[own] == pytest.approx(prior[own])
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.floats(0.01, 0.99), min_size=10, max_size=10),
+    st.lists(st.floats(0.01, 0.99), min_size=NUM_LOOKUP_BINS, max_size=NUM_LOOKUP_BINS),
+    st.sampled_from(SOURCES),
     st.floats(1.0, 3.0),
     st.integers(1, MOST_FOUND),
 )
-def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, speedup, most):
+def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, speedup, most):
     round_costs = RoundCosts(made_up_costs(LAYERS), 1)
     usual, seconds = speedup / round_costs.plain_seconds, round_costs.lookups()
     found = table([rates], round_costs, usual, 1.0, most)
     for match in SHORTEST:
-        chances = np.cumprod([rates[match_bin(match + at)] for at in range(most)])
+        chances = np.cumprod([rates[lookup_bin(match + at, source)] for at in range(most)])
         kept = [1.0, *(1 + np.cumsum(np.where(chances < LEAST_CHANCE, 0, chances)))]
         best = max(tokens / taken for tokens, taken in zip(kept, seconds, strict=False))
-        length = 0 if found is None else found.lengths[0][match_bin(match)]
+        length = 0 if found is None else found.lengths[0][lookup_bin(match, source)]
         if length:
             assert kept[length] / seconds[length] == pytest.approx(best)
             assert best >= usual * (1 - 1e-9)
@@ -131,7 +147,7 @@ def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, speedup, 
 def test_rows_of_a_batch_draft_where_all_together_promise_more_than_is_usual(count, rate, seed):
     round_costs = RoundCosts(made_up_costs(LAYERS, rows=(1, 4, 8)), count)
     usual = count / round_costs.plain_seconds
-    found = table([[rate] * NUM_MATCH_BINS] * count, round_costs, usual, 1.0)
+    found = table([[rate] * NUM_LOOKUP_BINS] * count, round_costs, usual, 1.0)
     matches = np.random.default_rng(seed).integers(0, 40, count).tolist()
     lengths = None if found is None else found.drafted(matches, [100] * count)
     if lengths is not None:

@@ -35,6 +35,7 @@ def test_names_make_policies_with_a_quarter_of_the_layers_and_four_tokens_by_def
     assert make_policy("fixed", 12) == Fixed(3, 4)
     assert make_policy("fixed", 3) == Fixed(1, 4)
     assert make_policy("fixed", 12, 5, 2) == Fixed(5, 2)
+    assert make_policy("fixed", 12, draft_vocab=4096) == Fixed(3, 4, draft_vocab=4096)
     assert make_policy("plain", 12, 5, 2) == Plain()
     assert make_policy("fixed", 12, 5, 0) == Plain()
 

@@ -19,7 +19,7 @@ from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.executors.pick import Sampling, Subset, pick, pick_surely, scored
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.model.draft_vocabulary import Frequencies
+from selfspec.model.draft_vocabulary import Frequencies, default_size
 from selfspec.model.exit_heads import ExitHeads
 from tests.decoding.test_adaptive_lossless import where_drafts_pay
 from tests.decoding.test_greedy import check_equals_generate
@@ -71,7 +71,7 @@ def test_drafts_are_tokens_of_the_subset_and_those_of_the_whole_head_where_it_ha
 def test_exit_heads_come_before_a_small_head_too():
     target = Target(build("llama"))
     target.exit_heads = ExitHeads([2], 32, 4)
-    torch.nn.init.normal_(target.stack.exit_heads.heads["2"].up)
+    torch.nn.init.normal_(target.stack.exit_heads.heads["2"].down)
     hidden = torch.randn(5, 32)
     with torch.inference_mode():
         logits, tokens = target.stack.draft_logits(hidden, 2, 20)
@@ -89,6 +89,21 @@ def test_edited_heads_are_honoured(engine):
     with torch.inference_mode():
         after, _ = target.stack.draft_logits(hidden, 2, 20)
     torch.testing.assert_close(after, -2 * before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fixed_exit_drafts_over_an_eighth_where_the_head_weighs_more_than_two_layers():
+    assert default_size(49_152, 49_152 * 576, 3_500_000) == 6144
+    assert default_size(49_152, 49_152 * 576, 15_000_000) is None
+    assert default_size(32_000, 10**9, 1) is None, "an eighth of a small vocabulary leaves out too much"
+    target = Target(build("llama", vocab_size=33_000))
+    assert target.stack.default_draft_vocab == 4125
+    assert tiny("llama").stack.default_draft_vocab is None
+    [prompt] = make_prompts([9])
+    request = target.requests([prompt], {"max_new_tokens": 16})
+    rounds = list(target.rounds(request, exit_layer=2, num_draft_tokens=3))
+    assert {round_.plan.draft_vocab for round_ in rounds} == {4125}
+    [done] = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
+    assert done.tokens == generate(target.model, prompt, 16)
 
 
 def test_rows_with_processors_draft_over_the_whole_vocabulary():

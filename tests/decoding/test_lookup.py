@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from selfspec.control.plan import LOOKUP, Plan
 from selfspec.decoding.engine import Engine
 from selfspec.drafting import row_lookup as sources
-from selfspec.drafting.compiled_prompt_lookup import lookup_of
 from selfspec.drafting.prompt_lookup import Guess, Lookup
 from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
@@ -38,7 +37,7 @@ def wrong(self, num_tokens, honest=Lookup.draft):
 
 
 def all_equal(self, num_tokens):
-    return Guess([self.last] * num_tokens, 1)
+    return Guess([VOCAB - 1] * num_tokens, 1)
 
 
 def ends(self, num_tokens):
@@ -103,7 +102,7 @@ def test_any_batch_of_lookups_and_early_exits_equals_plain_decoding(lengths, max
 @pytest.mark.parametrize(("exit_layer", "count"), [(2, 0), (None, 0), (LOOKUP, 1)])
 def test_the_index_is_made_when_it_is_first_asked_for(exit_layer, count, monkeypatch):
     made = []
-    monkeypatch.setattr(sources, "lookup_of", lambda content: made.append(content) or lookup_of(content))
+    monkeypatch.setattr(sources, "Lookup", lambda content: made.append(content) or Lookup(content))
     decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), max_new_tokens=8)
     assert len(made) == count
 

@@ -21,7 +21,7 @@ from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
-from tests.models import build, tiny
+from tests.models import build, some_heads, tiny
 from tests.slow import slow
 from tests.target import Target
 
@@ -51,6 +51,13 @@ def test_every_piece_is_measured(family):
     assert costs.ragged.points == (3,) and costs.ragged(3) > 0
     assert costs.plain_head.points == (1, 3)
     assert {1, 3, 8, 27, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
+
+
+@pytest.mark.parametrize("within", [None, 0.0], ids=["all points", "few points"])
+def test_layers_with_exit_heads_are_timed_since_they_take_longer(within):
+    stack = Target(build("llama", num_hidden_layers=10), exit_heads=some_heads((4, 7))).stack
+    costs = measure(stack, (1, 3), repeats=1, within=within)
+    assert {4, 7} <= set(costs.early[1].points) and 4 in costs.early[3].points
 
 
 def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():

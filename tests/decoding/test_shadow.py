@@ -20,7 +20,7 @@ from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.shortlist import NUM_TOP
 from tests.decoding.test_penalties import by_hand
 from tests.helpers import Adversary, decode, make_prompts
-from tests.models import build, tiny
+from tests.models import build, some_heads, tiny
 from tests.target import Target
 
 RAGGED = (12, 7, 1, 20)
@@ -191,7 +191,7 @@ def test_looks_with_exit_heads_go_through_them_in_a_compiled_call_too():
     logits = stack.logits(last)
     given = (1, 2), hidden, [Sampling()] * 5, range(5), logits, logits.argmax(-1)
     plain = in_one_call(stack, stack.compiled, *given)[1]
-    stack.exit_heads = Doubling()
+    stack.exit_heads = some_heads((1, 2), width=96)
     try:
         hits, sure = in_one_call(stack, stack.compiled, *given)
         wanted, wanted_sure = over_shortlist(stack, Picker(stack), *given)
@@ -199,10 +199,3 @@ def test_looks_with_exit_heads_go_through_them_in_a_compiled_call_too():
         stack.exit_heads = None
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
     assert torch.equal(hits, wanted) and not torch.allclose(sure, plain, atol=1e-3)
-
-
-class Doubling:
-    """Stands for exit heads: a norm undoes no shift."""
-
-    def of_layers(self, hidden, layers):
-        return hidden + 2 * hidden.roll(1, -1)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from selfspec.control.plan import NUM_MATCH_BINS, match_bin
 from selfspec.control.rows import Tally
-from selfspec.drafting.compiled_prompt_lookup import CompiledLookup, lookup_of
+from selfspec.drafting.compiled_index import CompiledIndex
+from selfspec.drafting.ngram_index import Index
 from selfspec.drafting.prompt_lookup import Guess, Lookup
 from selfspec.kernels import compiled_call
 from selfspec.kernels.compiled_call import functions
@@ -40,7 +41,7 @@ def naive_tally(content, most, start):
     return Tally(len(content) - start, seen, right)
 
 
-BOTH = pytest.mark.parametrize("kind", [Lookup, CompiledLookup])
+BOTH = pytest.mark.parametrize("kind", [Index, CompiledIndex])
 contents = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), max_size=80))
 
 
@@ -50,7 +51,7 @@ contents = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab
 @given(content=contents, most=st.integers(1, 20), num_tokens=st.integers(0, 12), step=st.integers(1, 30))
 def test_a_draft_is_what_a_naive_search_finds(kind, content, most, num_tokens, step):
     grown = []
-    lookup = kind(grown, most)
+    lookup = Lookup(grown, most, kind)
     for start in range(0, len(content), step):
         grown += content[start : start + step]
         expected, match = naive(grown, most, num_tokens)
@@ -65,7 +66,7 @@ def test_a_draft_is_what_a_naive_search_finds(kind, content, most, num_tokens, s
 def test_the_index_tells_how_often_a_guess_would_have_been_right(kind, content, most, steps):
     """Every token counts once, whether anybody asked for matches in between or not."""
     grown = []
-    lookup, start = kind(grown, most), 0
+    lookup, start = Lookup(grown, most, kind), 0
     for i, step in enumerate(steps):
         grown += content[len(grown) : len(grown) + step]
         if i % 2 == 0:
@@ -92,25 +93,25 @@ def kinds_of_text(length):
 def test_the_index_takes_less_than_64_bytes_per_token(kind, grows):
     for name, content in kinds_of_text(8000):
         given_first = content[:1] if grows else content
-        lookup = kind(given_first)
+        lookup = Lookup(given_first, make=kind)
         for token in content[len(given_first) :]:
             given_first.append(token)
             assert lookup.match >= 0
         assert lookup.match >= 0
-        assert lookup.num_bytes < 64 * len(given_first), name
+        assert lookup.index.num_bytes < 64 * len(given_first), name
 
 
 def test_a_match_longer_than_the_index_tells_apart_is_refused_at_the_border():
     for most in (0, 256):
         with pytest.raises(ValueError, match=r"most must lie in 1..255"):
-            Lookup([], most)
+            Index(most)
 
 
 def test_indices_are_compiled_where_something_else_is(monkeypatch):
     compiled_call.functions()
-    assert isinstance(lookup_of([1, 2]), CompiledLookup)
-    monkeypatch.setattr("selfspec.drafting.compiled_prompt_lookup.loaded", lambda: None)
-    assert type(lookup_of([1, 2])) is Lookup
+    assert isinstance(Lookup([1, 2]).index, CompiledIndex)
+    monkeypatch.setattr(compiled_call, "loaded", lambda: None)
+    assert isinstance(Lookup([1, 2]).index, Index)
 
 
 class Noting:
@@ -128,15 +129,15 @@ class Noting:
         self.num_made += 1
         return made
 
-    def selfspec_index_free(self, index):
+    def selfspec_texts_free(self, index):
         self.held.remove(index)
-        self.lib.selfspec_index_free(index)
+        self.lib.selfspec_texts_free(index)
 
 
 def test_compiled_indices_are_given_back(monkeypatch):
     lib = Noting(functions())
-    monkeypatch.setattr("selfspec.drafting.compiled_prompt_lookup.functions", lambda: lib)
-    lookup = CompiledLookup([1, 2, 1])
+    monkeypatch.setattr(compiled_call, "functions", lambda: lib)
+    lookup = Lookup([1, 2, 1], make=CompiledIndex)
     assert lookup.match == 1 and len(lib.held) == 1
     del lookup
     gc.collect()
@@ -145,12 +146,12 @@ def test_compiled_indices_are_given_back(monkeypatch):
 
 def told(lookup, tokens):
     """As a compiled round does that nobody hears of afterwards."""
-    assert functions().selfspec_index_add(lookup.address, (ctypes.c_int64 * len(tokens))(*tokens), len(tokens))
+    assert functions().selfspec_index_add(lookup.index.address, (ctypes.c_int64 * len(tokens))(*tokens), len(tokens))
 
 
 @given(content=contents.filter(bool), more=st.lists(st.integers(0, 4), min_size=1, max_size=9), step=st.integers(1, 9))
 def test_an_index_that_was_told_of_tokens_that_its_row_never_got_is_made_anew(content, more, step):
-    lookup, plain = CompiledLookup(content), Lookup(content)
+    lookup, plain = Lookup(content, make=CompiledIndex), Lookup(content, make=Index)
     first, wanted = lookup.take_tally(), plain.take_tally()
     assert first == wanted
     told(lookup, more)
@@ -163,12 +164,12 @@ def test_an_index_that_was_told_of_tokens_that_its_row_never_got_is_made_anew(co
 
 def test_an_index_that_memory_was_too_little_for_is_made_when_there_is_enough(monkeypatch):
     content, lib = [1, 2, 1, 2, 1], Noting(functions())
-    lookup = CompiledLookup(content)
+    lookup = Lookup(content, make=CompiledIndex)
     told(lookup, [3, 4, 4])
     content += [3]  # less than it holds
     lib.selfspec_index_new = lambda *given: None
     with monkeypatch.context() as patch:
-        patch.setattr("selfspec.drafting.compiled_prompt_lookup.functions", lambda: lib)
+        patch.setattr(compiled_call, "functions", lambda: lib)
         for _ in range(2):
             with pytest.raises(MemoryError, match="too little memory for an index"):
                 assert lookup.match

@@ -17,7 +17,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
-    NUM_MATCH_BINS,
+    NUM_LOOKUP_BINS,
     LookupTable,
     Plan,
     Policy,
@@ -117,7 +117,7 @@ class Dice(Policy):
 
     def lookups(self, rows):
         dice = self.random
-        lengths = tuple(tuple(dice.randint(0, 6) for _ in range(NUM_MATCH_BINS)) for _ in rows)
+        lengths = tuple(tuple(dice.randint(0, 6) for _ in range(NUM_LOOKUP_BINS)) for _ in rows)
         gains = tuple(tuple(n * dice.random() for n in of_row) for of_row in lengths)
         return LookupTable(lengths, gains, (0.0, 0.5, 1.0))
 

@@ -156,6 +156,23 @@ def test_counts_of_layers_and_drafts_add_up(run, out):
     assert plain["acceptance_length"] == 1 and fixed["prefill_share"] > 0
 
 
+def test_answers_help_later_questions_only_where_the_configuration_says_so(run, out, tmp_path):
+    same = [{"question_id": i, "category": "c", "turns": ["x"]} for i in range(3)]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(question) + "\n" for question in same))
+    options = ["--methods", "plain", "pld", "--questions", str(tmp_path / "same.jsonl"), "--max-new-tokens", "30"]
+    options += ["--ignore-eos", "--warmups", "1"]
+    steps = {}
+    for name, more in (("apart", []), ("reused", ["--reuse-responses"])):
+        folder = out.with_name(name)
+        assert run(*options, *more, "--output", str(folder)) == 0
+        assert all(each["num_different"] == 0 for each in summary(folder)["check"])
+        answers = lines(folder / "answers" / "pld.jsonl")
+        steps[name] = [answer["choices"][0]["decoding_steps"] for answer in answers]
+    first, again, more = steps["reused"]
+    assert steps["apart"] == [first] * 3  # the untimed answer before helps none, either
+    assert again == more and again[0] < first[0]
+
+
 def test_sampled_outputs_are_compared_only_across_selfspec_methods(run, out):
     names = ["plain", "fixed:2,3", "del", "transformers", "transformers:early_exit:2"]
     assert run("--methods", *names, "--temperature", "0.9", "--seed", "5") == 0

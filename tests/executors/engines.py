@@ -12,7 +12,7 @@ import pytest
 from selfspec.control.plan import (
     LOOKUP,
     NUM_BINS,
-    NUM_MATCH_BINS,
+    NUM_LOOKUP_BINS,
     LookupTable,
     Plan,
     Policy,
@@ -154,7 +154,7 @@ class Together(Noted):
         super().__init__(2, 3, num_rounds=20)
 
     def plan(self, rows):
-        bins = NUM_MATCH_BINS
+        bins = NUM_LOOKUP_BINS
         table = LookupTable(((4,) * bins,) * len(rows), ((1.0,) * bins,) * len(rows), (1.5,))
         return replace(super().plan(rows), lookups=table)
 

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import LOOKUP
+from selfspec.control.plan import CORPUS, LOOKUP, RESPONSES, SOURCES
 from selfspec.decoding.row import Row
+from selfspec.drafting.responses import Responses
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.eager import EagerExecutor
 from selfspec.model.draft_vocabulary import Frequencies
+from tests.cuda.standin import with_runner
 from tests.executors.engines import (
     EXECUTORS,
     LENGTHS,
@@ -29,10 +31,11 @@ from tests.executors.engines import (
     only_eager,
     plain,
     programs,
+    target,
 )
 from tests.executors.engines import corpus as corpus
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, drain, make_prompts
-from tests.models import build
+from tests.models import build, some_heads
 from tests.slow import slow
 from tests.target import Target
 
@@ -58,11 +61,12 @@ def checked_step(engine):
     return rounds
 
 
-def check_programs(kind, dice_seed, store=None, audit=True, made=None):
+def check_programs(kind, dice_seed, store=None, audit=True, made=None, responses=None):
     """Rows that come, go, and end in any way meanwhile keep the tokens of plain decoding."""
     dice, policy = random.Random(dice_seed), Programs(dice_seed)
     most = dice.randint(1, 4)
-    engine = engine_of(kind, made, policy=policy, max_batch_size=most, prefill_chunk=25, datastore=store)
+    texts = {"datastore": store, "responses": responses}
+    engine = engine_of(kind, made, policy=policy, max_batch_size=most, prefill_chunk=25, **texts)
     waiting, names, doomed, rounds = dice.sample(range(NUM_REQUESTS), 5), {}, set(), []
     while waiting or engine.has_work:
         if waiting and (dice.random() < 0.7 or not engine.has_work):
@@ -103,7 +107,7 @@ def check_policy(kind, policy, made=None, asked=(3, 0, 8, 7, 11, 4, 14, 10)):
     assert engine.cache.num_free_pages == engine.cache.num_pages
 
 
-@pytest.mark.parametrize("has_corpus", [False, True], ids=["own text", "corpus"])
+@pytest.mark.parametrize("has_others", [False, True], ids=["own text", "corpus and responses"])
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
@@ -112,8 +116,20 @@ def check_policy(kind, policy, made=None, asked=(3, 0, 8, 7, 11, 4, 14, 10)):
         for seed in range(4)
     ],
 )
-def test_any_programs_of_any_batch_give_the_tokens_of_plain_decoding(kind, has_corpus, corpus, seed):
-    check_programs(kind, seed, corpus if has_corpus else None)
+def test_any_programs_of_any_batch_give_the_tokens_of_plain_decoding(kind, has_others, corpus, seed):
+    others = {"store": corpus, "responses": some_responses(kind)} if has_others else {}
+    check_programs(kind, seed, **others)
+
+
+def some_responses(kind):
+    """Responses to some of the requests, one of them with wrong tokens."""
+    responses = Responses(2000)
+    for at in (3, 7, 11):
+        request, done = plain(kind, at)
+        responses.add(request.prompt, done.tokens)
+    request, done = plain(kind, 5)
+    responses.add(request.prompt, [*done.tokens[:5], 1, 2, *done.tokens[7:]])
+    return responses
 
 
 @most_executors
@@ -137,13 +153,69 @@ def test_programs_draft_in_every_way_and_each_executor_runs_its_own(kind, corpus
 
 
 @most_executors
+def test_exit_heads_change_no_token(kind):
+    engine = "views" if kind in ("views", "cuda") else "compiled"
+    made = Target(target(kind).model, target(kind).tokenizer, engine=engine, exit_heads=some_heads((1, 2, 3)))
+    check_policy(kind, Programs(3), with_runner(made) if kind == "cuda" else made)
+
+
+@most_executors
 def test_a_corpus_is_drafted_from_where_a_row_has_nothing_of_its_own(kind, corpus):
     policy, (request, wanted) = Noted(LOOKUP, 4, num_rounds=9), plain(kind, 7)
     engine = engine_of(kind, policy=policy, datastore=corpus)
     engine.submit(request)
     assert drain(engine).completions[0].tokens == wanted.tokens
-    stored = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows if one.is_stored]
+    stored = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows if one.source == CORPUS]
     assert sum(one.num_accepted for one in stored) > 3
+
+
+@most_executors
+def test_the_same_request_again_takes_few_rounds_and_one_program(kind, monkeypatch):
+    """Compiled programs draft from finished responses without coming back to Python."""
+    calls, run = [], CompiledRounds.run
+    monkeypatch.setattr(CompiledRounds, "run", lambda *given, **named: calls.append(1) or run(*given, **named))
+    responses, (request, wanted), num_rounds = Responses(), plain(kind, 7), []
+    for _ in range(2):
+        policy = Noted(LOOKUP, 8, num_rounds=90)
+        engine = engine_of(kind, policy=policy, responses=responses)
+        engine.submit(request)
+        calls.clear()
+        assert drain(engine).completions[0].tokens == wanted.tokens
+        num_rounds.append(sum(len(rounds) for _, rounds in policy.seen))
+    drafted = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows]
+    assert num_rounds[1] == -(-len(wanted.tokens) // 9) < num_rounds[0] / 2
+    assert {one.source for one in drafted if one.num_drafted} == {RESPONSES}
+    assert len(calls) == (kind == "cpu")
+
+
+def test_compiled_programs_choose_among_all_texts_as_python_does(corpus):
+    outcomes = {}
+    for kind in ("eager", "cpu"):
+        responses, policy = some_responses(kind), Noted(LOOKUP, 4, num_rounds=50)
+        for at in (2, 3, 5, 6, 7, 0):
+            engine = engine_of(kind, policy=policy, responses=responses, datastore=corpus)
+            engine.submit(plain(kind, at)[0])
+            drain(engine)
+        rows = [one for _, rounds in policy.seen for round_ in rounds for one in round_.rows]
+        outcomes[kind] = [(one.source, one.match, one.num_drafted, one.num_accepted) for one in rows]
+    assert outcomes["eager"] == outcomes["cpu"]
+    assert {source for source, match, *_ in outcomes["cpu"] if match} == set(SOURCES)
+
+
+@every_executor
+def test_only_finished_responses_are_kept(kind):
+    responses, (request, wanted) = Responses(), plain(kind, 7)
+    engine = engine_of(kind, policy=Noted(LOOKUP, 4), responses=responses)
+    request_id = engine.submit(request)
+    engine.step()
+    engine.cancel(request_id)
+    while engine.has_work:
+        engine.step()
+    assert len(responses) == 0
+    engine.submit(request)
+    drain(engine)
+    found = responses.find(request.prompt)
+    assert responses.continuation(found, 999) == wanted.tokens
 
 
 # ---------------------------------------------------------------------------------------------------- the same rounds
@@ -155,10 +227,10 @@ def seen_in(outcome):
     return outcome._replace(shadow=looks)
 
 
-def decoded(family, num_rows, policy, new, sampled, penalties=(), **shape):
+def decoded(family, num_rows, policy, new, sampled, penalties=(), heads=None, **shape):
     """What every row came to, round by round, and the keys and values that its rows wrote."""
     model = build("llama", **shape).bfloat16() if family == "bfloat16" else build(family, **shape)
-    made = Target(model, engine="compiled")  # which has not seen yet which tokens are frequent
+    made = Target(model, engine="compiled", exit_heads=heads)  # which has not seen yet which tokens are frequent
     engine = engine_of("cpu", made, policy=policy, max_batch_size=num_rows, max_cached_tokens=1024)
     ways = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1})
     for i, prompt in enumerate(make_prompts(LENGTHS[:num_rows], seed=num_rows)):
@@ -201,6 +273,23 @@ def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed, num_rows, 
         check_same_rounds(family, num_rows, 24, sampled, penalties, make=lambda: Programs(seed, bits=(None,)))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", ["llama", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_compiled_executor_drafts_through_exit_heads_as_the_eager_one(family, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = check_same_rounds(
+            family, 3, 24, [True, False, True], make=lambda: Programs(8, bits=(None,)), heads=some_heads((1, 2))
+        )
+    finally:
+        torch.set_num_threads(before)
+    plans = [plan for plan, *_ in found[2] if plan.exit_layer in (1, 2)]
+    assert len(plans) > 4 and any(plan.shadow for plan in plans)
+    _, _, without, _ = decoded(family, 3, Programs(8, bits=(None,)), 24, [True, False, True])
+    assert without != found[2], "the heads change what is drafted"
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 
@@ -15,18 +16,10 @@ from selfspec.executors.shadow import shadow_picks
 from selfspec.model import exit_heads as module
 from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
 from tests.helpers import make_prompts
-from tests.models import build, tiny
+from tests.models import build, some_heads, tiny
 from tests.target import Target, load
 
 PROMPTS = make_prompts([9, 4, 12], seed=3)
-
-
-def some_heads(layers=(1, 3), width=32, rank=5, seed=0):
-    heads = ExitHeads(layers, width, rank).requires_grad_(False)
-    torch.manual_seed(seed)
-    for head in heads.heads.values():
-        head.up.normal_(0, 0.5)
-    return heads
 
 
 def test_a_new_head_changes_nothing():
@@ -85,7 +78,7 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     assert heads.save(tmp_path / "new" / "folder") == tmp_path / "new" / "folder" / FILE
     for path in (tmp_path / "new" / "folder", tmp_path / "new" / "folder" / FILE):
         again = ExitHeads.load(path)
-        assert (again.layers, again.hidden_size, again.rank, again.weights) == ((1, 3), 32, 5, "0123456789abcdef")
+        assert (again.layers, again.hidden_size, again.inner_size, again.weights) == ((1, 3), 32, 5, "0123456789abcdef")
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), heads.parameters(), strict=True))
         assert not any(parameter.requires_grad for parameter in again.parameters())
 
@@ -119,6 +112,34 @@ def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
         ExitHeads.load(tmp_path)
 
 
+def test_heads_of_an_earlier_version_are_to_be_trained_again(tmp_path):
+    heads, metadata = some_heads(), {"format": "selfspec exit heads 1", "about": json.dumps({"layers": [1], "rank": 5})}
+    save_file(heads.state_dict(), tmp_path / FILE, metadata)
+    with pytest.raises(OSError, match="heads of an earlier version, which are no longer read; train them again"):
+        ExitHeads.load(tmp_path)
+
+
+@pytest.mark.parametrize("inner", [1, 37, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_compiled_heads_are_the_blocks_of_torch(inner, dtype):
+    heads = some_heads(inner=inner)
+    target = Target(build("llama").to(dtype), exit_heads=heads, engine="compiled")
+    stack, hidden = target.stack, torch.randn(3, 7, 32)
+    before = hidden.clone()
+    for _ in range(2):
+        for count in (0, 1, 7):
+            given = hidden[:, :count]
+            wanted = copy.deepcopy(target.exit_heads).float().of_layers(given, (1, 2, 3))
+            found = stack.through_heads(given, (1, 2, 3))
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+        for head in target.exit_heads.heads.values():  # as online learning does
+            head.down.mul_(-1)
+            head.norm.mul_(2)
+    assert torch.equal(hidden, before)
+
+
 def test_heads_of_another_model_are_refused_and_of_other_weights_noticed(caplog):
     target = Target(build("llama"))
     for wrong in (some_heads(width=64), some_heads(layers=(2, 4))):
@@ -149,11 +170,11 @@ def test_heads_beside_the_weights_are_found_and_can_be_left_out(tmp_path):
 def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_again():
     model = build("llama").to(torch.bfloat16)
     target = Target(model, exit_heads=some_heads())
-    assert target.exit_heads.heads["1"].up.dtype == torch.bfloat16
+    assert target.exit_heads.heads["1"].down.dtype == torch.bfloat16
     model.to(torch.float64)
     plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
     assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
-    assert target.exit_heads.heads["1"].up.dtype == torch.float64
+    assert target.exit_heads.heads["1"].down.dtype == torch.float64
 
 
 @pytest.mark.parametrize("engine", ["views", "compiled"])
@@ -178,12 +199,12 @@ def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_chang
 @pytest.mark.parametrize(
     "about",
     [
-        {"layers": [1, 3], "hidden_size": 10**9, "rank": 10**9},
-        {"layers": [True, 3], "hidden_size": 32, "rank": 5},
-        {"layers": [-1, 3], "hidden_size": 32, "rank": 5},
-        {"layers": list(range(1, 20_000)), "hidden_size": 32, "rank": 5},
-        {"layers": [1], "hidden_size": 32, "rank": 5},
-        {"layers": None, "hidden_size": 32, "rank": 5},
+        {"layers": [1, 3], "hidden_size": 10**9, "inner_size": 10**9},
+        {"layers": [True, 3], "hidden_size": 32, "inner_size": 5},
+        {"layers": [-1, 3], "hidden_size": 32, "inner_size": 5},
+        {"layers": list(range(1, 20_000)), "hidden_size": 32, "inner_size": 5},
+        {"layers": [1], "hidden_size": 32, "inner_size": 5},
+        {"layers": None, "hidden_size": 32, "inner_size": 5},
         [],
     ],
     ids=["huge", "a truth value", "negative", "many", "fewer", "none", "a list"],

@@ -38,7 +38,7 @@ def test_every_key_has_a_sentence(path):
         ([1], r"the configuration must be a mapping, got \[1\]"),
         (
             {"optimizer": {}},
-            r"the configuration has no key 'optimizer'; did you mean 'optim'\? known keys: corpus, data, model,",
+            r"the configuration has no key 'optimizer'; did you mean 'optim'\? known keys: corpus, data, chats,",
         ),
         ({"run": {"step": 3}}, r"run has no key 'step'; did you mean 'max_steps'"),
         ({"run": {"max_steps": "many"}}, r"run\.max_steps must be of type int, got 'many'"),
@@ -71,6 +71,22 @@ def test_every_key_has_a_sentence(path):
         ),
         ({"data": {"split": "x"}}, r"data\.path must name a file or a data set, got ''"),
         ({"data": {"path": "a.txt"}, "corpus": {"root": "b"}}, r"data\.path and the section corpus exclude each other"),
+        (
+            {"model": {"base": "x"}, "chats": {"num_chats": 99}, "data": {"path": "a.txt"}},
+            r"data\.path and chats\.num_chats exclude each other; remove one of them",
+        ),
+        ({"chats": {"num_chats": 99}}, r"model\.base must be a model with a tokenizer where data"),
+        ({"chats": {"num_chats": 9}}, r"chats\.num_chats must be 0 or above chats\.num_held_out = 64, got 9"),
+        (
+            {"chats": {"temperatures": [-1]}},
+            r"chats\.temperatures must be a list of temperatures from 0, got \[-1\.0\]",
+        ),
+        ({"exits": {"teacher": "base"}}, r"exits\.teacher must be last where lora\.rank is 0, got 'base'"),
+        ({"exits": {"teacher": "me"}}, r"exits\.teacher must be one of last, base, got 'me'"),
+        ({"run": {"max_minutes": -1}}, r"run\.max_minutes must be at least 0, got -1\.0"),
+        ({"run": {"max_minutes": "soon"}}, r"run\.max_minutes must be of type float, got 'soon'"),
+        ({"run": {"bf16": 1}}, r"run\.bf16 must be of type bool, got 1"),
+        ({"eval": {"gsm8k": "nowhere.jsonl"}}, r"eval\.gsm8k must be a \.jsonl file, got 'nowhere\.jsonl'"),
         ({"data": {"path": "a.txt", "max_length": 1}}, r"data\.max_length must be 0 or at least 2, got 1"),
         ({"corpus": {"held_out_percent": 0}}, r"corpus\.held_out_percent must be between 0 and 100, got 0\.0"),
     ],
@@ -93,10 +109,12 @@ def test_the_command_says_one_sentence(tmp_path, capsys):
 def test_overrides_of_the_command_line_win_over_the_file(tmp_path, capsys):
     path = tmp_path / "some.yaml"
     path.write_text("run:\n  max_steps: 5\n  windows: [16]\ndata:\nexits:\n")
-    config = load_config(path, ["run.max_steps=7", "run.windows=[32,64]", "optim.adamw_lr=2e-4", "run.output=a b"])
+    config = load_config(
+        path, ["run.max_steps=7", "run.windows=[32,64]", "optim.adamw_lr=2e-4", "run.output=a b", "run.notes=5"]
+    )
     assert config.run.max_steps == 7 and config.run.windows == (32, 64) and config.run.output == "a b"
-    assert config.optim.adamw_lr == 2e-4
-    assert main([str(path), "run.windows=long"]) == 2
+    assert config.optim.adamw_lr == 2e-4 and config.run.notes == "5"
+    assert main([str(path), "--resume", "run.windows=long"]) == 2
     assert "run.windows must be a list of int, got 'long'" in capsys.readouterr().err
     assert main([str(path), "max_steps=7"]) == 2
     assert "an override must be of the form section.key=value, got 'max_steps=7'" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_weights_take_the_asked_shape():
 
 def test_gradual_exits_join_from_the_last_to_the_first_by_half_of_the_run():
     config = ExitConfig(curriculum="gradual", period=1)
-    by_step = [exits_at(step, 80, 4, config) for step in range(80)]
+    by_step = [exits_at(step, step / 80, 4, config) for step in range(80)]
     assert by_step[:10] == [(4,)] * 10 and by_step[10] == (3, 4) and by_step[19] == (3, 4)
     assert by_step[20] == (2, 3, 4) and by_step[29] == (2, 3, 4) and by_step[30:] == [(1, 2, 3, 4)] * 50
 
@@ -113,8 +113,8 @@ def test_gradual_exits_follow_the_paper_s_rule_at_every_step(num_layers, steps, 
 
 
 def test_all_exits_at_once_and_none_but_the_last():
-    assert exits_at(7, 80, 4, ExitConfig(curriculum="all")) == (1, 2, 3, 4)
-    assert exits_at(7, 80, 4, ExitConfig(curriculum="all", scale=0.0)) == (4,)
+    assert exits_at(7, 7 / 80, 4, ExitConfig(curriculum="all")) == (1, 2, 3, 4)
+    assert exits_at(7, 7 / 80, 4, ExitConfig(curriculum="all", scale=0.0)) == (4,)
 
 
 def test_only_tokens_with_a_label_count(model, tokens):

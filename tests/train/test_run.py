@@ -61,7 +61,7 @@ def test_exporting_without_a_checkpoint_says_so(small_settings, tmp_path, capsys
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 1 / 5), (3, 4 / 5), (4, 1.0), (59, 1.0), (80, 0.5), (100, 0.0)])
 def test_learning_rate_warms_up_stays_and_decays(step, expected):
-    factor = warmup_stable_decay(step, max_steps=100, warmup_steps=4, decay_fraction=0.4)
+    factor = warmup_stable_decay(step, progress=step / 100, warmup_steps=4, decay_fraction=0.4)
     assert factor == pytest.approx(expected)
 
 
@@ -91,5 +91,5 @@ def test_measuring_exits_leaves_the_model_as_it_was(small_settings):
     tokens = torch.randint(1, 320, (3, 20), generator=torch.Generator().manual_seed(0))
     losses, _, _ = held_out_scores(model, tokens, rows=2)
     assert losses[-1] == pytest.approx(model(tokens, labels=tokens).loss.item(), abs=1e-5)
-    agreement, counted = exit_agreement(model, tokens, new_tokens=5, rows=2)
+    agreement, counted = exit_agreement(model, tokens.tolist(), new_tokens=5, rows=2)
     assert agreement[-1] == 1.0 and counted <= 15

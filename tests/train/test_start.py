@@ -72,7 +72,7 @@ def test_a_model_is_continued_on_texts(settings, base, tmp_path, capsys, streami
     saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert 1 <= saved["exit_layer"] <= 3 and 1 <= saved["num_draft_tokens"] <= 8
     card = (tmp_path / "model" / "README.md").read_text("utf-8")
-    assert f"continued from `{base}`" in card and f"base_model: {base}" in card and "| 4 | " in card
+    assert f"continued from `{base.name}`" in card and f"base_model: {base.name}" in card and "| 4 | " in card
     assert "| exit layer | loss | agreement | loss before | agreement before |" in card
     assert (tmp_path / "model" / "training.csv").read_text().startswith("step,learning_rate,loss_exit_1,")
 
@@ -87,19 +87,21 @@ def test_the_figures_before_are_the_bases_even_where_its_folder_is_written_over(
     assert len(rows) == 4 and any(loss != before.rstrip(" |") for loss, _, before, *_ in rows)
 
 
-def test_a_base_that_is_gone_costs_the_card_its_comparison_only(settings, base, tmp_path, capsys):
+def test_the_base_is_measured_once_and_may_then_be_gone(settings, base, tmp_path, capsys):
     own = tmp_path / "own"
     shutil.copytree(base, own)
     settings["model"] = {"base": str(own)}
     assert run(settings, tmp_path) == 0
     shutil.rmtree(own)
-    shutil.rmtree(tmp_path / "model")
+    card = tmp_path / "model" / "README.md"
+    before = card.read_text("utf-8").partition("## Quality")[2]
+    assert "| exit layer | loss | agreement | loss before | agreement before |" in before
     assert run(settings, tmp_path, "--export-only") == 0
-    card = (tmp_path / "model" / "README.md").read_text("utf-8")
-    assert (
-        "| exit layer | loss | agreement |\n" in card
-        and "the card has no figures of model.base" in capsys.readouterr().out
-    )
+    assert card.read_text("utf-8").partition("## Quality")[2].startswith(before.partition("## Licence")[0])
+    settings["eval"]["num_windows"] = 3
+    assert run(settings, tmp_path, "--export-only") == 0
+    assert "| exit layer | loss | agreement |\n" in card.read_text("utf-8")
+    assert "the card has no figures of model.base" in capsys.readouterr().out
 
 
 def test_the_stored_exit_is_what_selfspec_starts_from(settings, tmp_path):
@@ -125,7 +127,7 @@ def test_adapters_end_merged_or_as_a_folder_of_their_own(settings, base, tmp_pat
     ]
     assert changed == [True, True, False, False]
     assert torch.equal(plain.lm_head.weight.bfloat16(), model.lm_head.weight.bfloat16())
-    assert "LoRA of rank 2" in (folder / "README.md").read_text("utf-8")
+    assert "LoRA of rank 2" in " ".join((folder / "README.md").read_text("utf-8").split())
 
 
 @pytest.mark.parametrize("kind", ["adapters", slow("whole"), slow("streamed")])

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.executors.cpu.exit_head import PackedExitHeads
 from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
@@ -25,6 +26,7 @@ from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
+from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
 
@@ -75,11 +77,16 @@ class CompiledBody:
         every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
+        self._file = weights.file
+        self._in_blocks = {id(x.weight) for x in weights.linears() if x.blocks is not None}
+        self._sums_all = self._file is None or not self._file.sees_all
         self._num_edits, self._sums = self._count_edits(), self._checksums()
         self.buffer_pool = BufferPool[Any]()
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
+        self.exit_heads = PackedExitHeads()
+        """Trained heads of exit layers, packed."""
 
     @staticmethod
     def bytes_of(weights: LlamaWeights) -> int:
@@ -88,8 +95,9 @@ class CompiledBody:
         Raises:
             NoCompilerError: see `selfspec.kernels.compiler.library`.
         """
-        read = [weights.head.weight, *(w for layer in weights.layers for w in layer.weights())]
-        packed = sum(w.numel() * (2 if fits_half(w) else 4) for w in read)
+        packed = sum(x.blocks.nbytes for x in weights.linears() if x.blocks is not None)
+        read = [x.weight for x in weights.linears() if x.blocks is None]
+        packed += sum(w.numel() * (2 if fits_half(w) else 4) for w in read)
         widened = {id(w): w for w in (weights.embedding, weights.head.weight) if w.dtype != torch.float32}
         return packed + sum(4 * w.numel() for w in widened.values())
 
@@ -142,6 +150,19 @@ class CompiledBody:
         """Logits over a part of the vocabulary; see `Stack.draft_logits`. `hidden`: before the final norm."""
         return self.product(self.draft_head(subset)[0], hidden, norm=True)
 
+    def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor:
+        """Hidden states `[K, N, hidden_size]` through exit heads; see `Stack.through_heads`."""
+        hidden, count = hidden.float().contiguous(), hidden.shape[1]
+        out, threads = hidden.clone(), self.threads(count)
+        for given, changed, layer in zip(hidden, out, layers, strict=True):
+            packed = self.exit_heads.of(heads, layer)
+            if packed is not None and count:
+                head = ctypes.byref(packed.struct)
+                memory = out.new_empty(self._lib.selfspec_exit_head_floats(head, count, threads))
+                places = changed.data_ptr(), memory.data_ptr()
+                self._lib.selfspec_exit_head(head, given.data_ptr(), count, *places, threads)
+        return out
+
     def draft_head(self, subset: Subset | None, rounded: bool = False) -> tuple[Packed, Tensor | None]:
         """The head for drafts: its packed weights, and the token ids of its outputs (None: the whole vocabulary).
 
@@ -153,7 +174,8 @@ class CompiledBody:
             return self.rounded.head if rounded else self.packed_head, None
         kind = PackedInt4 if rounded else Packed
         if kind not in subset.made:
-            subset.made[kind] = kind([subset.linear], LargePageAllocator())
+            part = subset.blocks_alone if kind.reads_blocks else None
+            subset.made[kind] = kind([part or subset.linear], LargePageAllocator())
         return subset.made[kind], subset.tokens
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
@@ -176,15 +198,19 @@ class CompiledBody:
 
         Args:
             deeply: compare checksums of all weights, which also detects edits through `.data` or numpy. Weights made in
-                inference mode count no edits, so models that have some are compared this way in every call.
+                inference mode count no edits, so models that have some are compared this way in every call. Weights
+                with blocks are not read for it where the system tells whether their memory was written to.
 
         Raises:
             ValueError: the shape of a weight changed.
         """
         num_edits, deeply = self._count_edits(), deeply or len(self._tracked) < len(self._weights)
+        edited = self._edited_blocks(deeply)
         sums = self._checksums() if deeply or num_edits != self._num_edits else self._sums
-        if num_edits == self._num_edits and sums == self._sums:
+        if num_edits == self._num_edits and sums == self._sums and not edited:
             return
+        if self._sums_all and sums != self._sums:
+            edited = set(self._in_blocks)  # some weight of all
         for copy, own, _ in self._copies:
             if copy.shape != own.shape:
                 raise ValueError(
@@ -192,15 +218,16 @@ class CompiledBody:
                 )
         for layer in self._products:
             for one in layer:
-                one.fill()
-        self.packed_head.fill()
-        self.rounded.fill()
+                one.fill(edited)
+        self.packed_head.fill(edited)
+        self.rounded.fill(edited)
         self._structs.clear()  # the packed weights may have moved
         for copy, own, offset in self._copies:
             copy.copy_(own.detach())
             if offset:
                 copy.add_(offset)
-        self._num_edits, self._sums = num_edits, sums
+        self._in_blocks -= edited
+        self._num_edits, self._sums = num_edits, self._checksums() if edited else sums
 
     def threads(self, num_tokens: int) -> int:
         """The number of threads for a call of so many tokens: at most `torch.get_num_threads()`."""
@@ -231,9 +258,14 @@ class CompiledBody:
         """The number of edits in place, summed over all weights."""
         return sum([w._version for w in self._tracked])
 
+    def _edited_blocks(self, deeply: bool) -> set[int]:
+        """The `id` of weights that were edited since their blocks were packed."""
+        return self._in_blocks - self._file.held(deeply).keys() if self._file is not None and self._in_blocks else set()
+
     def _checksums(self) -> bytes:
-        """Checksums of all weights, one for every `CHECKSUM_BYTES`."""
-        weights = [w.detach().contiguous() for w in self._weights]
+        """Checksums of all weights whose edits `_edited_blocks` does not see, one for every `CHECKSUM_BYTES`."""
+        summed = [w for w in self._weights if self._sums_all or id(w) not in self._in_blocks]
+        weights = [w.detach().contiguous() for w in summed]
         places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, CHECKSUM_BYTES)]
         sizes = [min(CHECKSUM_BYTES, w.nbytes - at) for w in weights for at in range(0, w.nbytes, CHECKSUM_BYTES)]
         out, count = (ctypes.c_uint64 * len(places))(), len(places)

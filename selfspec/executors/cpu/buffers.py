@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
+from selfspec.executors.cpu.exit_head import PackedExitHead
 from selfspec.executors.cpu.packed import Packed
 from selfspec.executors.cpu.pick_data import LogprobBuffers, PickData
 from selfspec.executors.logprobs import TokenLogprobs
@@ -48,6 +49,7 @@ class Drafter(NamedTuple):
     with_sure: bool  # report confidences
     rounded: bool  # draft by 4-bit copies of the layers
     second_choices: SecondChoiceRule | None = None
+    exit_head: PackedExitHead | None = None  # the trained head of the exit layer
 
 
 # The fields of a `selfspec.control.plan.LookupTable`: draft lengths, gains and needs.
@@ -61,6 +63,7 @@ class ProgramLimits(NamedTuple):
     seconds: float  # no round after the first begins later than this
     ends: Sequence[Sequence[int]]  # per row: tokens that end it
     indices: Sequence[int] | None = None  # per row: address of its compiled index, to which its tokens are added
+    others: Sequence[tuple[int, int]] = ()  # source and address of the other texts that all rows look in
     table: Table | None = None  # draft lengths by lookup; needs `indices`
 
     @property
@@ -79,6 +82,7 @@ class RowResult(NamedTuple):
     block: list[int]  # the target's pick at each accepted node
     sure: list[float]  # confidences of the chain
     match: int  # match length of a draft by lookup, else 0
+    source: int  # of such a draft: one of `selfspec.control.plan.SOURCES`
     logprobs: list[TokenLogprobs] | None = None  # of the block, if the row requests them
 
 
@@ -115,8 +119,8 @@ class Buffers:
         self.count, self.max_draft, self.size = count, max_draft, (count, max_draft, num_rounds)
         self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
         # One entry per round:
-        self._drafted, self._counts, self._chains, self._accepted, self._matches = (
-            _ints(num_rounds * count) for _ in range(5)
+        self._drafted, self._counts, self._chains, self._accepted, self._matches, self._sources = (
+            _ints(num_rounds * count) for _ in range(6)
         )
         self._tokens, self._parents = (_ints(num_rounds * count * max_draft) for _ in range(2))
         self._path, self._picks = (_ints(num_rounds * count * (max_draft + 1)) for _ in range(2))
@@ -137,7 +141,9 @@ class Buffers:
         self._second_choices: tuple[SecondChoiceRule | None, Any, Any] = None, None, None
         self._table: tuple[Table | None, Sequence[Any]] = None, ()
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
+        self._exit_head: PackedExitHead | None = None
         self._indices = (ctypes.c_void_p * count)()
+        self._texts: tuple[Any, Any] = (ctypes.c_void_p * 0)(), _ints(0)  # addresses and sources
         self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `drafting` points to
         at = ctypes.addressof
         self.drafting = c.Drafting(
@@ -154,7 +160,10 @@ class Buffers:
         self._taps = (ctypes.c_void_p * len(body.layers))()
         arrays = (one for one in vars(self).values() if isinstance(one, ctypes.Array))
         self.num_bytes = self._hidden.nbytes + sum(map(ctypes.sizeof, arrays))
-        self._program = c.Program(rounds=1, rooms=at(self._rooms), given=at(self._given), matches=at(self._matches))
+        self._program = c.Program(
+            rounds=1, rooms=at(self._rooms), given=at(self._given), matches=at(self._matches),
+            drafted_from=at(self._sources),
+        )  # fmt: skip
         self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._program)]
 
     def write_inputs(
@@ -166,7 +175,8 @@ class Buffers:
         self._last[:], self._rooms[:] = last, rooms
         for counts in (self._counts, self._chains, self._drafted):
             counts[: self.count] = [0] * self.count
-        ctypes.memset(self._matches, 0, ctypes.sizeof(self._matches))
+        for drafts in (self._matches, self._sources):
+            ctypes.memset(drafts, 0, ctypes.sizeof(drafts))
         pages = [row.pages for row in rows]
         if pages != self._pages[0]:
             longest = max(map(len, pages))
@@ -189,6 +199,8 @@ class Buffers:
         drafting, rule, second = self.drafting, drafter.stop_rule, drafter.second_choices
         drafting.vocab, drafting.names = packed.num_outputs, None if names is None else names.data_ptr()
         drafting.sure = ctypes.addressof(self._sure) if drafter.with_sure else None
+        self._exit_head = exit_head = drafter.exit_head  # `drafting` points to it
+        drafting.exit_head = None if exit_head is None else ctypes.addressof(exit_head.struct)
         drafting.seconds = None if second is None else ctypes.addressof(self._others)
         if rule is not self._stop_rule:
             self._stop_rule = rule
@@ -240,6 +252,10 @@ class Buffers:
         if limits.indices is None or table is None:
             return
         self._indices[:] = [*limits.indices]
+        sources, addresses = [source for source, _ in limits.others], [address for _, address in limits.others]
+        count = program.num_others = len(addresses)
+        self._texts = (ctypes.c_void_p * count)(*addresses), (ctypes.c_int64 * count)(*sources)
+        program.others, program.sources = [ctypes.addressof(part) for part in self._texts]
         if table is not self._table[0]:
             lengths, gains, needs = table
             flat_lengths = [min(n, self.max_draft) for own in lengths for n in own]  # they may exceed 64 bits
@@ -253,14 +269,15 @@ class Buffers:
         """The results of all rounds that ran."""
         num_rounds, count = self._program.done, self.count
         own, max_draft, with_sure = num_rounds * count, self.max_draft, drafter is not None and drafter.with_sure
-        counts, chains, accepted, matches = (
-            part[:own] for part in (self._counts, self._chains, self._accepted, self._matches)
+        counts, chains, accepted, matches, sources = (
+            part[:own] for part in (self._counts, self._chains, self._accepted, self._matches, self._sources)
         )
         given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
         # These are not copied as a whole: a round may have filled a small part of them.
         tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure
         rows = []
-        for at, (length, chain, right, match) in enumerate(zip(counts, chains, accepted, matches, strict=True)):
+        of_rows = zip(counts, chains, accepted, matches, sources, strict=True)
+        for at, (length, chain, right, match, source) in enumerate(of_rows):
             first, to = at * max_draft, at * (max_draft + 1)
             path, tree = range(right), None
             if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
@@ -268,7 +285,7 @@ class Buffers:
             block, confidences = picks[to : to + right], sure[first : first + chain] if with_sure else []
             row_logprobs = None if logprobs is None else logprobs.read(at, block)
             drafted_tokens = tokens[first : first + length]
-            rows.append(RowResult(drafted_tokens, tree, chain, path, block, confidences, match, row_logprobs))
+            rows.append(RowResult(drafted_tokens, tree, chain, path, block, confidences, match, source, row_logprobs))
         results = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * max_draft

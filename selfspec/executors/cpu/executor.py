@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, SurvivalStop
 from selfspec.control.rows import StageSeconds
-from selfspec.drafting.compiled_prompt_lookup import CompiledLookup
 from selfspec.executors.after_round import with_shadows
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import (
@@ -35,8 +34,8 @@ from selfspec.model.stack import Stack
 class CpuExecutor(Executor):
     """Runs plans by compiled code; it serves stacks whose layers are compiled. Picks equal the eager executor's.
 
-    One call runs a whole program, up to the number of rounds that its buffers hold. Rounds with a probe, rounds that
-    keep logits, and rounds that draft from a corpus take one call each.
+    One call runs a whole program, up to the number of rounds that its buffers hold. Rounds with a probe and rounds that
+    keep logits take one call each.
     """
 
     def __init__(
@@ -59,19 +58,19 @@ class CpuExecutor(Executor):
 
     def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
         """Run the rounds of a plan, in one call if possible; see `Executor.run`."""
-        table, looks_up = plan.table, plan.table is not None
         keeps = any(row.request.keep_logits for row in rows)
-        if keeps or plan.shadow is not None or (looks_up and any(row.lookup.has_corpus for row in rows)):
+        lookups = [] if plan.table is None else [row.lookup.compiled() for row in rows]
+        texts = [one for one in lookups if one is not None]  # held as long as the program runs
+        if keeps or plan.shadow is not None or len(texts) < len(lookups):
             yield from super().run(rows, plan, deadline)
             return
         if plan.exit_layer and next_exit(rows, plan) is None:
             plan = replace(plan, exit_layer=None)
-        indices = None
-        if looks_up:
-            lookups = [row.lookup.own for row in rows]
-            indices = [lookup.address for lookup in lookups if isinstance(lookup, CompiledLookup)]
         ends = [sorted(row.stopper.ends) for row in rows]
-        limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends, indices, table)
+        limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends)
+        if texts:
+            others = [(source, one.address) for source, one in texts[0].others]
+            limits = limits._replace(indices=[one.own.address for one in texts], others=others, table=plan.table)
         yield from self._executed(rows, plan, limits)
 
     def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
@@ -122,16 +121,18 @@ class CpuExecutor(Executor):
             seconds, overhead = self.new_seconds(), 0.0
 
     def _drafter(self, plan: Plan) -> Drafter | None:
-        """The layers that draft; None if the exit layer has a trained head, for which there is no compiled code."""
+        """The layers that draft; None for copies of an exit layer with a trained head, which is not theirs."""
         assert self._rounds is not None and plan.exit_layer is not None
-        heads, rounded = self.stack.exit_heads, plan.draft_bits is not None
-        if heads is not None and plan.exit_layer in heads.layers:
+        rounded = plan.draft_bits is not None
+        exit_head = self._rounds.body.exit_heads.of(self.stack.exit_heads, plan.exit_layer)
+        if exit_head is not None and rounded:
             return None
         subset = self.stack.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
         head = self._rounds.body.draft_head(subset, rounded)
         rule = plan.second_choices
         second_choices = rule and _second_choice_rule(tuple(rule.right), tuple(rule.second), *rule[2:])
-        return Drafter(plan.exit_layer, head, stop_rule_of(plan), plan.reads_confidence, rounded, second_choices)
+        stop = stop_rule_of(plan)
+        return Drafter(plan.exit_layer, head, stop, plan.reads_confidence, rounded, second_choices, exit_head)
 
     def _hidden_state_buffers(self, rows: Sequence[Row], plan: Plan) -> HiddenStateBuffers | None:
         """Buffers for hidden states and logits of a round; None if they exceed `MAX_HIDDEN_NUMBERS`."""
@@ -185,8 +186,8 @@ def _add_stages(seconds: StageSeconds, result: RoundResult, overhead: float) -> 
 def _verdict(row: RowResult) -> Verdict:
     tree = None if row.parents is None else Tree((-1, *row.parents))
     chain = 0 if tree is None else row.chain
-    sure, match, logprobs = tuple(row.sure), row.match, row.logprobs
-    return Verdict(row.drafted, row.path, row.block, None, None, tree, chain, sure, match=match, logprobs=logprobs)
+    verdict = Verdict(row.drafted, row.path, row.block, None, None, tree, chain, tuple(row.sure))
+    return verdict._replace(match=row.match, source=row.source, logprobs=row.logprobs)
 
 
 def _with_logits(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from selfspec.executors.cpu.packed import Packed, pack_layer
@@ -19,10 +19,12 @@ from selfspec.model.llama_weights import Layer, Linear
 
 
 class PackedInt4(Packed):
-    """A product's weights in 4 bits. Each group of an output's inputs has one scale; see `kernels/cpu/nibbles.h`."""
+    """A product's weights in 4 bits. Each block of an output's inputs has one scale; see `kernels/cpu/blocks.h`."""
 
-    def _kind(self) -> int:
-        return c.INT4
+    reads_blocks = False
+
+    def _kinds(self) -> list[int]:
+        return [c.INT4]
 
 
 class RoundedLayers:
@@ -61,7 +63,9 @@ class RoundedLayers:
             made[i].qkv, made[i].o, made[i].gate_up, made[i].down = (one.struct for one in products)
         return made
 
-    def fill(self) -> None:
-        """Copy the current weights of the model into the copies made so far."""
+    def fill(self, edited: Collection[int] = ()) -> None:
+        """Copy the current weights of the model into the copies made so far; `edited` as for `Packed.fill`."""
+        self._weights = [layer.without(edited) for layer in self._weights]
+        self._head_weight = self._head_weight.without(edited)
         for one in [*([] if self._head is None else [self._head]), *(p for layer in self._layers for p in layer)]:
-            one.fill()
+            one.fill(edited)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there i
 
 
 class Packed:
-    """A packed copy of a product's weights: in bfloat16 if that holds every one of them exactly, else in float32.
+    """A packed copy of a product's weights, in the smallest lossless format.
 
-    Most checkpoints hold bfloat16 numbers, so the lower half of every float32 weight is zero. For weights of dtype
-    bfloat16, the product's inputs may be rounded to bfloat16, too, as in the model's own forward. That is twice as fast
-    on processors that have instructions for it.
+    Where all parts come with the blocks of a GGUF file, these are packed as they are. Most other checkpoints hold
+    bfloat16 numbers, so the lower half of every float32 weight is zero and is left out. For weights of dtype bfloat16,
+    the product's inputs may be rounded to bfloat16, too, as in the model's own forward. That is twice as fast on
+    processors that have instructions for it. All other weights are packed in float32.
 
     Args:
         parts: weights `[out, in]` with the same input; their outputs are concatenated.
@@ -29,7 +31,10 @@ class Packed:
 
     Attributes:
         struct: the structure for compiled functions. A `fill` that changes the format replaces it.
+        reads_blocks: whether parts that all have blocks are packed from these, without their weights' numbers.
     """
+
+    reads_blocks = True
 
     def __init__(self, parts: Sequence[Linear], memory: LargePageAllocator, paired: bool = False) -> None:
         self._panel = int(c.functions().selfspec_panel())
@@ -43,18 +48,22 @@ class Packed:
         with torch.inference_mode(False):  # used in later calls, outside of inference mode, too
             outputs = self._num_panels * self._panel
             self.bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if biased else None
-        self._allocate(self._kind())
+        self._allocate(self._kinds())
         self._copy()
 
-    def fill(self) -> None:
+    def fill(self, edited: Collection[int] = ()) -> None:
         """Copy the current weights of the model.
+
+        Args:
+            edited: the `id` of weights that were edited since their blocks were read; these blocks are no longer used.
 
         Raises:
             ValueError: the shape of a weight changed.
         """
-        kind = self._kind()
-        if kind != self.struct.kind:
-            self._allocate(kind)
+        self._parts = [part.without(edited) for part in self._parts]
+        kinds = self._kinds()
+        if kinds != self._kinds_now:
+            self._allocate(kinds)
         self._copy()
 
     @property
@@ -62,37 +71,55 @@ class Packed:
         """Bytes of weights and biases that a token reads."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def _kind(self) -> int:
-        """The smallest lossless format of the current weights; see `compiled_call.FULL`."""
+    def _kinds(self) -> list[int]:
+        """The format of each part, or a single one: the smallest lossless ones. See `compiled_call.FULL`."""
+        blocks = [part.blocks for part in self._parts if part.blocks is not None]
+        if len(blocks) == len(self._parts):
+            kinds = [c.BLOCKS[each.type] for each in blocks]
+            if len(set(kinds)) == 1:
+                return kinds[:1]
+            if not self._stride and all(len(part.weight) % self._panel == 0 for part in self._parts):
+                return kinds
         fits = all(fits_half(part.weight) for part in self._parts)
         may_round = all(part.weight.dtype == torch.bfloat16 for part in self._parts)
-        return int(c.functions().selfspec_smallest(may_round)) if fits else c.FULL
+        return [int(c.functions().selfspec_smallest(may_round)) if fits else c.FULL]
 
-    def _allocate(self, kind: int) -> None:
+    def _allocate(self, kinds: list[int]) -> None:
+        self._kinds_now, inputs = kinds, self._parts[0].weight.shape[1]
+        counts = [len(part.weight) // self._panel for part in self._parts] if len(kinds) > 1 else [self._num_panels]
+        each = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+        ends = [0, *accumulate(c.functions().selfspec_panel_bytes(kind, inputs) for kind in each)]
+        places = [value for pair in zip(ends, [*each, 0], strict=True) for value in pair]
+        self._panels = (ctypes.c_int64 * len(places))(*places) if len(kinds) > 1 else None
+        panels = None if self._panels is None else ctypes.addressof(self._panels)
         bias = None if self.bias is None else self.bias.data_ptr()
-        self.struct = c.Product(None, bias, self._parts[0].weight.shape[1], self.num_outputs, kind)
-        words = c.functions().selfspec_packed_words(ctypes.byref(self.struct), self._num_panels)
+        kind = c.MIXED if len(kinds) > 1 else kinds[0]
+        self.struct = c.Product(None, bias, inputs, self.num_outputs, kind, panels)
         with torch.inference_mode(False):
-            self.weight = self._memory.zeros(words)
+            self.weight = self._memory.zeros(-(-ends[-1] // 4))
         self.struct.packed = self.weight.data_ptr()
 
     def _copy(self) -> None:
-        at = 0
+        at, lib, threads = 0, c.functions(), torch.get_num_threads()
         for part, shape in zip(self._parts, self._shapes, strict=True):
-            weight: Tensor = part.weight.detach().float().contiguous()
-            size = len(weight)
-            if weight.shape != shape:
+            size = len(part.weight)
+            if part.weight.shape != shape:
                 raise ValueError(
-                    f"a weight {list(shape)} was replaced by one {list(weight.shape)}; load the model again"
+                    f"a weight {list(shape)} was replaced by one {list(part.weight.shape)}; load the model again"
                 )
-            c.functions().selfspec_pack(
-                *(weight.data_ptr(), size, ctypes.byref(self.struct)),
-                *(at, self._lanes, self._stride, torch.get_num_threads()),
-            )
+            places = (ctypes.byref(self.struct), at, self._lanes, self._stride, threads)
+            if part.blocks is not None and self.struct.kind >= c.MIXED:
+                data, rows = part.blocks.data, part.blocks.rows
+                order = None if rows is None else rows.data_ptr()
+                lib.selfspec_pack_blocks(data.data_ptr(), data.stride(0), order, size, *places)
+            else:
+                weight: Tensor = part.weight.detach().float().contiguous()
+                lib.selfspec_pack(weight.data_ptr(), size, *places)
             if part.bias is not None and self.bias is not None:
                 outputs = torch.arange(size)
-                places = at + outputs // self._lanes * self._stride + outputs % self._lanes
-                self.bias[places] = part.bias.detach().float()
+                self.bias[at + outputs // self._lanes * self._stride + outputs % self._lanes] = (
+                    part.bias.detach().float()
+                )
             at += self._lanes if self._stride else size
 
 

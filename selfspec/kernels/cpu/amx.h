@@ -180,18 +180,18 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
                              int64_t last, Prefetcher& prefetcher) {
     int64_t rows = tile_rows(n), steps = depth_of(p.in) / DEEP;
     // a second panel must be within the prefetched range
-    int64_t together = n <= FIT && panel_bytes(p) <= PREFETCH_BLOCK ? 2 : 1;
+    int64_t together = n <= FIT && panel_bytes(p.kind, p.in) <= PREFETCH_BLOCK ? 2 : 1;
     alignas(64) float sums[3 * TILE_ROWS * SUMS];
     configure(rows);
     for (int64_t panel = first; panel < last; panel += together) {
-        const char* weights = p.packed + panel * panel_bytes(p);
+        const char* weights = p.packed + panel_at(p, panel);
         int64_t panels = last - panel < together ? 1 : together;
         for (int64_t t = 0; t < n; t += BATCH) {
             int64_t count = n - t < BATCH ? n - t : BATCH, tiles = tiles_of(count);
             const char* a = static_cast<const char*>(parts) + t / BATCH * 3 * rows * steps * 64;
             __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles read this memory
             Prefetcher* told = t ? nullptr : &prefetcher;
-            if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p), steps, sums, told);
+            if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p.kind, p.in), steps, sums, told);
             if (tiles == 1 && panels == 1) one_tile<false>(a, weights, weights, steps, sums, told);
             if (tiles == 2) more_tiles<false>(a, weights, steps, sums, told);
             if (tiles == 3) more_tiles<true>(a, weights, steps, sums, told);

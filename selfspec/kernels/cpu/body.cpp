@@ -7,7 +7,7 @@
 
 #include "amx.h"
 #include "attention.h"
-#include "nibbles.h"
+#include "blocks.h"
 #include "norm.h"
 #include "packing.h"
 #include "team.h"
@@ -49,9 +49,9 @@ constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
 static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
 
-// Size of the buffer for n rows in the form that a product reads, with alignment, in floats.
+// Size of the buffer for n rows in the form that any product reads, with alignment, in floats.
 static int64_t prepared_floats(int64_t n, int64_t in) {
-    return std::max(parts_floats(n, in), rounded_floats(n, in)) + LINE;
+    return std::max(parts_floats(n, in), digit_floats(Q8_0, n, in)) + LINE;
 }
 
 // Up to this size, every thread prepares all rows for itself, which is faster than sharing the work and waiting.
@@ -73,7 +73,7 @@ static Share share_of(const Product& p, After after) {
 }
 
 static Stretch stretch_of(const Product& p, Share share) {
-    return {p.packed + share.first * panel_bytes(p), p.packed + share.last * panel_bytes(p)};
+    return {p.packed + panel_at(p, share.first), p.packed + panel_at(p, share.last)};
 }
 
 // Bytes up to which a 4-bit product is assumed to remain in the core's cache since the last token.
@@ -85,6 +85,14 @@ struct Room {
     Team& team;
 };
 
+// Write token number t in the form that a product reads.
+static void prepare(const Product& p, const float* x, int64_t t, float* prepared) {
+    if (p.kind == PAIRS) return round_pairs(x, p.in, prepared + t * token_floats(p));
+    float* own = prepared + t * digit_floats(p.kind, 1, p.in);
+    if (p.kind == INT4) return to_digits<1>(x, p.in, own, false);
+    to_digits<3>(x, p.in, own, IN_PAIRS && (p.kind == MIXED || shape_of(p.kind).bits > 4));
+}
+
 // Compute y from x by all threads. `next`: the product after it, or null; `after_next`: its operation.
 static void share_product(const Product& p, After after, const float* x, int64_t n, const Room& room, float* y,
                           Prefetcher& prefetcher, const Product* next = nullptr, After after_next = STORE) {
@@ -95,8 +103,8 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     // Whether a product needs no prefetches. Processors that read in order prefetch two panels themselves. Small 4-bit
     // products are still in the cache.
     auto needs_none = [n](const Product& one, After then) {
-        if (one.kind == INT4) return panels_of(one, then) * panel_bytes(one) <= NEAR;
-        return one.kind != AMX && IN_ORDER && n == 1 && are_abreast(one, n);
+        if (one.kind == INT4) return panel_at(one, panels_of(one, then)) <= NEAR;
+        return one.kind != AMX && IN_ORDER && n == 1 && (is_of_blocks(one.kind) || are_abreast(one, n));
     };
     bool is_told = !needs_none(p, after), asks = next && !needs_none(*next, after_next);
     if (is_told)
@@ -105,17 +113,14 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, prepared, steps * thread / threads, steps * (thread + 1) / threads);
-    } else if (p.kind == INT4 || p.kind == PAIRS) {
-        int64_t each = p.kind == INT4 ? rounded_floats(1, p.in) : token_floats(p);
-        int64_t first_token = n * thread / threads, last_token = n * (thread + 1) / threads;
-        for (int64_t t = first_token; t < last_token; t++)
-            (p.kind == INT4 ? round_token : round_pairs)(x + t * p.in, p.in, prepared + t * each);
+    } else if (is_of_blocks(p.kind) || p.kind == PAIRS) {
+        for (int64_t t = n * thread / threads; t < n * (thread + 1) / threads; t++) prepare(p, x + t * p.in, t, prepared);
     }
     if (!alone && p.kind != FULL && p.kind != HALF) room.team.wait();
     if (p.kind == AMX) {
         product_of_parts(p, after, prepared, n, y, first, last, prefetcher);
-    } else if (p.kind == INT4) {
-        product_of_nibbles(p, after, prepared, n, y, first, last, is_told ? &prefetcher : nullptr);
+    } else if (is_of_blocks(p.kind)) {
+        product_of_blocks(p, after, prepared, n, y, first, last, is_told ? &prefetcher : nullptr);
     } else {
         product(p, after, p.kind == PAIRS ? prepared : x, n, y, first, last, is_told ? &prefetcher : nullptr);
     }
@@ -328,6 +333,31 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
         }
         Prefetcher prefetcher;
         share_product(*p, STORE, weight ? h : x, n, room, y, prefetcher);
+        release_tiles();
+    });
+}
+
+int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads) {
+    int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
+    return n * (hidden + inner) + prepared_floats(n, widest) + num_threads * own_floats(widest);
+}
+
+// y [n, hidden] = x + down(silu(gate(norm(x))) * up(norm(x))). room: `selfspec_exit_head_floats` floats.
+void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* room, int64_t num_threads) {
+    int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
+    float *normed = room, *mixed = normed + n * hidden, *shared = mixed + n * inner;
+    Team team;
+    Team::run(num_threads, [&] {
+        float* own = shared + prepared_floats(n, widest) + omp_get_thread_num() * own_floats(widest);
+        const Room rows{shared, own, team};
+        Team::share(n, [&](int64_t t) {
+            norm(x + t * hidden, e->norm, e->eps, hidden, normed + t * hidden);
+            std::memcpy(y + t * hidden, x + t * hidden, sizeof(float) * hidden);
+        });
+        team.wait();
+        Prefetcher prefetcher;
+        share_product(e->gate_up, SWIGLU, normed, n, rows, mixed, prefetcher, &e->down, ADD);
+        share_product(e->down, ADD, mixed, n, rows, y, prefetcher);
         release_tiles();
     });
 }

@@ -50,7 +50,9 @@ int64_t selfspec_draft_floats(const Model* m, const Drafting* d, const Product* 
                               int64_t num_threads) {
     return pick_floats(d->vocab) + d->num_rows * (m->hidden + d->vocab) +
            selfspec_linear_floats(head, d->num_rows, num_threads) + selfspec_buffer_floats(m, d->num_rows) +
-           num_threads * selfspec_scratch_floats(m, longest);
+           num_threads * selfspec_scratch_floats(m, longest) +
+           (d->exit_head ? d->num_rows * m->hidden + selfspec_exit_head_floats(d->exit_head, d->num_rows, num_threads)
+                         : 0);
 }
 
 // Draft up to the rows' lengths and stop rules. The last token of each draft is not fed.
@@ -61,6 +63,7 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
     float *logits = room + pick_floats(d.vocab), *x = logits + rows * d.vocab, *h = x + rows * size;
     float* buffers = h + selfspec_linear_floats(head, rows, num_threads);
     float* scratch = buffers + selfspec_buffer_floats(m, rows);
+    float* changed = scratch + num_threads * scratch_floats;  // hidden states after the exit head
     std::vector<int64_t> live, fed(rows), positions(rows), asked(rows), firsts(rows + 1), picks(rows), seconds(rows);
     std::vector<int64_t> pages(rows * d.row_pages), next(d.last, d.last + rows);
     std::vector<How> how(rows);
@@ -80,8 +83,9 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
         double start = now();
         selfspec_run(m, layers, num_layers, &call, fed.data(), d.embedding, x, nullptr, nullptr,
                      buffers, scratch, scratch_floats, num_threads);
+        if (d.exit_head) selfspec_exit_head(d.exit_head, x, n, changed, changed + rows * size, num_threads);
         double between = now();
-        selfspec_linear(head, x, n, logits, d.norm, d.eps, h, num_threads);
+        selfspec_linear(head, d.exit_head ? changed : x, n, logits, d.norm, d.eps, h, num_threads);
         double headed = now();
         for (int64_t i = 0; i < n; i++) {
             bool is_kept = d.waits && step < d.num_kept;

@@ -23,6 +23,7 @@ struct Drafting {
     const int64_t* names;  // [vocab]: token ids of the head's outputs; null: the whole vocabulary
     const float *cos, *sin, *embedding, *norm;
     float eps;
+    const ExitHead* exit_head;  // of the layers that draft; null: none
     Stop stop;
     int64_t *counts, *tokens, *seconds;  // out: [num_rows]; [num_rows, most]; second choices [num_rows, most] or null
     float *sure, *hidden;  // confidences [num_rows, most] or null; [num_rows, most, hidden]

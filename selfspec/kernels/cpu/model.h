@@ -7,6 +7,7 @@ struct Product {
     const char* packed;
     const float* bias;  // [panels * PANEL], in the packed order; or null
     int64_t in, out, kind;  // out: size of y; for a gated product, half the number of packed outputs
+    const int64_t* panels;  // [panels + 1][2], if MIXED: the offset of each panel, and its kind
 };
 
 struct Shape {
@@ -20,6 +21,13 @@ struct Layer {
     const float *q_norm, *k_norm, *post_norm, *post_mlp_norm;
     float *keys, *values;   // [pages, page_size, kv_heads, head_dim]
     int64_t window, table;  // window: 0: none; table: index of the layer's rotary angles
+};
+
+// A trained head of an exit layer: see `selfspec.model.exit_heads.ExitHead`.
+struct ExitHead {
+    Product gate_up, down;
+    const float* norm;
+    float eps;
 };
 
 enum Activation : int64_t { SILU, GELU_TANH };
@@ -57,4 +65,6 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
                   float* scratch, int64_t scratch_floats, int64_t num_threads);
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads);
+int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads);
+void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* room, int64_t num_threads);
 }

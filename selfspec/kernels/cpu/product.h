@@ -16,18 +16,48 @@ constexpr int PANEL = 2 * LANES;
 
 // y = xW, y += xW, or y = act(x gate) * (x up), with gate and up in one panel and act = silu or gelu_tanh
 enum After { STORE, ADD, SWIGLU, GEGLU };
-// AMX: packed as HALF, multiplied as in amx.h; INT4: see nibbles.h
-enum Kind { FULL, HALF, AMX, INT4, PAIRS };
+// AMX: packed as HALF, multiplied as in amx.h. From INT4 on: blocks, see blocks.h. INT4: as Q4_0, for drafts, with
+// activations of one byte. MIXED: every panel has a kind of its own.
+enum Kind { FULL, HALF, AMX, PAIRS, INT4, MIXED, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K };
 
-constexpr int64_t GROUP = 64; // inputs per group of 4-bit weights
-constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 4);  // bytes of a panel's group with its scales
 constexpr int64_t DEEP = 32;  // inputs per AMX step; `depth` is `in` padded to a multiple of it
 
 static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEEP; }
 
-static inline int64_t panel_bytes(const Product& p) {
-    if (p.kind == INT4) return (p.in + GROUP - 1) / GROUP * GROUP_BYTES;
-    return PANEL * (p.kind == FULL ? 4 * p.in : 2 * depth_of(p.in));
+constexpr int64_t BLOCK = 32, PER_SUPER = 8;  // inputs of a block; blocks that share scales in K-quants
+
+struct BlockShape {
+    int64_t bits, offset;    // an integer is stored as q + offset
+    int64_t scales, super;  // bytes per output: scales of a block, and scales of PER_SUPER blocks before them
+    constexpr int64_t numbers() const { return BLOCK * bits / 8; }
+    constexpr int64_t bytes() const { return numbers() + scales; }
+};
+
+static constexpr BlockShape shape_of(int64_t kind) {
+    return kind == Q4_0 || kind == INT4 ? BlockShape{4, 8, 2, 0}
+           : kind == Q4_1 ? BlockShape{4, 8, 4, 0}
+           : kind == Q5_0 ? BlockShape{5, 16, 2, 0}
+           : kind == Q4_K ? BlockShape{4, 8, 2, 4}
+           : kind == Q6_K ? BlockShape{6, 32, 2, 2}
+                          : BlockShape{8, 128, 2, 0};  // Q8_0
+}
+
+static inline bool is_of_blocks(int64_t kind) { return kind >= INT4; }
+static inline int64_t blocks_of(int64_t in) { return (in + BLOCK - 1) / BLOCK; }
+
+static inline int64_t panel_bytes(int64_t kind, int64_t in) {
+    if (!is_of_blocks(kind)) return PANEL * (kind == FULL ? 4 * in : 2 * depth_of(in));
+    BlockShape shape = shape_of(kind);
+    int64_t blocks = blocks_of(in);
+    return PANEL * (blocks * shape.bytes() + (blocks + PER_SUPER - 1) / PER_SUPER * shape.super);
+}
+
+// The offset of a panel, which may be the end of the last one, and its kind.
+static inline int64_t panel_at(const Product& p, int64_t panel) {
+    return p.kind == MIXED ? p.panels[2 * panel] : panel * panel_bytes(p.kind, p.in);
+}
+static inline int64_t kind_of(const Product& p, int64_t panel) {
+    return p.kind == MIXED ? p.panels[2 * panel + 1] : p.kind;
 }
 
 // The addresses of R rows that are `apart` floats apart: one pointer per three rows, with offsets of 0 to 2 `apart`.
@@ -188,7 +218,7 @@ static inline int64_t block_rows(int64_t n) {
 
 // Whether two panels are multiplied at a time. The second of two long panels would be beyond the prefetched range.
 static inline bool are_abreast(const Product& p, int64_t n) {
-    return n <= ABREAST_ROWS && panel_bytes(p) <= MOST_ABREAST;
+    return n <= ABREAST_ROWS && panel_bytes(p.kind, p.in) <= MOST_ABREAST;
 }
 
 // Floats per token in the form that such a product reads: padded bfloat16 pairs, or the token's own.
@@ -216,7 +246,7 @@ static void product(const Product& p, After after, const float* x, int64_t n, fl
                         : p.kind == PAIRS ? std::pair(TILES<PAIRS>, ABREAST_TILES<PAIRS>)
                                           : std::pair(TILES<HALF>, ABREAST_TILES<HALF>);
     for (int64_t panel = first, together; panel < last; panel += together) {
-        const char* weights = p.packed + panel * panel_bytes(p);
+        const char* weights = p.packed + panel_at(p, panel);
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
         together = are_abreast(p, n) && panel + 1 < last ? 2 : 1;
         for (int64_t r0 = 0; r0 < n; r0 += rows) {

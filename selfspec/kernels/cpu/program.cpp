@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "lookup.h"
 #include "round.h"
 
 // When a program ends, and what is drafted by lookup. Arrays of outputs hold one round after the other.
@@ -17,24 +18,20 @@ struct Program {
     int64_t* rooms;               // [num_rows]: tokens that each row may still draft; updated
     const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] their offsets
     void* const* indices;         // [num_rows] indices of the rows, see `lookup.cpp`; null: no lookup
-    const int64_t* lengths;       // [num_rows, bins]: the fields of `selfspec.control.plan.LookupTable`
-    const double *gains, *needs;  // [num_rows, bins]; [num_needs]
+    void* const* others;          // [num_others] texts that all rows look in besides, and their sources
+    const int64_t* sources;
+    int64_t num_others;
+    const int64_t* lengths;       // [num_rows, sources, bins]: the fields of `selfspec.control.plan.LookupTable`
+    const double *gains, *needs;  // [num_rows, sources, bins]; [num_needs]
     int64_t num_needs;
     // [rounds]: whether no layer drafts; in: of the first round if `indices` is null; out: of all rounds
     int64_t* given;
-    int64_t* matches;  // out: [rounds, num_rows]: match length of a draft by lookup, else 0
+    int64_t *matches, *drafted_from;  // out: [rounds, num_rows]: match length and source of a draft by lookup, else 0
     // The contents of rows with penalties, row after row, empty for other rows; [num_rows + 1] offsets; [num_rows]
     // prompt lengths. Null if no row has penalties.
     const int64_t *texts, *text_ends, *num_prompts;
     int64_t done;      // out: number of rounds that ran
 };
-
-extern "C" {
-int64_t selfspec_index_match(const void* index, int64_t* bin);
-int64_t selfspec_index_bins();
-void selfspec_index_draft(const void* index, int64_t n, int64_t* out);
-bool selfspec_index_add(void* index, const int64_t* tokens, int64_t n);
-}
 
 namespace {
 
@@ -43,7 +40,8 @@ class Run {
     Drafting d;
     Judging j;
     int64_t exit_layer;
-    std::vector<int64_t> positions, last, lengths, matches, drafts;  // per row
+    std::vector<int64_t> positions, last, lengths, drafts;  // per row
+    std::vector<Choice> choices;       // per row: where it may draft by lookup
     std::vector<std::optional<History>> histories;
     std::vector<const History*> history_of;  // per row, null without penalties
     std::vector<int32_t> places;       // of tokens among the draft head's outputs
@@ -56,11 +54,12 @@ class Run {
     // Set the number of tokens that each row drafts by lookup. Returns whether any row does.
     bool look_up() {
         double gain = 0;
-        int64_t total = 0, bin = 0;
+        int64_t total = 0;
         for (int64_t r = 0; r < d.num_rows; r++) {
-            matches[r] = selfspec_index_match(p.indices[r], &bin);
-            int64_t at = r * selfspec_index_bins() + bin;
-            drafts[r] = matches[r] ? std::max<int64_t>(0, std::min({p.lengths[at], p.rooms[r], j.most})) : 0;
+            Choice& choice = choices[r];
+            selfspec_lookup(p.indices[r], p.others, p.sources, p.num_others, &choice);
+            int64_t at = r * NUM_SOURCES * NUM_BINS + choice.bin;
+            drafts[r] = choice.found.match ? std::max<int64_t>(0, std::min({p.lengths[at], p.rooms[r], j.most})) : 0;
             if (drafts[r]) gain += p.gains[at];
             total += drafts[r];
         }
@@ -73,9 +72,12 @@ class Run {
         p.given[p.done] = is_found || !exit_layer;
         for (int64_t r = 0; r < d.num_rows && is_found; r++) {
             if (!drafts[r]) continue;
-            selfspec_index_draft(p.indices[r], drafts[r], j.tokens + r * j.most);
-            std::iota(j.parents + r * j.most, j.parents + r * j.most + drafts[r], 0);
-            j.counts[r] = drafts[r], p.matches[p.done * d.num_rows + r] = matches[r];
+            const Choice& choice = choices[r];
+            int64_t count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], j.tokens + r * j.most);
+            std::iota(j.parents + r * j.most, j.parents + r * j.most + count, 0);
+            int64_t at = p.done * d.num_rows + r;
+            j.counts[r] = count;
+            if (count) p.matches[at] = choice.found.match, p.drafted_from[at] = choice.source;
         }
     }
 
@@ -132,7 +134,7 @@ class Run {
     Run(const Drafting& drafting, const Judging& judging, Program& program)
         : p(program), d(drafting), j(judging), exit_layer(j.exit_layer),
           positions(d.positions, d.positions + d.num_rows), last(d.last, d.last + d.num_rows),
-          lengths(d.lengths, d.lengths + d.num_rows), matches(d.num_rows), drafts(d.num_rows) {
+          lengths(d.lengths, d.lengths + d.num_rows), drafts(d.num_rows), choices(d.num_rows) {
         d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
         d.histories = nullptr, d.places = nullptr;
         if (p.texts) remember();

@@ -1,0 +1,390 @@
+// Products with the quantised weights of GGUF files, which are read as the file holds them, and with 4-bit copies for
+// drafts.
+//
+// A weight is q d + m: an integer q of 4, 5, 6 or 8 bits, a scale d and a minimum m (or m = 0) per BLOCK of 32 inputs of
+// an output; Q6_K has a scale per half a block. An activation is rounded to DIGITS bytes under one power of two per
+// block: with three bytes, to a 2^23rd of the block's largest, as float32 would. So the sums within a block are sums of
+// integers, and exact. The blocks of an output are added in order in float32. An output's bits depend neither on other
+// tokens nor on how many are multiplied at once.
+//
+// A packed panel is a sequence of blocks. A block is [4][PANEL][4] bytes with four bits of inputs 8 j to 8 j + 3 in
+// their lower and of the next four inputs in their upper halves; then further bits; then scales. In Q8_0 it is
+// [8][PANEL][4] bytes and scales. Integers are stored without a sign, see `offset`.
+#pragma once
+
+#include <cmath>
+
+#include "product.h"
+
+// Processors with sums of four products of bytes need no sums of pairs. On others, four bits are multiplied as bytes in
+// pairs, and more bits as 16-bit numbers, since products of bytes would overflow.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+constexpr bool IN_PAIRS = false;
+#else
+constexpr bool IN_PAIRS = LANES >= 8;
+#endif
+
+// Add to each lane the products of its four bytes: `a` from 0 to 255, `b` from -128 to 127. If IN_PAIRS, `a` is at most
+// 15, and a lane is two 16-bit sums, which hold the WORDS of a block; `widened` adds them.
+static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX512BW__)
+    return (Ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i next = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+    asm("" : "+x"(next));  // without it, compilers choose an order of additions that needs too many registers
+    return (Ints)next;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
+#else
+    for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 255) * (b << (24 - byte) >> 24);
+    return sum;
+#endif
+}
+
+// Add to each lane the products of its two 16-bit numbers.
+static inline Ints add_shorts(Ints sum, Ints a, Ints b) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i next = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+    asm("" : "+x"(next));
+    return (Ints)next;
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// Sums of words, times `factor`.
+static inline Ints widened(Ints sum, int32_t factor) {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+    return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(int16_t(factor)));
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+    return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(int16_t(factor)));
+#else
+    return sum * factor;
+#endif
+}
+
+static inline Ints nearest(Vec v) {  // the nearest integers
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtps_epi32((__m256)v);
+#else
+    Ints whole;
+    for (int i = 0; i < LANES; i++) whole[i] = int32_t(std::lrint(v[i]));
+    return whole;
+#endif
+}
+
+constexpr int64_t WORDS = BLOCK / 4;  // of four inputs
+
+// A block of a token. A number is an integer times `scale`. The integer is 65536 h + l: with bytes, `h` is the first of
+// three and `l` is 256 times the second plus the third; as 16-bit numbers, `h` and `l` are divided a little differently.
+template <int DIGITS>
+struct TokenBlock {
+    float scale, sum, sums[2];  // sums of the numbers: of the block and of its halves
+    int8_t bytes[WORDS][DIGITS > 1 ? 4 : 1][4];      // of each word; a fourth byte is not used
+    int16_t shorts[DIGITS > 1 ? WORDS : 1][2][2][2]; // of each word: h, then l; of each: numbers 0 and 2, then 1 and 3
+};
+
+// Floats of n tokens in the form that a product with blocks reads.
+static int64_t digit_floats(int64_t kind, int64_t n, int64_t in) {
+    return n * blocks_of(in) * int64_t((kind == INT4 ? sizeof(TokenBlock<1>) : sizeof(TokenBlock<3>)) / sizeof(float));
+}
+
+// `scale` of a block, and its inverse. Both are powers of two, so that multiplication is exact; a single byte would
+// lose up to a bit by that.
+template <int DIGITS>
+static void set_scale(float largest, float& scale, float& inverse) {
+    constexpr float LEAST = 1e-30f;  // smaller numbers count as zero
+    scale = inverse = 0;
+    if (!(largest < INFINITY)) scale = NAN;
+    if (!(largest < INFINITY) || largest < LEAST) return;
+    if (DIGITS == 1) {
+        scale = largest / 127.f, inverse = 127.f / largest;
+        return;
+    }
+    float above = largest * 1.004f;  // the factor keeps the highest digit below 128
+    uint32_t bits;
+    std::memcpy(&bits, &above, sizeof bits);
+    auto power = [](uint32_t exponent) {
+        float one;
+        std::memcpy(&one, &(exponent <<= 23), sizeof one);
+        return one;
+    };
+    inverse = power(276 - (bits >> 23)), scale = power((bits >> 23) - 22);  // integers of 23 bits and a sign
+}
+
+typedef int8_t Bytes __attribute__((vector_size(LANES * 4)));
+struct Order {
+    int8_t of[16];
+};
+constexpr Order BYTES = {{2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15}};  // of four integers
+constexpr Order UPPER_SHORTS = {{2, 3, 10, 11, 6, 7, 14, 15, 2, 3, 10, 11, 6, 7, 14, 15}};
+constexpr Order LOWER_SHORTS = {{0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13}};
+
+// Permute the bytes of every four integers.
+template <int... I>
+static inline Bytes permuted(Ints v, const Order& order, std::integer_sequence<int, I...>) {
+    const Bytes places = {int8_t(I / 16 * 16 + order.of[I % 16])...};
+#if defined(__clang__)
+    Bytes out;
+    for (int i = 0; i < LANES * 4; i++) out[i] = ((Bytes)v)[places[i]];
+    return out;
+#else
+    return __builtin_shuffle((Bytes)v, places);
+#endif
+}
+
+static inline Bytes permuted(Ints v, const Order& order) {
+    return permuted(v, order, std::make_integer_sequence<int, LANES * 4>());
+}
+
+// Round x[in] to digits. shorts: also write 16-bit numbers.
+template <int DIGITS>
+static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
+    constexpr int64_t VECTORS = BLOCK / LANES;
+    auto* block = reinterpret_cast<TokenBlock<DIGITS>*>(out);
+    for (int64_t first = 0; first < in; first += BLOCK, block++) {
+        Vec some[VECTORS];
+        Ints most = {}, total[2] = {};  // bits of absolute values are ordered as these are, and NaN is the largest
+        for (int64_t i = 0; i < VECTORS; i++) {
+            int64_t at = first + i * LANES, room = in - at;
+            some[i] = room >= LANES ? load(x + at) : load_some(x + at, room > 0 ? int(room) : 0);
+            Ints size = (Ints)some[i] & 0x7fffffff;
+            most = size > most ? size : most;
+        }
+        int32_t bits = 0;
+        for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
+        float largest, inverse;
+        std::memcpy(&largest, &bits, sizeof largest);
+        set_scale<DIGITS>(largest, block->scale, inverse);
+        for (int64_t i = 0; i < VECTORS; i++) {
+            Ints n = nearest(some[i] * inverse);
+            total[i / (VECTORS / 2)] += n;
+            int64_t word = i * LANES / 4;
+            if constexpr (DIGITS == 1) {
+                for (int lane = 0; lane < LANES; lane++) block->bytes[word + lane / 4][0][lane % 4] = int8_t(n[lane]);
+            } else {
+                Bytes bytes = permuted((n + 0x808080) ^ 0x808080, BYTES);  // adding 128 to a byte makes it signed
+                std::memcpy(block->bytes[word], &bytes, sizeof bytes);
+                if (!shorts) continue;
+                Bytes upper = permuted(n + 0x8000, UPPER_SHORTS), lower = permuted(n, LOWER_SHORTS);
+                for (int lane = 0; lane < LANES; lane += 4) {
+                    std::memcpy(block->shorts[word + lane / 4][0], reinterpret_cast<const char*>(&upper) + 4 * lane, 8);
+                    std::memcpy(block->shorts[word + lane / 4][1], reinterpret_cast<const char*>(&lower) + 4 * lane, 8);
+                }
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            int32_t whole = 0;  // at most 2^27
+            for (int i = 0; i < LANES; i++) whole += total[half][i];
+            block->sums[half] = float(whole) * block->scale;
+        }
+        block->sum = block->sums[0] + block->sums[1];
+    }
+}
+
+// LANES half-precision numbers. All scales of a file are finite.
+static inline Vec half_floats(const char* from) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    Ints bits = __builtin_convertvector(halves, Ints);
+    Vec size = (Vec)((bits & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias is 15, not 127
+    return (Vec)((Ints)size | (bits & 0x8000) << 16);
+#endif
+}
+
+template <typename Byte>
+static inline Vec byte_floats(const char* from) {  // LANES bytes
+    typedef Byte Bytes __attribute__((vector_size(LANES)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Vec);
+}
+
+// The integers of LANES outputs in word 2 j + part of a block. half: of the panel.
+template <int KIND>
+static inline Ints integers(const char* block, int half, int j, int part) {
+    constexpr int64_t REST = 4 * PANEL * 4;  // where further bits begin
+    int64_t lane = half * LANES * 4;
+    if (KIND == Q8_0) return (Ints)load(block + (2 * j + part) * PANEL * 4 + lane);
+    Ints both = (Ints)load(block + j * PANEL * 4 + lane), four = (part ? both >> 4 : both) & 0x0f0f0f0f;
+    if (KIND == Q5_0) return four | ((Ints)load(block + REST + lane) >> (4 * part + j) & 0x01010101) << 4;
+    if (KIND == Q6_K) return four | ((Ints)load(block + REST + part * PANEL * 4 + lane) >> 2 * j & 0x03030303) << 4;
+    return four;
+}
+
+struct Scales {
+    Vec scale, minimum;  // minimum: the weight whose stored integer is 0
+};
+
+// The scales of LANES outputs. part: of the block, in Q6_K; super: scales of several blocks.
+template <int KIND>
+static inline Scales scales_of(const char* block, const char* super, int half, int part) {
+    constexpr BlockShape S = shape_of(KIND);
+    const char* own = block + S.numbers() * PANEL;
+    int64_t lane = half * LANES;
+    auto less = [](Vec scale) { return scale * float(-S.offset); };
+    if (KIND == Q4_K) {
+        Vec scale = half_floats(super + lane * 2) * byte_floats<uint8_t>(own + lane);
+        return {scale, half_floats(super + (PANEL + lane) * 2) * -byte_floats<uint8_t>(own + PANEL + lane)};
+    }
+    if (KIND == Q6_K) {
+        Vec scale = half_floats(super + lane * 2) * byte_floats<int8_t>(own + part * PANEL + lane);
+        return {scale, less(scale)};
+    }
+    Vec scale = half_floats(own + lane * 2);
+    return {scale, KIND == Q4_1 ? half_floats(own + (PANEL + lane) * 2) : less(scale)};
+}
+
+static inline Ints splat_word(const void* at) {
+    int32_t word;
+    std::memcpy(&word, at, sizeof word);
+    return word - Ints{};
+}
+
+constexpr int MOST_TOKENS = LANES == 16 ? 8 : 4;  // of a tile
+constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;  // that fit the registers
+
+typedef Vec BlockSums[MOST_TOKENS][2];
+
+// R tokens, `stride` bytes apart, times V vectors of outputs of a panel from number `first` on. `prefetcher`, if given,
+// is advanced by the bytes read.
+template <int KIND, int DIGITS, int R, int V>
+static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, const char* panel, int first,
+                           Prefetcher* prefetcher, BlockSums& total) {
+    constexpr BlockShape S = shape_of(KIND);
+    constexpr bool SHORTS = IN_PAIRS && S.bits == 8;
+    constexpr int PARTS = KIND == Q6_K ? 2 : 1, SUMS = SHORTS && DIGITS > 1 ? 2 : DIGITS, LENGTH = WORDS / PARTS;
+    // words until a sum of pairs may overflow
+    constexpr int FIT = !IN_PAIRS || SHORTS || S.bits == 4 ? LENGTH : S.bits == 5 ? 4 : 2;
+    int64_t told = 0, size = (S.bytes() * PER_SUPER + S.super) * PANEL / PER_SUPER;
+    Vec sums[R][V] = {};
+    const char *block = panel, *super = panel;
+    for (int64_t b = 0; b < blocks; b++, block += S.bytes() * PANEL) {
+        if (S.super && b % PER_SUPER == 0) super = block, block += S.super * PANEL;
+        if (prefetcher)
+            for (; told < (b + 1) * size; told += PORTION) prefetcher->advance();
+        const TokenBlock<DIGITS>* x[R];
+        for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const TokenBlock<DIGITS>*>(tokens + r * stride) + b;
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            Ints whole[R][V][SUMS];
+#pragma GCC unroll 4
+            for (int start = 0; start < LENGTH; start += FIT) {
+                Ints some[R][V][SUMS] = {};
+#pragma GCC unroll 8
+                for (int w = part * LENGTH + start; w < part * LENGTH + start + FIT; w++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < V; v++) {
+                        Ints q = integers<KIND>(block, first + v, w / 2, w % 2);
+                        Ints even = q & 0x00ff00ff, odd = q >> 8 & 0x00ff00ff;
+#pragma GCC unroll 8
+                        for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+                            for (int i = 0; i < SUMS; i++) {
+                                Ints& sum = some[r][v][i];
+                                if (SHORTS) {
+                                    const auto& numbers = x[r]->shorts[w][i];
+                                    sum = add_shorts(sum, even, splat_word(numbers[0]));
+                                    sum = add_shorts(sum, odd, splat_word(numbers[1]));
+                                } else {
+                                    sum = add_bytes(sum, q, splat_word(x[r]->bytes[w][i]));
+                                }
+                            }
+                    }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < V; v++)
+#pragma GCC unroll 3
+                        for (int i = 0; i < SUMS; i++) {
+                            Ints one = SHORTS ? some[r][v][i] : widened(some[r][v][i], i == 1 ? 256 : 1);
+                            whole[r][v][i] = start ? whole[r][v][i] + one : one;
+                        }
+            }
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) {
+                Scales s = scales_of<KIND>(block, super, first + v, part);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const TokenBlock<DIGITS>& t = *x[r];
+                    Vec value = __builtin_convertvector(whole[r][v][0], Vec);
+                    if constexpr (DIGITS > 1) {
+                        Ints low = SHORTS ? whole[r][v][1] : whole[r][v][1] + whole[r][v][2];
+                        value = fma(value, splat(65536.f), __builtin_convertvector(low, Vec));
+                    }
+                    sums[r][v] = fma(s.minimum, splat(PARTS == 2 ? t.sums[part] : t.sum), sums[r][v]);
+                    sums[r][v] = fma(value, s.scale * t.scale, sums[r][v]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) total[r][first + v] = sums[r][v];
+}
+
+// R tokens times a panel: at once if the sums fit the registers, else half by half.
+template <int KIND, int DIGITS, int R>
+static void panel_of_blocks(const char* tokens, int64_t stride, int64_t blocks, const char* panel,
+                            Prefetcher* prefetcher, BlockSums& total) {
+    if constexpr (2 * R * DIGITS <= MOST_SUMS) {
+        tile_of_blocks<KIND, DIGITS, R, 2>(tokens, stride, blocks, panel, 0, prefetcher, total);
+    } else {
+        tile_of_blocks<KIND, DIGITS, R, 1>(tokens, stride, blocks, panel, 0, prefetcher, total);
+        tile_of_blocks<KIND, DIGITS, R, 1>(tokens, stride, blocks, panel, 1, nullptr, total);
+    }
+}
+
+typedef void (*BlocksTile)(const char*, int64_t, int64_t, const char*, Prefetcher*, BlockSums&);
+template <int KIND, int DIGITS, int... R>
+static BlocksTile blocks_tile(int64_t tokens, std::integer_sequence<int, R...>) {
+    static const BlocksTile tiles[] = {panel_of_blocks<KIND, DIGITS, R + 1>...};
+    return tiles[tokens - 1];
+}
+
+static BlocksTile blocks_tile(int64_t kind, int64_t tokens) {
+    constexpr std::make_integer_sequence<int, MOST_TOKENS> counts;
+    switch (kind) {
+        case INT4: return blocks_tile<Q4_0, 1>(tokens, counts);
+        case Q4_0: return blocks_tile<Q4_0, 3>(tokens, counts);
+        case Q4_1: return blocks_tile<Q4_1, 3>(tokens, counts);
+        case Q5_0: return blocks_tile<Q5_0, 3>(tokens, counts);
+        case Q4_K: return blocks_tile<Q4_K, 3>(tokens, counts);
+        case Q6_K: return blocks_tile<Q6_K, 3>(tokens, counts);
+        default: return blocks_tile<Q8_0, 3>(tokens, counts);
+    }
+}
+
+// Panels [first, last) of y[n, out] from tokens in digits. `prefetcher`, if given, is advanced by the bytes read.
+static void product_of_blocks(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first,
+                              int64_t last, Prefetcher* prefetcher) {
+    const char* tokens = reinterpret_cast<const char*>(x);
+    int64_t blocks = blocks_of(p.in), stride = digit_floats(p.kind, 1, p.in) * int64_t(sizeof(float));
+    int64_t parts = (n + MOST_TOKENS - 1) / MOST_TOKENS, abreast = (n + parts - 1) / parts;
+    for (int64_t panel = first; panel < last; panel++) {
+        const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
+        for (int64_t t = 0; t < n; t += abreast) {
+            int64_t count = n - t < abreast ? n - t : abreast;
+            BlockSums total;
+            blocks_tile(kind_of(p, panel), count)(tokens + t * stride, stride, blocks, p.packed + panel_at(p, panel),
+                                                  t ? nullptr : prefetcher, total);
+            for (int64_t r = 0; r < count; r++) {
+                Vec low = total[r][0], high = total[r][1];
+                if (bias) low += load(bias), high += load(bias + LANES);
+                finish(p, after, panel, low, high, y + (t + r) * p.out);
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+"""Weights in the blocks of GGUF files: products of full precision, and the bits of a row its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.executors.cpu.packed import Packed
+from selfspec.kernels import compiled_call as c
+from selfspec.kernels.room import LargePageAllocator
+from selfspec.model.gguf_blocks import BLOCK_SIZES, Blocks
+from selfspec.model.llama_weights import Linear
+from tests.model.test_packed import multiply
+
+gguf = pytest.importorskip("gguf")
+TYPES = sorted(BLOCK_SIZES)
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}  # places of scales
+
+
+def random_blocks(kind, outputs, inputs, seed=0):
+    """Blocks of random bytes with scales of either sign, and the weights that they stand for, in float32."""
+    rng = np.random.default_rng(seed)
+    per_block, size = BLOCK_SIZES[kind]
+    data = rng.integers(0, 256, (outputs, inputs // per_block, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = (rng.normal(size=data.shape[:2]) * 0.05).astype(np.float16)
+        data[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
+    data = data.reshape(outputs, -1)
+    weight = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(data), torch.from_numpy(weight)
+
+
+def linear(kind, outputs, inputs, seed=0, biased=False):
+    data, weight = random_blocks(kind, outputs, inputs, seed)
+    return Linear(weight, torch.randn(outputs) if biased else None, Blocks(kind, data))
+
+
+def without_numbers(part):
+    """The same part whose float weights are wrong: only its blocks can be read."""
+    return part._replace(weight=torch.full_like(part.weight, torch.nan))
+
+
+def tokens(rows, inputs, seed=1):
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+    x[:, inputs // 3] *= 300  # a large activation
+    return x
+
+
+def check(packed, x, parts, threads=1):
+    """Check precision and bits of a product, and return it."""
+    got = multiply(packed, x, threads)
+    weight = torch.cat([part.weight for part in parts]).double()
+    wanted = x.double() @ weight.T
+    if parts[0].bias is not None:
+        wanted += torch.cat([part.bias for part in parts]).double()
+    # an activation is rounded to a 2^23rd of the largest of its 32, and sums are float32
+    largest = x.view(len(x), -1, 32).abs().amax(2).repeat_interleave(32, 1).double()
+    assert ((got - wanted).abs() <= 4e-7 * (largest @ weight.abs().T) + 1e-30).all()
+    assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
+    return got
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@given(
+    outputs=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    blocks=st.integers(1, 3),
+    rows=st.integers(1, 17),
+    threads=st.integers(1, 3),
+    biased=st.booleans(),
+)
+def test_products_are_those_of_the_files_weights_and_a_rows_bits_its_own(kind, outputs, blocks, rows, threads, biased):
+    inputs = blocks * BLOCK_SIZES[kind][0]
+    parts = [linear(kind, size, inputs, seed, biased) for seed, size in enumerate(outputs)]
+    packed = Packed([without_numbers(part) for part in parts], LargePageAllocator())
+    assert packed.struct.kind == c.BLOCKS[kind]
+    check(packed, tokens(rows, inputs), parts, threads)
+
+
+def test_outputs_may_be_in_another_order_than_the_files_rows():
+    part = linear("Q4_1", 48, 64)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(3))[:40]
+    mine = part._replace(weight=part.weight[order], blocks=part.blocks.select(order))
+    check(Packed([without_numbers(mine)], LargePageAllocator()), tokens(3, 64), [mine])
+
+
+@pytest.mark.parametrize("kinds", [("Q5_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_0", "Q8_0")])
+def test_the_parts_of_a_product_may_be_of_different_types(kinds):
+    parts = [linear(kind, 64, 96, seed, biased=True) for seed, kind in enumerate(kinds)]
+    packed = Packed([without_numbers(part) for part in parts], LargePageAllocator())
+    assert packed.struct.kind == c.MIXED
+    for rows, threads in ((1, 1), (5, 2), (40, 3)):
+        check(packed, tokens(rows, 96), parts, threads)
+
+
+def test_parts_of_different_types_that_do_not_fill_panels_are_packed_as_floats():
+    parts = [linear(kind, 36, 64, seed) for seed, kind in enumerate(("Q4_0", "Q8_0"))]
+    packed = Packed(parts, LargePageAllocator())
+    assert packed.struct.kind == c.FULL
+    check(packed, tokens(3, 64), parts)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_gate_and_up_are_multiplied(rows):
+    parts = [linear("Q4_0", 72, 64, seed) for seed in (0, 1)]
+    packed = Packed([without_numbers(part) for part in parts], LargePageAllocator(), paired=True)
+    as_floats = Packed([part._replace(blocks=None) for part in parts], LargePageAllocator(), paired=True)
+    layout = [multiply(each, tokens(rows, 64)) for each in (packed, as_floats)]
+    assert torch.allclose(*layout, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_zeros_tiny_and_huge_numbers_and_what_is_no_number(kind):
+    part = linear(kind, 32, 256)
+    packed = Packed([without_numbers(part)], LargePageAllocator())
+    ordinary = tokens(1, 256)[0]
+    x = torch.stack([torch.zeros(256), ordinary * 1e-37, ordinary * 1e-20, ordinary * 1e30, ordinary, ordinary])
+    x[4, 70], x[5, 9] = torch.nan, torch.inf
+    got, wanted = multiply(packed, x), x.double() @ part.weight.double().T
+    assert (got[0] == 0).all() and (got[1].abs() < 1e-30).all()
+    largest = x[2:4].abs().amax(1, keepdim=True).double() * part.weight.double().abs().sum(1)
+    assert ((got[2:4] - wanted[2:4]).abs() <= 1e-6 * largest).all()
+    assert not got[4:].isfinite().any()
+
+
+def test_an_edited_weight_is_packed_instead_of_its_blocks():
+    part = linear("Q4_0", 40, 64)
+    packed = Packed([part], LargePageAllocator())
+    part.weight.add_(0.25)
+    packed.fill({id(part.weight)})
+    check(packed, tokens(2, 64), [part])

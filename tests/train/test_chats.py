@@ -1,0 +1,275 @@
+"""LayerSkip adapters from conversations that the model writes itself: one command, before and after in the card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.slow import slow
+from tests.target import load
+from train import chats, run
+from train.__main__ import main
+from train.config import parse_config
+from train.generate import continue_prompts
+from train.gsm8k import accuracy, last_number, read_problems
+from train.material import gather, load_tokenizer
+from train.models import build_model, load_base
+from train.recipe import EarlyExitLoss
+from train.tokenizer import train_tokenizer
+
+CHATML = (
+    "{% for message in messages %}<|endoftext|>{{ message['role'] }}\n{{ message['content'] }}<|endoftext|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|endoftext|>assistant\n{% endif %}"
+)
+PROBLEMS = [
+    {"question": "How many legs have two cats?", "answer": "2 * 4 = <<2*4=8>>8\n#### 8"},
+    {"question": "What is 1,000 + 234.5?", "answer": "#### 1,234.5"},
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A folder with a tiny untrained chat model."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-chat"
+    tokenizer = train_tokenizer(["def f(x):\n    return x + 1\n"] * 3, 320, 128)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    shape = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    content = {
+        "model": shape,
+        "exits": {"period": 2},
+        "run": {"windows": [32]},
+        "eval": {"window": 32, "prompt_tokens": 8, "new_tokens": 8},
+    }
+    build_model(parse_config(content), tokenizer.eos_token_id).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(base, tmp_path) -> dict:
+    problems = tmp_path / "gsm8k.jsonl"
+    problems.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
+    return {
+        "model": {"base": str(base)},
+        "chats": {
+            "num_chats": 12,
+            "num_held_out": 3,
+            "max_prompt_tokens": 5,
+            "max_answer_tokens": 16,
+            "batch_size": 6,
+        },
+        "lora": {"rank": 2, "merge": False},
+        "exits": {"period": 2, "scale": 0.3, "distill": 1.0, "teacher": "base", "dropout_max": 0.2},
+        "optim": {"kind": "adamw", "adamw_lr": 0.01, "warmup_steps": 1},
+        "run": {
+            "output": str(tmp_path / "run"),
+            "export": str(tmp_path / "adapter"),
+            "max_steps": 4,
+            "windows": [32],
+            "tokens_per_batch": 64,
+            "gradient_accumulation_steps": 1,
+            "save_steps": 2,
+            "log_steps": 1,
+            "compile": False,
+            "bf16": False,
+        },
+        "eval": {
+            "every_steps": 4,
+            "window": 32,
+            "num_windows": 2,
+            "num_prompts": 3,
+            "prompt_tokens": 8,
+            "new_tokens": 8,
+            "docstring_windows": 2,
+            "gsm8k": str(problems),
+            "gsm8k_tokens": 4,
+            "batch_size": 2,
+        },
+    }
+
+
+def start(settings, tmp_path, *options: str) -> int:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return main([str(path), *options])
+
+
+def test_one_command_writes_chats_trains_and_compares(settings, base, tmp_path, capsys):
+    assert start(settings, tmp_path, "run.seed=3") == 0
+    card = (tmp_path / "adapter" / "README.md").read_text("utf-8")
+    assert "continued from `tiny-chat`" in card and "100% the base model's distribution" in " ".join(card.split())
+    assert "| exit layer | loss | agreement | loss before | agreement before |" in card
+    assert f"`python -m train {tmp_path / 'config.yaml'} run.seed=3`" in card
+    for figure in ("perplexity of the base model's held-out answers", "perplexity of docstrings", "GSM8K"):
+        (line,) = [line for line in card.splitlines() if line.startswith(f"| {figure}")]
+        assert all(line.split(" | ")[1:])
+    quality = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert quality["gsm8k_questions"] == 2 and quality["docstring_tokens"] > 50
+
+    plain = load(str(base))
+    adapted = load(str(base), adapter=tmp_path / "adapter")
+    prompts = [[5, 6, 7], [9]]
+    tokens = [
+        [c.tokens for c in target.generate(prompts, policy=policy, max_new_tokens=12)]
+        for target in (plain, adapted)
+        for policy in ("plain", "adaptive")
+    ]
+    assert tokens[2] == tokens[3] and tokens[0] == tokens[1]
+    logits = [target.stack.model(torch.tensor([[5, 6, 7]])).logits for target in (plain, adapted)]
+    assert not torch.equal(*logits)
+
+
+def test_a_resumed_run_reaches_the_same_weights_on_the_same_chats(settings, tmp_path):
+    whole = run.train(parse_config(settings)).model.state_dict()
+    first = tmp_path / "run"
+    settings["run"]["output"] = str(tmp_path / "stopped")
+    shutil.copytree(first, tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped" / "checkpoint-4")
+    resumed = run.train(parse_config(settings), resume=True).model.state_dict()
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_writing_goes_on_where_it_was_stopped(settings, tmp_path, monkeypatch):
+    config = parse_config(settings)
+    tokenizer = load_tokenizer(config.model.base)
+    chats.write_chats(config, tokenizer)
+    train, held_out = chats.read_chats(config)
+    assert len(held_out) == 3 and not {tuple(c.prompt) for c in held_out} & {tuple(c.prompt) for c in train}
+    first, second = sorted((tmp_path / "run").glob("chats-*/*.jsonl"))
+    kept, again = first.stat().st_mtime_ns, second.read_text()
+    second.unlink()
+    chats.write_chats(config, tokenizer)
+    assert first.stat().st_mtime_ns == kept and second.read_text() == again
+    second.unlink()
+    first.unlink()
+    chats.write_chats(config, tokenizer, seconds=1e-9)
+    assert first.is_file() and not second.is_file()
+    settings["chats"]["seed"] = 1
+    with pytest.raises(ValueError, match=r"chats gave 0 different conversations.*raise chats\.num_chats"):
+        chats.read_chats(parse_config(settings))
+
+
+def test_only_answers_have_labels_and_prompts_are_those_of_the_template(settings, base):
+    config = parse_config(settings)
+    tokenizer = load_tokenizer(base)
+    chats.write_chats(config, tokenizer)
+    turn = chats.user_turn(tokenizer, [tokenizer.eos_token_id])
+    for chat, document in zip(chats.read_chats(config)[0], gather(config).train, strict=True):
+        text = tokenizer.decode(chat.prompt[len(turn.before) : -len(turn.after)])
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(chat.prompt) == asked
+        tokens, labels = document.tolist()
+        assert tokens[-1] == tokenizer.eos_token_id and set(labels[: chat.num_prompt]) == {-100}
+        answer = chat.tokens[chat.num_prompt :]
+        assert tokens[: len(chat.tokens)] == chat.tokens and labels[chat.num_prompt :][: len(answer)] == answer
+        assert len(labels) == len(chat.tokens) + (answer[-1] != tokenizer.eos_token_id)
+
+
+def test_templates_that_cannot_be_taken_apart_are_refused(base):
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
+    with pytest.raises(ValueError, match="the user's text in one place, got 2 places"):
+        chats.user_turn(tokenizer, [0])
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="a tokenizer with a chat template"):
+        chats.user_turn(tokenizer, [0])
+
+
+def test_a_batch_of_any_lengths_continues_each_prompt_as_alone(base):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    prompts = [[5], [7, 8, 9, 10, 11], [3, 4]]
+    alone = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    assert continue_prompts(model, prompts, 9) == alone
+    torch.manual_seed(0)
+    mixed = continue_prompts(model, prompts, 9, [0.0, 1.0, 0.0])
+    assert mixed[0] == alone[0] and mixed[2] == alone[2] and mixed[1] != alone[1]
+    end = alone[1][3]
+    assert continue_prompts(model, prompts, 9, ends=[end])[1] == alone[1][: alone[1].index(end) + 1]
+
+
+def test_every_exit_learns_from_the_base_without_dropped_layers(settings, base):
+    from train.models import start_model
+    from train.recipe import LayerDropout
+
+    settings["exits"]["dropout_max"] = 0.9
+    config = parse_config(settings)
+    model = start_model(config, 0).train()
+    LayerDropout(model.get_base_model().model.layers, 0.9)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0, 0.3)
+    tokens = torch.randint(1, 320, (2, 12), generator=torch.Generator().manual_seed(0))
+    config_ = config.exits
+    plain = load_base(config).eval()(tokens).logits[:, :-1].flatten(0, 1).softmax(-1)
+    torch.manual_seed(1)
+    _, losses = EarlyExitLoss(config_, 4)(model, tokens, step=0)
+    torch.manual_seed(1)
+    log_probs = model(tokens).logits[:, :-1].flatten(0, 1).log_softmax(-1)
+    torch.testing.assert_close(losses[4], -(plain * log_probs).sum(-1).mean())
+
+
+def test_training_ends_when_its_time_is_over_and_the_model_is_still_measured(settings, tmp_path, monkeypatch, capsys):
+    settings["run"] |= {"max_steps": 10_000, "save_steps": 10_000, "max_minutes": 0.05}
+    settings["eval"] |= {"gsm8k": "", "docstring_windows": 0}
+    assert start(settings, tmp_path) == 1
+    assert "run.max_minutes = 0.05 leaves no time to train" in capsys.readouterr().err
+    monkeypatch.setattr(run, "EXPORT_SECONDS", 0.0)
+    assert start(settings, tmp_path) == 0
+    assert "the time is over, so the run ends here" in capsys.readouterr().out
+    rows = (tmp_path / "adapter" / "training.csv").read_text().splitlines()[1:]
+    rates = [float(row.split(",")[1]) for row in rows]
+    assert 1 < len(rates) < 10_000 and rates[-1] < 0.1 * max(rates)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 3 and 4,000.", 4000.0), ("-2.5 is it", -2.5), ("$1,234.50", 1234.5), ("none", None), ("", None)],
+)
+def test_the_last_number_of_an_answer_counts(text, number):
+    assert last_number(text) == number
+
+
+def test_problems_are_scored_by_what_the_model_says(settings, base, monkeypatch):
+    config = parse_config(settings).eval
+    problems = read_problems(config.gsm8k)
+    assert [each.answer for each in problems] == [8.0, 1234.5] and len(read_problems(config.gsm8k, 1)) == 1
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    said = iter(["2 cats have 8 legs, 2 * 4 = 8.", "1,000 + 234 = 1234"])
+
+    def answer(model, prompts, count):
+        return [tokenizer(next(said))["input_ids"] for _ in prompts]
+
+    monkeypatch.setattr("train.gsm8k.continue_prompts", answer)
+    assert accuracy(torch.nn.Identity(), tokenizer, problems, config) == 0.5
+    Path(config.gsm8k).write_text('{"question": "What?", "answer": "8"}\n')
+    with pytest.raises(ValueError, match=r"eval\.gsm8k needs a question and an answer with #### NUMBER, got record 1"):
+        read_problems(config.gsm8k)
+
+
+ABSENT = ("antlr4", "datasets", "gguf", "lm_eval", "omegaconf", "rich", "torchao", "xllamacpp")
+
+
+@pytest.mark.parametrize("absent", [slow(ABSENT)], ids=["bare"])
+def test_a_machine_with_torch_transformers_and_peft_is_enough(settings, tmp_path, absent):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r})); from train.__main__ import main; "
+        f"sys.exit(main([{str(path)!r}]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
