@@ -42,7 +42,7 @@ def refused(completions):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": [3, 1, 4, 1, 5, 9]}])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # compiled, and the model's own code
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2"])  # compiled twice, and the model's own code
 def test_output_and_weights_stay_the_same_while_heads_change(family, sampling):
     model = build(family)
     prompts = make_prompts([3, 9, 1, 17, 6, 12])

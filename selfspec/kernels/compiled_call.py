@@ -17,6 +17,7 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
 FULL, HALF, AMX, PAIRS, INT4, MIXED = range(6)  # formats of packed weights: see `cpu/product.h`
 BLOCKS = {name: MIXED + 1 + i for i, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"))}
 """The formats of blocks, by their type in GGUF files."""
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # of the MLP: `Activation` in `cpu/model.h`
 
 
 class Product(Structure):
@@ -30,8 +31,8 @@ class Layer(Structure):
 
     _fields_ = (
         *_all("qkv o gate_up down", Product),
-        *_all("norm mlp_norm q_norm k_norm keys values", c_void_p),
-        *_all("window", c_int64),
+        *_all("norm mlp_norm q_norm k_norm post_norm post_mlp_norm keys values", c_void_p),
+        *_all("window table", c_int64),
     )
 
 
@@ -45,8 +46,8 @@ class Model(Structure):
     """A model's sizes and constants: `cpu/model.h`."""
 
     _fields_ = (
-        *_all("heads kv_heads head_dim page_size hidden inner", c_int64),
-        *_all("eps mlp_eps qk_eps scale", c_float),
+        *_all("heads kv_heads head_dim page_size hidden inner tables activation", c_int64),
+        *_all("eps mlp_eps qk_eps scale embed_scale", c_float),
     )
 
 

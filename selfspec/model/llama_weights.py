@@ -13,7 +13,14 @@ from selfspec.model.gguf_blocks import Blocks
 from selfspec.model.quantized import is_dense
 
 # Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
-LLAMA_SHAPED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+# In Gemma 3, a norm follows attention and MLP, too.
+LLAMA_SHAPED = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("GemmaForCausalLM", "Gemma3ForCausalLM"),
+}
+SCALED_EMBEDDINGS = ("GemmaTextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding")
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # by class
+UNSERVED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")  # options
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 DTYPES = (torch.float32, torch.bfloat16)
 # Modules of other packages may compute more than their weights show: a LoRA layer has a `weight`, too.
@@ -31,8 +38,11 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
+    """An RMS norm. It multiplies by `weight + offset`, in float32."""
+
     weight: Tensor
     eps: float
+    offset: float = 0.0  # 1 in Gemma
 
 
 class Layer(NamedTuple):
@@ -40,6 +50,7 @@ class Layer(NamedTuple):
 
     layer_idx: int
     window: int | None  # sliding window in tokens; None: no limit
+    layer_type: str | None  # names the rotary angles where they differ between layers; else None
     scale: float
     norm: Norm
     q: Linear
@@ -52,6 +63,13 @@ class Layer(NamedTuple):
     gate: Linear
     up: Linear
     down: Linear
+    post_norm: Norm | None  # of the attention's output, before it is added to the residual stream
+    post_mlp_norm: Norm | None  # of the MLP's output
+
+    @property
+    def norms(self) -> tuple[Norm | None, ...]:
+        """All norms, in the order of `kernels.compiled_call.Layer`."""
+        return self.norm, self.mlp_norm, self.q_norm, self.k_norm, self.post_norm, self.post_mlp_norm
 
     def linears(self) -> tuple[Linear, ...]:
         return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
@@ -64,7 +82,7 @@ class Layer(NamedTuple):
     def weights(self) -> list[Tensor]:
         """All tensors of the layer."""
         linears = self.linears()
-        norms = [norm.weight for norm in (self.norm, self.mlp_norm, self.q_norm, self.k_norm) if norm is not None]
+        norms = [norm.weight for norm in self.norms if norm is not None]
         return [*(x.weight for x in linears), *(x.bias for x in linears if x.bias is not None), *norms]
 
 
@@ -77,6 +95,8 @@ class LlamaWeights(NamedTuple):
     norm: Norm
     head: Linear
     rotary: Any  # the module that gives cos and sin of positions
+    activation: str  # of the MLP, a value of `ACTIVATIONS`
+    embed_scale: float  # embeddings are multiplied by it
     file: FileWeights | None = None  # where blocks come from, and whether they hold
 
     @classmethod
@@ -90,20 +110,24 @@ class LlamaWeights(NamedTuple):
             return None
         try:
             base, held = model.model, {} if file is None else file.held(deeply=True)
+            activations = {ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, "") for layer in base.layers}
+            layers = [_layer(layer, held) for layer in base.layers]
+            has_angles = all(hasattr(base.rotary_emb, f"{x.layer_type}_inv_freq") for x in layers if x.layer_type)
             made = cls(
                 head_dim=base.layers[0].self_attn.head_dim,
                 embedding=base.embed_tokens.weight,
-                layers=[_layer(layer, held) for layer in base.layers],
+                layers=layers,
                 norm=_norm(base.norm),
                 head=_linear(model.lm_head, held),
                 rotary=base.rotary_emb,
+                activation=min(activations),
+                embed_scale=_embed_scale(base.embed_tokens),
                 file=file,
             )
-            activations = {type(layer.mlp.act_fn) for layer in base.layers}
         except AttributeError:  # a part is missing or of another kind
             return None
-        silu = all(kind is nn.SiLU or kind.__name__ == "SiLUActivation" for kind in activations)
-        return made if silu and made._is_served() else None
+        is_known = len(activations) == 1 and made.activation != "" and has_angles
+        return made if is_known and made._is_served() else None
 
     def linears(self) -> list[Linear]:
         """The head and the matrices of all layers."""
@@ -111,18 +135,29 @@ class LlamaWeights(NamedTuple):
 
     def _is_served(self) -> bool:
         first, weights = self.layers[0], [weight for layer in self.layers for weight in layer.weights()]
-        is_alike = all(x.scale == first.scale and x.norm.eps == first.norm.eps for x in self.layers)
+        is_alike = all(x.scale == first.scale and _eps_of(x) == _eps_of(first) for x in self.layers)
         is_readable = all(
             weight.dtype == self.embedding.dtype in DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
             for weight in (self.embedding, self.head.weight, *weights)
         )
-        return is_alike and is_readable and self.head_dim % 2 == 0
+        # The compiled layers have one number for the norms before and after a sublayer, and one for queries and keys.
+        norm, mlp, q, k, post, post_mlp = _eps_of(first)
+        is_paired = post in (None, norm) and post_mlp in (None, mlp) and q == k and self.norm.eps == norm
+        return is_alike and is_readable and is_paired and self.head_dim % 2 == 0
+
+
+def _eps_of(layer: Layer) -> list[float | None]:
+    return [norm and norm.eps for norm in layer.norms]
 
 
 def _is_plain(model: Any) -> bool:
     """Whether a model is of a Llama-like class and consists of unchanged modules of transformers."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if type(model).__name__ not in LLAMA_SHAPED or rope.get("rope_type", "default") not in STATIC_ROPE:
+    ropes = _ropes(model.config)
+    if type(model).__name__ not in LLAMA_SHAPED or any(
+        rope.get("rope_type", "default") not in STATIC_ROPE for rope in ropes.values()
+    ):
+        return False
+    if any(getattr(model.config, name, None) not in (None, False) for name in UNSERVED):
         return False
     modules = list(model.modules())
     linears = [m for m in modules if "proj" in type(m).__name__.lower() or isinstance(m, nn.Linear)]
@@ -132,10 +167,26 @@ def _is_plain(model: Any) -> bool:
     return (
         not is_hooked
         and all(type(m) is nn.Linear for m in linears)
-        and type(model.get_input_embeddings()) is nn.Embedding
+        and _is_embedding(model.get_input_embeddings())
         and all(type(m).__module__.startswith(KNOWN_MODULES) for m in modules)
         and all(is_dense(weight) for weight in model.parameters())
     )
+
+
+def _ropes(config: Any) -> dict[str | None, dict[str, Any]]:
+    """The parameters of rotary angles by layer type; by None if they are the same for all layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested: dict[str | None, dict[str, Any]] = {kind: own for kind, own in rope.items() if isinstance(own, dict)}
+    return nested or {None: rope}
+
+
+def _is_embedding(module: Any) -> bool:
+    return type(module) is nn.Embedding or type(module).__name__ in SCALED_EMBEDDINGS
+
+
+def _embed_scale(module: Any) -> float:
+    """The number by which a model multiplies its embeddings, rounded to their dtype as in the module's forward."""
+    return 1.0 if type(module) is nn.Embedding else float(module.embed_scale.to(module.weight.dtype))
 
 
 def _linear(module: nn.Linear, held: Mapping[int, FileWeight]) -> Linear:
@@ -144,14 +195,18 @@ def _linear(module: nn.Linear, held: Mapping[int, FileWeight]) -> Linear:
 
 
 def _norm(module: Any) -> Norm:
+    if type(module).__name__.startswith("Gemma"):
+        return Norm(module.weight, float(module.eps), offset=1.0)
     return Norm(module.weight, float(module.variance_epsilon))
 
 
 def _layer(layer: Any, held: Mapping[int, FileWeight]) -> Layer:
     attn, mlp = layer.self_attn, layer.mlp
+    has_post_norms = hasattr(layer, "post_feedforward_layernorm")
     return Layer(
         layer_idx=attn.layer_idx,
         window=_window(attn),
+        layer_type=None if None in _ropes(attn.config) else attn.layer_type,
         scale=float(attn.scaling),
         norm=_norm(layer.input_layernorm),
         q=_linear(attn.q_proj, held),
@@ -160,10 +215,12 @@ def _layer(layer: Any, held: Mapping[int, FileWeight]) -> Layer:
         q_norm=_norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
         k_norm=_norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
         o=_linear(attn.o_proj, held),
-        mlp_norm=_norm(layer.post_attention_layernorm),
+        mlp_norm=_norm(layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm),
         gate=_linear(mlp.gate_proj, held),
         up=_linear(mlp.up_proj, held),
         down=_linear(mlp.down_proj, held),
+        post_norm=_norm(layer.post_attention_layernorm) if has_post_norms else None,
+        post_mlp_norm=_norm(layer.post_feedforward_layernorm) if has_post_norms else None,
     )
 
 

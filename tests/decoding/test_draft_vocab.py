@@ -39,7 +39,7 @@ class Ban:
         return scores.index_fill(1, torch.tensor([7]), float("-inf"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "cohere", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "cohere", "gpt2"])
 @pytest.mark.parametrize("engine", ["auto", "views"])
 def test_output_is_that_of_generate(family, engine):
     target, prompts = Target(build(family), engine=engine), make_prompts(RAGGED)

@@ -66,7 +66,10 @@ def plain_loop(model, prompt, count, sampling):
 
 
 @pytest.mark.parametrize("name", OF_GENERATE)
-@pytest.mark.parametrize(("family", "engine"), [("phi", "views"), ("llama", "compiled"), slow("llama", "views")])
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [("phi", "views"), ("llama", "compiled"), ("gemma3_text", "compiled"), slow("llama", "views")],
+)
 def test_repetition_and_ngrams_are_those_of_generate(family, engine, name):
     target, changed = tiny(family, engine=engine), False
     for prompt in make_prompts(RAGGED, seed=1, vocab=14):

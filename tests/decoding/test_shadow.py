@@ -62,7 +62,7 @@ def looks(policy):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("way", WAYS + PENALIZED, ids=NAMES)
 def test_shadows_are_what_each_layer_would_have_picked(family, exact, way):
     target, prompts, policy = tiny(family), make_prompts(RAGGED, seed=1), Adversary(7, 4, exact, most_rounds=1)

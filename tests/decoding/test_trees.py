@@ -81,7 +81,7 @@ def compiled(family):
     return Target(build(family), engine="compiled")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
 def test_second_choices_change_no_token_of_a_compiled_body(family):
     check_seconds(family, target=compiled(family), is_thorough=True)
     check_seconds(family, audit=False, target=compiled(family), temperature=[0.7, 1.0, 1.3], seed=[1, 2, 3])

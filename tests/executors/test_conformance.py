@@ -261,7 +261,7 @@ def check_same_rounds(*given, make, **shape):
 @given(
     seed=st.integers(0, 1 << 16),
     num_rows=st.integers(1, 6),
-    family=st.sampled_from(["llama", "qwen3", "mistral", "bfloat16"]),
+    family=st.sampled_from(["llama", "qwen3", "mistral", "gemma3_text", "bfloat16"]),
     threads=st.integers(1, 3),
     sampled=st.lists(st.booleans(), min_size=6, max_size=6),
     penalties=st.lists(st.sampled_from([{}, {}, *PENALTIES]), min_size=6, max_size=6),

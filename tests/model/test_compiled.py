@@ -27,13 +27,16 @@ from tests.models import build, rounded, tiny
 from tests.target import Target, load
 
 RAGGED = (12, 7, 1, 20)
-LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text"]
 
-SHAPES = {  # heads of a whole vector and of none, one shared key head and one each, biases, widths beyond one panel
+# Heads of a whole vector, of none, and all of them wider than the model; one shared key head and one each; biases;
+# widths beyond one panel; norms after attention and MLP
+SHAPES = {
     "llama": {},
     "wide": {"hidden_size": 160, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 200},
     "many": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 131},
     "biased": {"attention_bias": True, "mlp_bias": True},
+    "gemma": {"family": "gemma3_text", "head_dim": 24, "num_key_value_heads": 1, "intermediate_size": 200},
 }
 
 
@@ -51,7 +54,7 @@ def shared(family):
         stack = Stack(build("llama", attention_bias=True).bfloat16())
         choose(stack, "compiled")
         return stack
-    return compiled(halves=True, **SHAPES[family])[0] if family in ("wide", "many") else compiled(family)[0]
+    return compiled(halves=True, **SHAPES[family])[0] if family in ("wide", "many", "gemma") else compiled(family)[0]
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -66,7 +69,7 @@ def test_layers_of_any_size_equal_the_models_own(name, halves):
 @pytest.mark.parametrize("family", LLAMAS)
 def test_the_compiled_engine_decodes_the_tokens_of_generate(family, halves):
     model = build(family)
-    target, prompts = Target(rounded(model) if halves else model, engine="compiled"), make_prompts(RAGGED)
+    target, prompts = Target(rounded(model) if halves else model, engine="compiled"), make_prompts(RAGGED, seed=1)
     done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=12)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 12) for prompt in prompts]
 
@@ -85,7 +88,7 @@ def run(stack, spans, tokens, pages, start=0, stop=None, **more):
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9),
     page_size=st.sampled_from([4, 7, 64]),
-    family=st.sampled_from(["llama", "mistral", "wide", "many", "bfloat16"]),
+    family=st.sampled_from(["llama", "mistral", "wide", "many", "gemma", "bfloat16"]),
     data=st.data(),
 )
 def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size, family, data):
@@ -115,7 +118,7 @@ def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size,
     trees=st.lists(st.lists(st.integers(0, 24), min_size=1, max_size=24), min_size=1, max_size=3),
     before=st.integers(0, 60),
     page_size=st.sampled_from([4, 7, 128]),
-    family=st.sampled_from(["llama", "mistral", "wide", "many", "bfloat16"]),
+    family=st.sampled_from(["llama", "mistral", "wide", "many", "gemma", "bfloat16"]),
     data=st.data(),
 )
 def test_a_nodes_bits_are_those_of_its_branch_alone(trees, before, page_size, family, data):
@@ -294,6 +297,22 @@ def test_edits_of_a_model_in_bfloat16_are_honoured(part, way):
     with torch.no_grad():
         numbers = (parts[part] if way == "in place" else parts[part].data).view(-1)
         numbers[0 if part == "embedding" else -1 :].add_(8)  # the very last is seen, too
+    [after] = target.generate([prompt], exit_layer=2, **options)
+    [anew] = Target(model, engine="compiled").generate([prompt], exit_layer=2, **options)
+    assert all(torch.equal(a, b) for a, b in zip(after.logits, anew.logits, strict=True))
+    assert not torch.equal(before.logits[0], after.logits[0])
+
+
+@pytest.mark.parametrize("part", ["norm", "input_layernorm", "post_feedforward_layernorm", "self_attn.k_norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_edits_of_norms_that_multiply_by_one_more_are_honoured(part, dtype):
+    model, [prompt] = build("gemma3_text").to(dtype), make_prompts([9])
+    target = Target(model, engine="compiled")
+    options = {"max_new_tokens": 4, "keep_logits": True}
+    [before] = target.generate([prompt], exit_layer=2, **options)
+    owner = model.model if part == "norm" else model.model.layers[1]
+    with torch.no_grad():
+        owner.get_submodule(part).weight.mul_(-3)
     [after] = target.generate([prompt], exit_layer=2, **options)
     [anew] = Target(model, engine="compiled").generate([prompt], exit_layer=2, **options)
     assert all(torch.equal(a, b) for a, b in zip(after.logits, anew.logits, strict=True))

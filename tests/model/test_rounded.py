@@ -90,7 +90,7 @@ def test_less_memory_than_a_sixth_of_the_weights():
     assert PackedInt4(parts, LargePageAllocator()).num_bytes < part.weight.nbytes / 6
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("engine", ["compiled", "views"])
 def test_output_is_that_of_generate(family, engine):
     target, prompts = Target(build(family), engine=engine), make_prompts(RAGGED)

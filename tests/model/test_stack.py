@@ -18,7 +18,7 @@ from tests.models import FAMILIES, build, tiny
 from tests.slow import KINDS, slow
 from tests.target import Target
 
-LLAMAS = ["llama", "mistral", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text"]
 
 
 def run_in_parts(stack, prompts, cuts):
@@ -119,7 +119,7 @@ def test_a_head_that_is_no_plain_linear_layer_has_no_shortlist():
 @pytest.mark.parametrize("engine", ["compiled", "views"])
 @pytest.mark.parametrize("family", LLAMAS)
 def test_the_compiled_engine_and_the_views_decode_the_same_tokens(family, engine):
-    target, prompts = Target(build(family), engine=engine), make_prompts([12, 7, 1, 20])
+    target, prompts = Target(build(family), engine=engine), make_prompts([12, 7, 1, 20], seed=1)
     done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 16) for prompt in prompts]
 
@@ -144,6 +144,21 @@ def test_a_context_longer_than_the_first_rotary_table_is_read():
     for length in (510, 1010):
         [done] = target.generate([prompt[:length]], exit_layer=2, max_new_tokens=20)
         assert done.tokens == generate(target.model, prompt[:length], 20)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+@pytest.mark.parametrize("window", [3, 64, 2000])
+def test_windows_and_rotary_angles_by_layer_are_the_models_own(window, engine):
+    """Windows shorter and longer than the context, and angles of each kind of layers beyond the first table."""
+    angles = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    }
+    shape = {"sliding_window": window, "rope_parameters": angles, "max_position_embeddings": 1200}
+    target, [prompt] = Target(build("gemma3_text", **shape), engine=engine), make_prompts([600])
+    for length in (20, 600):
+        [done] = decode(target, [prompt[:length]], Schedule(0, 4), max_new_tokens=16)
+        assert done.tokens == generate(target.model, prompt[:length], 16)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +278,20 @@ def test_other_precisions_pass_the_self_check_and_decode(family, dtype):
 def test_only_plain_models_of_the_llama_shape_are_compiled():
     assert {type(tiny(family).model).__name__ for family in LLAMAS} == LLAMA_SHAPED
     assert {family for family in FAMILIES if tiny(family).stack.llama is not None} == set(LLAMAS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_logit_softcapping": 5.0},
+        {"final_logit_softcapping": 5.0},
+        {"use_bidirectional_attention": True},
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
+    ],
+)
+def test_options_of_gemma_that_compiled_layers_lack_are_left_to_the_views(options):
+    assert Stack(build("gemma3_text")).llama is not None
+    assert Stack(build("gemma3_text", **options)).llama is None
 
 
 def hooked(model):

@@ -21,6 +21,7 @@ from torch import Tensor
 from selfspec.executors.cpu.exit_head import PackedExitHeads
 from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
+from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.room import LargePageAllocator
@@ -30,7 +31,6 @@ from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
 
 FEW = 12  # calls of at most so many tokens are bound by reading weights
-INITIAL_POSITIONS = 512  # positions in the initial table of rotary angles
 CHECKSUM_BYTES = 1 << 20  # bytes of weights per checksum
 
 
@@ -47,33 +47,33 @@ class CompiledBody:
 
     def __init__(self, weights: LlamaWeights) -> None:
         self._lib, self.head_dim, self.layers = c.functions(), weights.head_dim, weights.layers
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (float32 copy, the model's weight)
+        self._copies: list[tuple[Tensor, Tensor, float]] = []  # (float32 copy, the model's weight, number added to it)
         one, embedding, head, norm = self.layers[0], weights.embedding, weights.head, weights.norm
-        self.last_norm = self._copied(norm.weight)
-        self.embedding, self.head, self.norm = embedding, head, norm
+        self.last_norm = self._copied(norm.weight, norm.offset)
+        self.embedding, self.head, self.norm = embedding, head, Norm(self.last_norm, norm.eps)
         if embedding.dtype != torch.float32:
-            self.embedding, self.norm = self._copied(embedding), Norm(self.last_norm, norm.eps)
+            self.embedding = self._copied(embedding)
             weight = self.embedding if head.weight is embedding else self._copied(head.weight)
             self.head = Linear(weight, None if head.bias is None else self._copied(head.bias))
-        self._rotary = weights.rotary
-        self._tables = self._make_tables(INITIAL_POSITIONS)
+        self._rotary = RotaryTables(weights.rotary, [layer.layer_type for layer in self.layers])
         self._sizes = {
             "heads": len(one.q.weight) // self.head_dim,
             "kv_heads": len(one.k.weight) // self.head_dim,
             "head_dim": self.head_dim,
             "hidden": self.embedding.shape[1],
             "inner": len(one.up.weight),
+            "tables": self._rotary.count,
+            "activation": c.ACTIVATIONS[weights.activation],
         }
         eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
-        self._numbers = {**eps, "scale": one.scale}
+        self._numbers = {**eps, "scale": one.scale, "embed_scale": weights.embed_scale}
         memory = LargePageAllocator()
         self._products = [pack_layer(layer, Packed, memory) for layer in self.layers]
         self.packed_head = Packed([head], memory)
         self.rounded = RoundedLayers(self.layers, head)
-        norms = [(x.norm, x.mlp_norm, x.q_norm, x.k_norm) for x in self.layers]
-        self._norms = [[n and self._copied(n.weight) for n in own] for own in norms]
+        self._norms = [[n and self._copied(n.weight, n.offset) for n in x.norms] for x in self.layers]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
-        heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own in self._copies]
+        heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own, _ in self._copies]
         every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
@@ -148,7 +148,7 @@ class CompiledBody:
         """Logits `[N, vocab]` from hidden states; see `Stack.logits`. `normed`: the final norm is applied already."""
         if hidden.requires_grad:  # an exit head is trained; only torch's products have gradients
             hidden = hidden.float()
-            hidden = hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], *self.norm)
+            hidden = hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], self.norm.weight, self.norm.eps)
             return F.linear(hidden, self.head.weight, self.head.bias)
         return self.product(self.packed_head, hidden, norm=not normed)
 
@@ -217,7 +217,7 @@ class CompiledBody:
             return
         if self._sums_all and sums != self._sums:
             edited = set(self._in_blocks)  # some weight of all
-        for copy, own in self._copies:
+        for copy, own, _ in self._copies:
             if copy.shape != own.shape:
                 raise ValueError(
                     f"a weight {list(copy.shape)} was replaced by one {list(own.shape)}; load the model again"
@@ -228,8 +228,10 @@ class CompiledBody:
         self.packed_head.fill(edited)
         self.rounded.fill(edited)
         self._structs.clear()  # the packed weights may have moved
-        for copy, own in self._copies:
+        for copy, own, offset in self._copies:
             copy.copy_(own.detach())
+            if offset:
+                copy.add_(offset)
         self._in_blocks -= edited
         self._num_edits, self._sums = num_edits, self._checksums() if edited else sums
 
@@ -246,28 +248,16 @@ class CompiledBody:
         return rows.most_tokens, self.tables(rows.most_tokens)
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of at least `length` positions, fp32 `[positions, 1, head_dim]` each. Tables grow by doubling.
+        """cos and sin of at least `length` positions; see `RotaryTables.of`."""
+        return self._rotary.of(length)
 
-        `sin` is negated in the first half of the head, as the rotation needs it.
-        """
-        tables = self._tables
-        if length > len(tables[0]):
-            tables = self._tables = self._make_tables(1 << (length - 1).bit_length())
-        return tables
-
-    def _make_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            positions = torch.arange(length, device=self.embedding.device)[None]
-            cos, sin = self._rotary(self.embedding[:1, None], position_ids=positions)  # [1, length, head_dim]
-            sign = torch.ones_like(sin[0, :1])
-            sign[:, : self.head_dim // 2] = -1
-            return cos[0][:, None], (sin[0] * sign)[:, None]
-
-    def _copied(self, weight: Tensor) -> Tensor:
-        """A float32 copy of a weight, which `refresh` updates."""
+    def _copied(self, weight: Tensor, offset: float = 0.0) -> Tensor:
+        """A float32 copy of a weight, which `refresh` updates, plus a number."""
         with torch.inference_mode(False):  # the copy is used in later calls, outside of inference mode, too
             copy = weight.detach().to(torch.float32, copy=True)
-        self._copies.append((copy, weight))
+            if offset:
+                copy.add_(offset)
+        self._copies.append((copy, weight, offset))
         return copy
 
     def _count_edits(self) -> int:
@@ -321,7 +311,8 @@ class CompiledBody:
             for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
                 places = [None if n is None else n.data_ptr() for n in norms]
                 places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
-                made.append(c.Layer(*(p.struct for p in products), *places, one.window or 0))
+                table = self._rotary.index(one.layer_type)
+                made.append(c.Layer(*(p.struct for p in products), *places, one.window or 0, table))
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)
             known = self._structs[cache] = model, (c.Layer * len(made))(*made), {}
         return known

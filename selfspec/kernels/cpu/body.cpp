@@ -1,4 +1,5 @@
-// The layers of a Llama-shaped model in one call, in float32: norm, attention over the paged cache, norm, gated MLP.
+// The layers of a Llama-shaped model in one call, in float32: norm, attention over the paged cache, norm, gated MLP. In
+// some models, the outputs of attention and MLP pass another norm before they are added.
 //
 // The code is compiled on the machine that runs it. All functions work on any number of packed rows, and the bits of a
 // token's results do not depend on the other tokens of its call. Threads split the panels, rows or heads of each step
@@ -31,10 +32,11 @@ static void place(const Model& m, const Layer& layer, const Call& call, const Sp
                   float* qkv) {
     const Shape& s = m.shape;
     int64_t d = s.head_dim, share = s.heads / s.kv_heads, position = row.position + token, bytes = sizeof(float) * d;
+    int64_t angles = (position * m.tables + layer.table) * d;
     float* one = qkv + (row.first + token) * (s.heads + 2 * s.kv_heads) * d;
     auto turn = [&](float* head, const float* weight) {
         if (weight) norm(head, weight, m.qk_eps, d, head);
-        rotate(head, call.cos + position * d, call.sin + position * d, d);
+        rotate(head, call.cos + angles, call.sin + angles, d);
     };
     for (int64_t head = kv_head * share; head < (kv_head + 1) * share; head++) turn(one + head * d, layer.q_norm);
     float *key = one + (s.heads + kv_head) * d, *value = key + s.kv_heads * d;
@@ -215,6 +217,28 @@ static int64_t widest(const Model& m) {  // the largest input of a product
     return mixed > other ? mixed : other;
 }
 
+// Write n tokens' embeddings, or hidden states if `embedding` is null, to x [n, hidden].
+static void gather_inputs(const Model& m, const void* from, const float* embedding, int64_t n, float* x) {
+    int64_t size = m.hidden;
+    if (!embedding) {
+        std::memcpy(x, from, sizeof(float) * n * size);
+        return;
+    }
+    for (int64_t t = 0; t < n; t++, x += size) {
+        const float* own = embedding + static_cast<const int64_t*>(from)[t] * size;
+        for (int64_t i = 0; i < size; i++) x[i] = own[i] * m.embed_scale;
+    }
+}
+
+// Add the norms of the rows of y [n, size], which are overwritten, to x. Threads share the rows.
+static void add_normed(float* y, const float* weight, float eps, int64_t n, int64_t size, float* x) {
+    Team::share(n, [&](int64_t t) {
+        float* own = y + t * size;
+        norm(own, weight, eps, size, own);
+        add_to(x + t * size, own, size);
+    });
+}
+
 extern "C" {
 
 // The size of `buffers`, and of `scratch` per thread, of a call in floats.
@@ -244,11 +268,8 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     float *h = buffers, *qkv = h + n * m.hidden;
     float *mixed = qkv + n * (s.heads + 2 * s.kv_heads) * s.head_dim, *inner = mixed + n * s.heads * s.head_dim;
     float* shared = inner + n * m.inner;
-    for (int64_t t = 0; t < n; t++) {
-        const float* own = embedding ? embedding + static_cast<const int64_t*>(from)[t] * m.hidden
-                                     : static_cast<const float*>(from) + t * m.hidden;
-        std::memcpy(x + t * m.hidden, own, sizeof(float) * m.hidden);
-    }
+    gather_inputs(m, from, embedding, n, x);
+    After gated = m.activation == GELU_TANH ? GEGLU : SWIGLU;
     Team team;
     Team::run(num_threads, [&] {
         float *own = scratch + omp_get_thread_num() * scratch_floats;
@@ -267,6 +288,15 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             team.wait();
         };
         Prefetcher prefetcher;
+        // Add a product to x, after its norm if there is one. The thread that adds to a token computes its next norm,
+        // too. Threads wait only if each of them computes all norms.
+        auto add_product = [&](const Product& p, const float* from, const float* weight, float eps,
+                               const Product* next, After after_next) {
+            share_product(p, weight ? STORE : ADD, from, n, room, weight ? h : x, prefetcher, next, after_next);
+            if (!weight) return;
+            add_normed(h, weight, eps, n, m.hidden, x);
+            if (alone) team.wait();
+        };
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
@@ -274,10 +304,10 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             share_product(layer.qkv, STORE, normed, n, room, qkv, prefetcher, &layer.o);
             place_all(m, layer, call, team, qkv);
             attend_all(m, layer, call, team, qkv, mixed, own);
-            share_product(layer.o, ADD, mixed, n, room, x, prefetcher, &layer.gate_up, SWIGLU);
+            add_product(layer.o, mixed, layer.post_norm, m.eps, &layer.gate_up, gated);
             norm_all(layer.mlp_norm, m.mlp_eps);
-            share_product(layer.gate_up, SWIGLU, normed, n, room, inner, prefetcher, &layer.down);
-            share_product(layer.down, ADD, inner, n, room, x, prefetcher, following);
+            share_product(layer.gate_up, gated, normed, n, room, inner, prefetcher, &layer.down);
+            add_product(layer.down, inner, layer.post_mlp_norm, m.mlp_eps, following, STORE);
             if (taps && taps[i]) {
                 int64_t bytes = sizeof(float) * m.hidden;
                 Team::share(n, [&](int64_t t) { std::memcpy(taps[i] + t * m.hidden, x + t * m.hidden, bytes); });

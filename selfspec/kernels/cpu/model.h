@@ -6,7 +6,7 @@
 struct Product {
     const char* packed;
     const float* bias;  // [panels * PANEL], in the packed order; or null
-    int64_t in, out, kind;  // out: size of y; for SWIGLU, half the number of packed outputs
+    int64_t in, out, kind;  // out: size of y; for a gated product, half the number of packed outputs
     const int64_t* panels;  // [panels + 1][2], if MIXED: the offset of each panel, and its kind
 };
 
@@ -16,9 +16,11 @@ struct Shape {
 
 struct Layer {
     Product qkv, o, gate_up, down;
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
-    float *keys, *values;                            // [pages, page_size, kv_heads, head_dim]
-    int64_t window;                                  // 0: none
+    const float *norm, *mlp_norm;
+    // of queries and keys; of the outputs of attention and MLP before they are added; each may be null
+    const float *q_norm, *k_norm, *post_norm, *post_mlp_norm;
+    float *keys, *values;   // [pages, page_size, kv_heads, head_dim]
+    int64_t window, table;  // window: 0: none; table: index of the layer's rotary angles
 };
 
 // A trained head of an exit layer: see `selfspec.model.exit_heads.ExitHead`.
@@ -28,10 +30,13 @@ struct ExitHead {
     float eps;
 };
 
+enum Activation : int64_t { SILU, GELU_TANH };
+
 struct Model {
     Shape shape;
-    int64_t hidden, inner;  // inner: hidden size of the MLP
-    float eps, mlp_eps, qk_eps, scale;
+    int64_t hidden, inner, tables;  // inner: hidden size of the MLP; tables: number of rotary angles per position
+    Activation activation;          // of the MLP
+    float eps, mlp_eps, qk_eps, scale, embed_scale;  // embed_scale: embeddings are multiplied by it
 };
 
 struct Call {
@@ -43,7 +48,7 @@ struct Call {
     // of tree nodes: [num_rows], -1 for rows without trees; [num_rows, row_nodes]; null without trees
     const int64_t *roots, *branches;
     int64_t row_nodes;
-    const float *cos, *sin;  // [positions, head_dim]; sin is negated in the first half
+    const float *cos, *sin;  // [positions, tables, head_dim]; sin is negated in the first half
 };
 
 struct How {  // sampling of a row: see `selfspec.executors.pick.Sampling`

@@ -15,3 +15,10 @@ static void norm(const float* x, const float* weight, float eps, int64_t size, f
     for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(x + i) * factor * load(weight + i));
     for (; i < size; i++) out[i] = x[i] * factor * weight[i];
 }
+
+// out += x
+static void add_to(float* out, const float* x, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(out + i, load(out + i) + load(x + i));
+    for (; i < size; i++) out[i] += x[i];
+}

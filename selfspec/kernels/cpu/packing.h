@@ -8,7 +8,7 @@
 #include "blocks.h"
 
 // Places of a weight's outputs among the packed outputs: from `offset` on, with a gap after every `lanes` outputs up to
-// a multiple of `stride`. The gaps hold the other half of a SWIGLU.
+// a multiple of `stride`. The gaps hold the other half of a gated product.
 struct Places {
     int64_t offset, lanes, stride;
 };

@@ -14,7 +14,8 @@
 
 constexpr int PANEL = 2 * LANES;
 
-enum After { STORE, ADD, SWIGLU };  // y = xW, y += xW, or y = silu(x gate) * (x up) with gate and up in one panel
+// y = xW, y += xW, or y = act(x gate) * (x up), with gate and up in one panel and act = silu or gelu_tanh
+enum After { STORE, ADD, SWIGLU, GEGLU };
 // AMX: packed as HALF, multiplied as in amx.h. From INT4 on: blocks, see blocks.h. INT4: as Q4_0, for drafts, with
 // activations of one byte. MIXED: every panel has a kind of its own.
 enum Kind { FULL, HALF, AMX, PAIRS, INT4, MIXED, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K };
@@ -193,11 +194,15 @@ static inline void put(float* y, Vec v, int64_t room, bool add) {
     }
 }
 
+static inline bool is_gated(After after) { return after == SWIGLU || after == GEGLU; }
+
+static inline Vec gate(After after, Vec x) { return after == GEGLU ? gelu_tanh(x) : silu(x); }
+
 // Write one panel's outputs of one row to `y` [out].
 static inline void finish(const Product& p, After after, int64_t panel, Vec low, Vec high, float* y) {
-    if (after == SWIGLU) {
+    if (is_gated(after)) {
         int64_t at = panel * LANES;
-        put(y + at, silu(low) * high, p.out - at, false);
+        put(y + at, gate(after, low) * high, p.out - at, false);
     } else {
         int64_t at = panel * PANEL;
         put(y + at, low, p.out - at, after == ADD);
@@ -256,6 +261,6 @@ static void product(const Product& p, After after, const float* x, int64_t n, fl
 }
 
 static inline int64_t panels_of(const Product& p, After after) {
-    int64_t per_panel = after == SWIGLU ? LANES : PANEL;
+    int64_t per_panel = is_gated(after) ? LANES : PANEL;
     return (p.out + per_panel - 1) / per_panel;
 }

@@ -173,3 +173,9 @@ static inline Vec exponential(Vec x) {
 }
 
 static inline Vec silu(Vec x) { return x / (exponential(-x) + 1.f); }
+
+// The approximation by tanh: x / 2 * (1 + tanh(u)) is x / (1 + e^(-2u)).
+static inline Vec gelu_tanh(Vec x) {
+    Vec u = 0.7978845608f * fma(0.044715f * x * x, x, x);  // sqrt(2 / pi) (x + 0.044715 x^3)
+    return x / (exponential(-2.f * u) + 1.f);
+}
