@@ -26,6 +26,12 @@ class Product(Structure):
     _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64), *_all("panels", c_void_p))
 
 
+class RowTable(Structure):
+    """A matrix of which single rows are read: `cpu/model.h`."""
+
+    _fields_ = (("floats", c_void_p), ("packed", ctypes.POINTER(Product)))
+
+
 class Layer(Structure):
     """A layer's products, norms and KV pages: `cpu/model.h`."""
 
@@ -183,6 +189,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_exit_head": ([p, p, n, p, p, n], None),
         "selfspec_fits_half": ([p, n], n),
         "selfspec_checksums": ([p, p, n, p, n], None),
+        "selfspec_row": ([p, n, n, p], p),
         "selfspec_pack": ([p, n, p, n, n, n, n], None),
         "selfspec_pack_blocks": ([p, n, p, n, p, n, n, n, n], None),
         "selfspec_program": ([p, p, p, p], n),

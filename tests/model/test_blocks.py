@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -131,3 +133,13 @@ def test_an_edited_weight_is_packed_instead_of_its_blocks():
     part.weight.add_(0.25)
     packed.fill({id(part.weight)})
     check(packed, tokens(2, 64), [part])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_packed_row_is_what_dequantising_the_file_gives(kind):
+    part = linear(kind, 70, 512)
+    packed = Packed([without_numbers(part)], LargePageAllocator())
+    table, row = c.RowTable(None, ctypes.pointer(packed.struct)), torch.full((512,), torch.nan)
+    for output in (0, 17, 69):
+        c.functions().selfspec_row(ctypes.byref(table), output, 512, row.data_ptr())
+        assert torch.equal(row, part.weight[output])

@@ -101,6 +101,17 @@ class CompiledBody:
         widened = {id(w): w for w in (weights.embedding, weights.head.weight) if w.dtype != torch.float32}
         return packed + sum(4 * w.numel() for w in widened.values())
 
+    def head_rows(self) -> c.RowTable:
+        """The head's weights by row. Packed blocks are read there, so that no float32 weights take memory."""
+        if self.packed_head.struct.kind < c.MIXED:
+            return c.RowTable(self.head.weight.data_ptr(), None)
+        return c.RowTable(None, ctypes.pointer(self.packed_head.struct))
+
+    def embedding_rows(self) -> c.RowTable:
+        """The embedding by row: the head's weights where they are the same."""
+        tied = self.head.weight is self.embedding
+        return self.head_rows() if tied else c.RowTable(self.embedding.data_ptr(), None)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that one token reads: those of all products and norms."""
@@ -122,7 +133,7 @@ class CompiledBody:
         x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
         if not rows.num_tokens:
             return x
-        embedding = self.embedding.data_ptr() if start == 0 else None
+        embedding = ctypes.byref(self.embedding_rows()) if start == 0 else None
         model, layers = self.structs(rows.cache)
         call, longest = self._call(rows)
         places = None

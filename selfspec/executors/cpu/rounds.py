@@ -84,7 +84,8 @@ class CompiledRounds:
         if tables is not buffers.tables:
             buffers.tables = tables
             drafting.cos, drafting.sin = tables[0].data_ptr(), tables[1].data_ptr()
-        drafting.embedding = body.embedding.data_ptr()
+        embedding = body.embedding_rows()
+        drafting.embedding = ctypes.addressof(embedding)
         head = body.packed_head.struct  # held here: `refresh` in another thread may replace it
         judging.layers, judging.longest, judging.head = ctypes.addressof(layers), longest, ctypes.addressof(head)
         judging.threads_few, judging.threads = body.threads(1), body.threads(FEW + 1)

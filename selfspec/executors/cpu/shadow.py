@@ -54,8 +54,7 @@ def compiled_shadow(
         others: int64 `[M]`, a sample of the vocabulary that represents all other tokens.
         penalty: penalties at the N positions.
     """
-    weight, bias = body.head[:2]
-    lib = c.functions()
+    bias, head, lib = body.head.bias, body.head_rows(), c.functions()
     hidden, target, picks = hidden.contiguous(), target.contiguous(), picks.contiguous()
     num_layers, num_positions, size = hidden.shape
     hits = picks.new_empty(num_layers, num_positions, dtype=torch.bool)
@@ -65,7 +64,12 @@ def compiled_shadow(
     penalties = () if penalty is None else (penalty.seen.contiguous(), penalty.bias.contiguous())
     inputs = c.Looking(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
-        *(weight.data_ptr(), None if bias is None else bias.data_ptr(), body.last_norm.data_ptr(), others.data_ptr()),
+        *(
+            ctypes.addressof(head),
+            None if bias is None else bias.data_ptr(),
+            body.last_norm.data_ptr(),
+            others.data_ptr(),
+        ),
         *(hidden.data_ptr(), target.data_ptr(), picks.data_ptr(), ctypes.addressof(sampling_buffer)),
         *(ctypes.addressof(at), hits.data_ptr(), sure.data_ptr(), body.norm.eps),
         *(one.data_ptr() for one in penalties),

@@ -218,14 +218,14 @@ static int64_t widest(const Model& m) {  // the largest input of a product
 }
 
 // Write n tokens' embeddings, or hidden states if `embedding` is null, to x [n, hidden].
-static void gather_inputs(const Model& m, const void* from, const float* embedding, int64_t n, float* x) {
+static void gather_inputs(const Model& m, const void* from, const RowTable* embedding, int64_t n, float* x) {
     int64_t size = m.hidden;
     if (!embedding) {
         std::memcpy(x, from, sizeof(float) * n * size);
         return;
     }
     for (int64_t t = 0; t < n; t++, x += size) {
-        const float* own = embedding + static_cast<const int64_t*>(from)[t] * size;
+        const float* own = selfspec_row(embedding, static_cast<const int64_t*>(from)[t], size, x);
         for (int64_t i = 0; i < size; i++) x[i] = own[i] * m.embed_scale;
     }
 }
@@ -259,7 +259,7 @@ int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads)
 // Run layers from `from` to x [num_tokens, hidden]. `from`: hidden states, or token ids if `embedding` is given.
 // `last`: the final norm, applied if given. taps: per layer, where to write its output, or null.
 void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, const void* from,
-                  const float* embedding, float* x, float* const* taps, const float* last, float* buffers,
+                  const RowTable* embedding, float* x, float* const* taps, const float* last, float* buffers,
                   float* scratch, int64_t scratch_floats, int64_t num_threads) {
     const Model& m = *model;
     const Call& call = *given;

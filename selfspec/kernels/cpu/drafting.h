@@ -21,7 +21,9 @@ struct Drafting {
     int64_t row_pages;
     const How* how;        // [num_rows]
     const int64_t* names;  // [vocab]: token ids of the head's outputs; null: the whole vocabulary
-    const float *cos, *sin, *embedding, *norm;
+    const float *cos, *sin;
+    const RowTable* embedding;
+    const float* norm;
     float eps;
     const ExitHead* exit_head;  // of the layers that draft; null: none
     Stop stop;

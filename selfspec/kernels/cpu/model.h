@@ -10,6 +10,11 @@ struct Product {
     const int64_t* panels;  // [panels + 1][2], if MIXED: the offset of each panel, and its kind
 };
 
+struct RowTable {  // a matrix of which single rows are read
+    const float* floats;    // [rows, size]; or null
+    const Product* packed;  // packed in blocks, without bias
+};
+
 struct Shape {
     int64_t heads, kv_heads, head_dim, page_size;
 };
@@ -61,8 +66,10 @@ int64_t selfspec_buffer_floats(const Model* m, int64_t num_tokens);
 int64_t selfspec_scratch_floats(const Model* m, int64_t longest);
 int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads);
 void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, const void* from,
-                  const float* embedding, float* x, float* const* taps, const float* last, float* buffers,
+                  const RowTable* embedding, float* x, float* const* taps, const float* last, float* buffers,
                   float* scratch, int64_t scratch_floats, int64_t num_threads);
+// Row number `row` of a matrix, [size]. room: [size] floats, which are written if the matrix is packed.
+const float* selfspec_row(const RowTable* table, int64_t row, int64_t size, float* room);
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads);
 int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads);

@@ -6,7 +6,8 @@
 
 struct Looking {
     int64_t num_layers, num_positions, hidden, vocab, num_likely, num_others;
-    const float *head, *bias, *norm;  // [vocab, hidden], [vocab] or null, [hidden]
+    const RowTable* head;      // [vocab, hidden]
+    const float *bias, *norm;  // [vocab] or null, [hidden]
     const int64_t* others;            // [num_others]: the sample of the vocabulary
     const float *states, *target;     // [num_layers, num_positions, hidden]; the target's logits [num_positions, vocab]
     const int64_t* judged;            // [num_positions]: the target's picks
@@ -78,20 +79,22 @@ class Looker {
     const Looking& all;
     int64_t most;  // maximum number of tokens, padded
     int64_t* tokens;
-    float *normed, *logits, *stands_for, *room;  // [layers, hidden], [layers, most], [most], `pick_floats`
+    float *normed, *logits, *stands_for;  // [layers, hidden], [layers, most], [most]
+    float *row, *room;                    // [hidden], `pick_floats`
 
     static int64_t most_of(const Looking& all) {
         return filled_up(1 + all.num_likely + std::max(all.num_likely, all.num_others));
     }
 
     void fetch(int64_t token) const {
-        const float* weight = all.head + token * all.hidden;
+        if (!all.head->floats) return;
+        const float* weight = all.head->floats + token * all.hidden;
         for (int64_t i = 0; i < all.hidden; i += 16) __builtin_prefetch(weight + i);
     }
 
     // Compute the logits of one token for all layers.
     void multiply_all(int64_t token, int64_t column) {
-        const float *weight = all.head + token * all.hidden, *x = normed;
+        const float *weight = selfspec_row(all.head, token, all.hidden, row), *x = normed;
         float* out = logits + column;
         int64_t k = 0;
         for (; k + 8 <= all.num_layers; k += 8)
@@ -130,13 +133,15 @@ class Looker {
    public:
     // The memory per thread in int64 words.
     static int64_t words(const Looking& all) {
-        int64_t most = most_of(all), floats = all.num_layers * (all.hidden + most) + most + pick_floats(most);
+        int64_t most = most_of(all);
+        int64_t floats = all.num_layers * (all.hidden + most) + most + all.hidden + pick_floats(most);
         return most + (floats + 1) / 2;
     }
 
     Looker(const Looking& all, int64_t* own) : all(all), most(most_of(all)), tokens(own) {
         normed = reinterpret_cast<float*>(own + most), logits = normed + all.num_layers * all.hidden;
-        stands_for = logits + all.num_layers * most, room = stands_for + most;
+        stands_for = logits + all.num_layers * most, row = stands_for + most;
+        room = row + all.hidden;
     }
 
     void look(int64_t n) {
