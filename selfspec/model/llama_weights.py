@@ -106,7 +106,7 @@ class LlamaWeights(NamedTuple):
         It supports Llama-like models on CPU in float32 or bfloat16, without hooks, adapters, quantised weights or
         modules of other packages.
         """
-        if not _is_plain(model):
+        if model.device.type != "cpu" or not _is_plain(model):
             return None
         try:
             base, held = model.model, {} if file is None else file.held(deeply=True)

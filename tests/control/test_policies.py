@@ -112,7 +112,7 @@ def beside(num_rates, rate, most, lengths=(2, 2)):
         (beside(1, 0.5, 4), r"a plan's second_choices must have rates of first and of second choices, 12 each, got"),
         (beside(NUM_BINS, float("nan"), 4), r"a plan's second_choices must have rates of first and of second"),
         (beside(NUM_BINS, 0.5, 1.5), r"a plan's second_choices' most must be a whole number, got 1\.5"),
-        (Plan(None, (), lookups=always((3,))), r"a plan's lookups must have lengths and gains of every row, 2, by 10"),
+        (Plan(None, (), lookups=always((3,))), r"a plan's lookups must have lengths and gains of every row, 2, by 30"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, sentence):
