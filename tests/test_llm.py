@@ -208,6 +208,16 @@ def test_requests_do_not_learn_of_each_other_where_that_is_turned_off(model):
         SpeculativeConfig(reuse_responses="no")
 
 
+@pytest.mark.parametrize("backend", ["views", "compiled"])
+def test_a_model_with_fewer_tokens_drafts_none_of_those_it_lost(backend):
+    model, params = build("llama"), SamplingParams(max_tokens=8, ignore_eos=True)
+    llm = LLM(model, backend=backend, speculative=SpeculativeConfig(**PLD))
+    llm.target.responses.add([5, 6], [90, 91, 92])
+    model.resize_token_embeddings(60)
+    wanted = LLM(model, backend=backend, speculative=SpeculativeConfig(policy="plain")).generate([5, 6], params)
+    assert tokens_of(llm.generate([5, 6], params)) == tokens_of(wanted)
+
+
 def test_several_threads_share_responses(model):
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     llm = LLM(model, speculative=SpeculativeConfig(**PLD))
